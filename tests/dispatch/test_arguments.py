@@ -10,7 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch import eager
-from tests.support.covering import first, pairs
+from tests.support.covering import first, first_values, pairs
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 8
 W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
@@ -25,7 +25,7 @@ WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
 FUNCTIONS = {
     "softmax": (ps.softmax, {}, {"x": X, "where": MASK}),
     "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}),
-    "logsumexp": (ps.logsumexp, {"axis": -1}, {"a": X, "b": X, "where": MASK}),
+    "logsumexp": (ps.logsumexp, {}, {"a": X, "b": X, "where": MASK}),
     "fused_topk": (ps.fused_topk, {"k": 2}, {"logits": X, "where": MASK, "temperature": ROWS}),
     "sample": (
         ps.sample,
@@ -59,6 +59,7 @@ FUNCTIONS = {
 }
 ARRAYS = [(name, argument) for name, (_, _, arrays) in FUNCTIONS.items() for argument in arrays]
 each = pytest.mark.parametrize("name", FUNCTIONS)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def call(name, **changed):
@@ -67,8 +68,20 @@ def call(name, **changed):
     return function(**(static | arrays | changed))
 
 
+def plainly(name, **options):
+    """Calls a function with the arrays that it needs, so that other options fit."""
+    function, static, arrays = FUNCTIONS[name]
+    needed = ("key", "x", "w", "a", "logits", "labels")
+    return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
+
+
 def assert_equal(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def assert_close(got, expected):
+    """Compares results of jit and of a call outside: XLA folds known arrays with other roundings."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
 
 
 # --- Arrays that JAX would misread ----------------------------------------------------------------------
@@ -102,7 +115,7 @@ def test_misfits_are_refused_by_name(case, argument):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2])
 def test_floats_of_8_bits_are_no_misfits(dtype):
-    """The code of float8_e4m3fnuz is G, like that of NumPy's complex long doubles."""
+    """float8_e4m3fnuz and NumPy's complex long doubles share the code G."""
     assert_equal(ps.softmax(X.astype(dtype)), ps.softmax(jnp.asarray(X.astype(dtype))))
 
 
@@ -131,7 +144,7 @@ def test_integers_that_would_wrap_are_named(name, of, dtype):
             f(name, **{of: wide})
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, jnp.int64])
+@pytest.mark.parametrize("dtype", first_values(1, [np.int64, np.uint64, jnp.int64]))
 @pytest.mark.parametrize("name", [name for name, of in ARRAYS if of == "labels"])
 def test_labels_never_wrap(name, dtype):
     """A label that int32 cannot hold is out of range."""
@@ -143,27 +156,26 @@ def test_labels_never_wrap(name, dtype):
     else:
         labels = labels.astype(dtype)
     assert_equal(call(name, labels=labels), call(name, labels=out))
-    assert_equal(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out))
+    assert_close(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out))
     with pytest.raises(ValueError, match=rf"^{name}: labels must be from -\d+ to \d+ \(int32\), got {WIDE}"):
         call(name, labels=WIDE)
 
 
-IN_RANGE = [("a", 2), ("b", 2), ("temperature", 2), ("token_weights", 2), ("z_loss", 2), ("top_k", 0)]
+TAKEN = [
+    (name, of) for name, of in ARRAYS if of in ("a", "b", "temperature", "token_weights", "z_loss", "top_k")
+]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (_, _, a) in FUNCTIONS.items() if set(a) & {"temperature", "b", "z_loss"}]
-)
-@pytest.mark.parametrize("dtype", [int, np.int64, np.uint64])
-def test_wide_integers_of_real_arguments_become_floats(name, dtype):
-    for of, _ in IN_RANGE:
-        if of not in FUNCTIONS[name][2]:
-            continue
-        shape = () if dtype is int else FUNCTIONS[name][2][of].shape
-        wide = 2**40 if dtype is int else np.full(shape, 2**40, dtype)
-        same = np.full(shape, 2**31 - 1) if of == "top_k" else np.full(shape, 2.0**40, np.float32)
-        for f in (call, lambda *args, **changed: jax.jit(lambda: call(*args, **changed))()):
-            assert_equal(f(name, **{of: wide}), f(name, **{of: same}))
+@pytest.mark.parametrize(("name", "of"), TAKEN)
+@pytest.mark.parametrize("dtype", first_values(2, [int, np.int64, np.uint64]))
+def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
+    shape = () if dtype is int else FUNCTIONS[name][2][of].shape
+    wide = 2**40 if dtype is int else np.full(shape, 2**40, dtype)
+    same = np.full(shape, 2**31 - 1) if of == "top_k" else np.full(shape, 2.0**40, np.float32)
+    expected = plainly(name, **{of: same})
+    assert_equal(plainly(name, **{of: wide}), expected)
+    if name != "sample":  # it takes long to compile
+        assert_close(jax.jit(lambda: plainly(name, **{of: wide}))(), expected)
 
 
 def test_a_wide_bias_of_the_router_steers():
@@ -223,26 +235,19 @@ OPTIONS = {
 CHOSEN = [(name, option) for name, options in OPTIONS.items() for option in options]
 
 
-def plainly(name, **options):
-    """Calls a function with few arrays, so that the options fit."""
-    function, static, arrays = FUNCTIONS[name]
-    needed = ("key", "x", "w", "a", "logits", "labels" if name != "token_stats" else "")
-    return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
-
-
 @pytest.mark.parametrize(("name", "option"), first(12, CHOSEN))
 def test_options_of_any_type_in_any_order(name, option):
     """JAX compares the options of several calls. A NumPy number, compared with a tuple, has no truth value."""
     values = OPTIONS[name][option]
     expected = [jax.jit(functools.partial(plainly, name, **{option: value}))() for value in values]
     for value, result in [*zip(values, expected), *zip(values[::-1], expected[::-1])]:
-        assert_equal(plainly(name, **{option: value}), result)
-    for value in ((0, 1), np.float32(0.5), np.longdouble(1), np.array([1, 2]), np.ones(3), [None]):
-        if (option, value) != ("axis", (0, 1)) and (name, option) != ("route", "scale"):
-            try:
-                plainly(name, **{option: value})
-            except (TypeError, ValueError) as error:
-                assert option in str(error) and f"{name}" in str(error)
+        assert_close(plainly(name, **{option: value}), result)
+    # each of these is accepted, or refused by name
+    for value in (np.float32(0.5), np.longdouble(1), np.array([1, 2]), np.ones(3), [None], (0, 1)):
+        try:
+            plainly(name, **{option: value})
+        except (TypeError, ValueError) as error:
+            assert str(error).startswith(f"{name}: {option}")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.covering import first, first_values
+from tests.support.covering import first
 from tests.support.lowering import array, kernel_names, lowered
 
 
-def per_row(x, value, dtype=np.float64):
+def per_row(x, value):
     """Returns a number for each row, of 64 bits under x64."""
-    return jnp.full(x.shape[:-1], value, dtype)
+    return jnp.asarray(np.full(x.shape[:-1], value))
 
 
 KEY = jax.random.key(0)
@@ -21,13 +21,13 @@ ROWS = {
     "columns": lambda x, **where: ps.softmax(x, 0, **where),
     "log_softmax": lambda x, **where: ps.log_softmax(x, **where),
     "logsumexp": lambda x, **where: ps.logsumexp(x, -1, **where),
-    "fused_topk": lambda x, **where: ps.fused_topk(x, 5, temperature=per_row(x, 2), **where),
+    "fused_topk": lambda x, **where: ps.fused_topk(x, 5, temperature=per_row(x, 2.0), **where),
     "long lists": lambda x, **where: ps.fused_topk(x, 200, log=True, **where),
-    "token_stats": lambda x, **where: ps.token_stats(x, per_row(x, 1, int), **where),
-    "hot stats": lambda x, **where: ps.token_stats(x, temperature=per_row(x, 2), **where),
+    "token_stats": lambda x, **where: ps.token_stats(x, per_row(x, 1), **where),
+    "hot stats": lambda x, **where: ps.token_stats(x, temperature=per_row(x, 2.0), **where),
     "draw": lambda x, **where: ps.sample(KEY, x, **where)[:2],
     "filters": lambda x, **where: ps.sample(
-        KEY, x, top_k=50, top_p=per_row(x, 0.9), min_p=0.1, temperature=per_row(x, 2), **where
+        KEY, x, top_k=50, top_p=per_row(x, 0.9), min_p=0.1, temperature=per_row(x, 2.0), **where
     )[:2],
 }
 ROUTERS = {
@@ -94,8 +94,10 @@ def test_routers(name, dtype, shape):
         assert_the_same_kernels(jax.grad(lambda x: total(ROUTERS[name](x))), x)
 
 
-@pytest.mark.parametrize("dtype", first_values(1, ["bfloat16", "float32", "float16"]))
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    first(1, [(name, d) for d in ("bfloat16", "float32", "float16") for name in PROJECTIONS]),
+)
 def test_projections(name, dtype):
     f = PROJECTIONS[name]
     arrays = array(N, D, dtype=dtype), array(D, V, dtype=dtype), array(N, dtype="int32")

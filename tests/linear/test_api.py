@@ -991,7 +991,7 @@ X, W, L = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jnp.zeros(3, jnp.int32)
 BAD = [
     (TypeError, "x must be of float16", (X.astype(int), W, L), {}),
     (TypeError, "one dtype, got float32 and bfloat16", (X, W.astype("bfloat16"), L), {}),
-    (TypeError, "labels must be integers, got float32", (X, W, L + 0.5), {}),
+    (TypeError, "labels must be integers, got float32", (X, W, L.astype("float32")), {}),
     (TypeError, "labels must be an array", (X, W, [0, 1, 2]), {}),
     (ValueError, r"w \(D, V\) for transpose_w=False, got \(3, 4\) and \(5, 4\)", (X, W.T, L), {}),
     (ValueError, r"w \(V, D\) for transpose_w=True", (X, W, L), {"transpose_w": True}),

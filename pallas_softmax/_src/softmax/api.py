@@ -219,9 +219,8 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     try:
         together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
     except ValueError as error:
-        raise ValueError(
-            f"{name}: a of {a.dtype.name} and b of {factors[0].dtype.name} have no common dtype; cast one of them"
-        ) from error
+        dtypes = " and ".join(f"{of} of {x.dtype.name}" for of, x in zip("ab", (a, *factors)))
+        raise ValueError(f"{name}: {dtypes} have no common dtype; cast one of them") from error
     out_dtype = jax.eval_shape(jnp.exp, together).dtype
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
