@@ -302,10 +302,11 @@ def each_result(x, w, bias, labels, token_weights, temperature):
     several = ps.linear_log_probs(
         x, w, jnp.stack([labels, labels[::-1]], 1), bias=bias, temperature=temperature
     )
-    losses = {"bias": bias, "z_loss": 0.1, "label_smoothing": 0.1, "reduction": None}
+    losses = {"bias": bias, "z_loss": 0.1, "reduction": None}
+    finite_x = jnp.where(jnp.isinf(x), 0, x)  # the softcap makes finite results of infinite x
     return (
-        *ps.linear_token_stats(x, w, labels, bias=bias, softcap=4.0, temperature=temperature)[:3],
-        *ps.linear_token_stats(x, w, bias=bias, transpose_w=False)[1:3],
+        *ps.linear_token_stats(finite_x, w, labels, bias=bias, softcap=4.0, temperature=temperature)[:3],
+        *ps.linear_token_stats(x, w, bias=bias)[1:3],
         ps.linear_log_probs(x, w, labels, bias=bias, temperature=temperature),
         *(several[:, i] for i in range(2)),
         ps.linear_cross_entropy(x, w, labels, token_weights=token_weights, **losses),

@@ -181,13 +181,15 @@ def shares(weights: jax.Array) -> jax.Array:
     """
     large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
     each = weights / large, weights, _times_power(weights, large**1.5)
+    counts = ~is_zero(weights)
     of_small, of_given, of_large = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
     is_small = (jnp.abs(of_given) < 1 / large) & jnp.isfinite(of_large)
     chosen = jnp.where(jnp.isfinite(of_given), 1 + is_small.astype(jnp.int32), 0)
     total = lax.select_n(chosen, of_small, of_given, of_large)
     usable = jnp.isfinite(total) & (total != 0)
-    inverse = 1 / jnp.where(usable, total, 1)
-    return jnp.where(usable, product(lax.select_n(chosen, *each), inverse), total - total)
+    share = product(lax.select_n(chosen, *each), 1 / jnp.where(usable, total, 1))
+    tiny = lax.stop_gradient(jnp.finfo(share.dtype).tiny - share)  # a share of 0 would leave the token out
+    return jnp.where(usable, share + jnp.where(counts & (share == 0), tiny, 0), total - total)
 
 
 def _times_power(x: jax.Array, power: float) -> jax.Array:
