@@ -46,7 +46,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Re
 
 def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
     """Returns the plan for rows that lie across memory; None if they are contiguous, masked, or must be transposed."""
-    if call.inner in (None, 1) or call.masked:
+    if call.inner in (None, 1) or call.vocab == 1 or call.masked:  # one element has no neighbours in memory
         return None
     view = call.rows // call.inner, call.vocab, call.inner
     found = plan_columns(call.op, *view, call.dtype, capability)
