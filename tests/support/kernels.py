@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
@@ -76,7 +77,8 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
     if plan is None:
         call = describe(OPERATIONS[name], arrays[0], axes, where, function=name)
         plan = softmax_kernels.plan(call, target.capability())
-    return softmax_kernels.softmax_rows(name, arrays, where, axes, plan, interpret=interpret)
+    with interpreted(interpret):
+        return softmax_kernels.softmax_rows(name, arrays, where, axes, plan)
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
@@ -101,14 +103,14 @@ def plan_columns(name, outer, vocab, inner, dtype, capability=HOPPER):
 
 def columns_results(name, arrays, plan, interpret=INTERPRET):
     """Returns everything that the kernel of columns returns for arrays (outer, vocab, inner)."""
-    return columns_kernel.launch(
-        FORMULAS[name],
-        [jnp.asarray(a) for a in arrays],
-        plan,
-        name=name,
-        approximate=approximate(arrays[-1].dtype),
-        interpret=interpret,
-    )
+    with interpreted(interpret):
+        return columns_kernel.launch(
+            FORMULAS[name],
+            [jnp.asarray(a) for a in arrays],
+            plan,
+            name=name,
+            approximate=approximate(arrays[-1].dtype),
+        )
 
 
 def columns_rows(name, arrays, plan, interpret=INTERPRET):
@@ -293,7 +295,8 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
         mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
     kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
-    return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+    with interpreted(interpret):
+        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype)
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
@@ -302,14 +305,15 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     plan = plan if interpret is None else fewer_rows(plan)
-    return grad_kernel.topk_grad_rows(*arrays, plan, log=log, interpret=interpret)
+    with interpreted(interpret):
+        return grad_kernel.topk_grad_rows(*arrays, plan, log=log)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
-    return merge_kernel.merge_rows(
-        won, kept, indices, normalizers, jnp.asarray(temperature), k, log=log, dtype=F32, interpret=interpret
-    )
+    t = jnp.asarray(temperature)
+    with interpreted(interpret):
+        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
 
 
 def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):
@@ -484,16 +488,16 @@ def route_rows(x, k, gate, bias, interpret=INTERPRET):
     steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
     plan = plan_route(*x.shape, k, x.dtype, steered=gate.steered, groups=gate.groups)
     mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
-    weights, indices, logsumexp = route_kernel.route_rows(
-        jnp.asarray(x),
-        mask,
-        k,
-        plan if interpret is None else fewer_rows(plan),
-        gate=Gate(gate.score, gate.renormalize, gate.scale),
-        groups=gate.groups,
-        top_groups=gate.top_groups or 1,
-        interpret=interpret,
-    )
+    with interpreted(interpret):
+        weights, indices, logsumexp = route_kernel.route_rows(
+            jnp.asarray(x),
+            mask,
+            k,
+            plan if interpret is None else fewer_rows(plan),
+            gate=Gate(gate.score, gate.renormalize, gate.scale),
+            groups=gate.groups,
+            top_groups=gate.top_groups or 1,
+        )
     return weights, indices, logsumexp[:, 0]
 
 
@@ -504,7 +508,8 @@ def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
     plan = plan if interpret is None else fewer_rows(plan)
     gate = Gate(gate.score, gate.renormalize, gate.scale)
     arrays = (jnp.asarray(a) for a in (x, indices, g, g_logsumexp))
-    return route_grad_kernel.route_grad_rows(*arrays, plan, gate=gate, interpret=interpret)
+    with interpreted(interpret):
+        return route_grad_kernel.route_grad_rows(*arrays, plan, gate=gate)
 
 
 # --- sample -------------------------------------------------------------------------------------------
@@ -543,7 +548,8 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     x, request = jnp.asarray(x), sample_kernel.Params(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype)
-    return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)
+    with interpreted(interpret):
+        return sample_kernel.sample_rows(x, mask, request, plan)
 
 
 # (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short

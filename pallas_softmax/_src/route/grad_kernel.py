@@ -15,7 +15,7 @@ from pallas_softmax._src.route.kernel import normalizer, of_row
 from pallas_softmax._src.softmax.plan import approximate
 
 
-def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, interpret=None):
+def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate):
     """Returns the cotangents of the logits (rows, experts).
 
     Args:
@@ -25,36 +25,34 @@ def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, inter
       g_logsumexp: (rows,), the cotangents of the logsumexp.
       plan: how a row lies over the lanes.
       gate: how logits become weights.
-      interpret: as for `pallas_call`.
     """
     rows, experts = x.shape
     k = indices.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
 
     def over_winners(of_row):
-        return tiles.spread(of_row, plan, winners, interpret=interpret)
+        return tiles.spread(of_row, plan, winners)
 
     def route_grad(x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem):
         row = lax.axis_index("row") * plan.rows
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
-        g = tiles.load(g_gmem, winners, row, 0, interpret=interpret)
-        g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row, interpret=interpret)
-        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf)
+        index = tiles.load(indices_gmem, winners, row, 0)
+        g = tiles.load(g_gmem, winners, row, 0)
+        g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
+        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)
         won = won.astype(jnp.float32)
         m, d, e = normalizer(x, plan)
         m_won, d_won = over_winners(m), over_winners(d)
         direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, of_row(winners))
         p_won = jnp.exp(won - m_won) / d_won
-        weight = tiles.spread(rest / d_won, winners, plan, interpret=interpret)
-        tiles.store(dx_gmem, plan, row, e * weight, interpret=interpret)
-        tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k, interpret=interpret)
+        weight = tiles.spread(rest / d_won, winners, plan)
+        tiles.store(dx_gmem, plan, row, e * weight)
+        tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k)
 
     (dx,) = gpu_kernel(
         route_grad,
         grid={"row": -(-rows // plan.rows)},
         out_type=[jax.ShapeDtypeStruct((rows, experts), x.dtype)],
         approximate=approximate(x.dtype),
-        interpret=interpret,
     )(x, indices, g, g_logsumexp)
     return dx

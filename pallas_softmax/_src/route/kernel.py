@@ -14,6 +14,7 @@ from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import sort_keys, tiles
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
@@ -23,9 +24,7 @@ from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
 from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
-def route_rows(
-    x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1, interpret=None
-):
+def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
     """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1).
 
     Args:
@@ -35,7 +34,6 @@ def route_rows(
       plan: how a row lies over the lanes.
       gate: how logits become weights.
       groups, top_groups: the number of groups, and of those that take part. With groups there must be a bias.
-      interpret: as for `pallas_call`.
     """
     rows, experts = x.shape
     by_words = x.dtype.itemsize == 2 and bias is None
@@ -44,29 +42,29 @@ def route_rows(
 
     def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
         row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)  # as in top-k
+        tiles.prefetch(x_gmem, plan, row)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
         if bias is None:
             m, d, _ = normalizer(x, plan)
             elements, _ = search_input(x, by_words)
         else:
-            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
-            steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
+            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
+            steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
             elements = sort_keys.key(e * factor + steer)
             if groups > 1:
-                elements = _keep_groups(plan, groups, top_groups, elements, interpret=interpret)
+                elements = _keep_groups(plan, groups, top_groups, elements)
         logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
-        tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
+        tiles.store(logsumexp_gmem, plan, row, logsumexp)
         if by_words:
-            _, index = take_words(plan, experts, k, elements, interpret=interpret)
+            _, index = take_words(plan, experts, k, elements)
         else:
-            index = take(plan, experts, k, elements, lanes, interpret=interpret)
+            index = take(plan, experts, k, elements, lanes)
         per_row = (m, d) if gate.needs_normalizer else ()
-        per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
-        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
+        per_row = [tiles.spread(a, plan, winners) for a in per_row]
+        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)
         weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
-        tiles.store(weights_gmem, winners, row, weight, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
+        tiles.store(weights_gmem, winners, row, weight)
+        tiles.store(indices_gmem, winners, row, index)
 
     return gpu_kernel(
         route,
@@ -77,7 +75,6 @@ def route_rows(
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
         approximate=True,
-        interpret=interpret,
     )(x, None if bias is None else bias.array)
 
 
@@ -97,11 +94,7 @@ def of_row(tile: Tile) -> OfRow:
     return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
-def _exponentials(tile: Tile, score: Score, x, *, interpret):
-    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
-    if not interpret:
-        e, m, d = scores_ptx.exponentials(tile, score, x)
-        return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+def _exponentials_in_jax(tile: Tile, score: Score, x):
     m, d, e = normalizer(x, tile)
     if score == "softmax":
         return e, m, d, 1 / d
@@ -109,13 +102,23 @@ def _exponentials(tile: Tile, score: Score, x, *, interpret):
     return e, m, d, 1 / (1 + e)
 
 
-def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
-    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
-    if not interpret:
-        return groups_ptx.keep_groups(tile, groups, top_groups, key)
+@twin(_exponentials_in_jax)
+def _exponentials(tile: Tile, score: Score, x):
+    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
+    e, m, d = scores_ptx.exponentials(tile, score, x)
+    return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+
+
+def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
     of_groups = key.reshape(tile.rows, groups, -1)
     best = -jnp.sort(-of_groups, -1)[..., :2]
     total = jnp.sum(sort_keys.of_key(best, jnp.float32), -1)
     _, order = lax.sort((~sort_keys.key(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2)
     takes_part = jnp.any(order[:, :top_groups, None] == jnp.arange(groups), 1)
     return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+
+
+@twin(_keep_groups_in_jax)
+def _keep_groups(tile: Tile, groups: int, top_groups: int, key):
+    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
+    return groups_ptx.keep_groups(tile, groups, top_groups, key)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu import blocks, tiles
+from pallas_softmax._src.gpu.interpreter import laid_out
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
@@ -32,7 +33,6 @@ def launch(
     *,
     name: str,
     approximate: bool,
-    interpret=None,
 ) -> list[jax.Array]:
     """Computes a formula along the middle axis of the arrays.
 
@@ -42,7 +42,6 @@ def launch(
       plan: a tile (its rows are lines of the array), or strips.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
-      interpret: as for `pallas_call`.
 
     Returns:
       One array (outer, vocab, inner) of the last array's dtype. If the formula has per-row outputs: arrays
@@ -53,7 +52,7 @@ def launch(
         out_type = formula.row_results((outer, 1, inner), arrays[-1].dtype)
     else:
         out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[-1].dtype)]
-    settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}
+    settings = {"out_type": out_type, "name": name, "approximate": approximate}
     if isinstance(plan, Tile):
         return _launch_tiles(formula, arrays, plan, settings)
     return _launch_strips(formula, arrays, plan, settings)
@@ -67,7 +66,7 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
     outer, _, inner = arrays[0].shape
     lines, width = tile.shape
     across = -(-inner // width)  # tiles side by side
-    fill, interpret = formula.reduction.neutral, settings["interpret"]
+    fill = formula.reduction.neutral
 
     def broadcast(per_column):
         return lax.broadcast_in_dim(per_column, tile.shape, (1,))
@@ -75,15 +74,12 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
     def body(x_gmem, *out_gmem, reserved=None):
         number = lax.axis_index("tile")
         outer, column = number // across, number % across * width
-        x = [
-            tiles.load(gmem.at[outer], tile, 0, fill, column=column, interpret=interpret).astype(jnp.float32)
-            for gmem in x_gmem
-        ]
+        x = [tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32) for gmem in x_gmem]
         total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
         constants = [broadcast(constant) for constant in formula.constants(total)]
         results = constants if formula.value is None else [formula.value(*x, *constants)]
         for gmem, y in zip(out_gmem, results, strict=True):
-            tiles.store(gmem.at[outer], tile, 0, y, column=column, interpret=interpret)
+            tiles.store(gmem.at[outer], tile, 0, y, column=column)
 
     scratch = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
     return gpu_kernel(body, grid={"tile": outer * across}, scratch_types=scratch, **settings)(arrays)
@@ -111,7 +107,7 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
         part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
         turns = lax.div(outer * across - 1 - team, teams) + 1 if plan.turns > 1 else 1
         refs = _Refs(x_gmem, out_gmem, **scratch)
-        _Part(formula, plan, refs, team, teams, turns, part, across, settings["interpret"]).compute()
+        _Part(formula, plan, refs, team, teams, turns, part, across).compute()
 
     grid = {"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams}
     return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
@@ -151,7 +147,6 @@ class _Part:
       turns: number of strips that this cluster takes.
       part: number of this CTA in the cluster.
       across: number of strips side by side.
-      interpret: as for `pallas_call`.
     """
 
     formula: Formula
@@ -162,7 +157,6 @@ class _Part:
     turns: Any
     part: Any
     across: int
-    interpret: Any
 
     def compute(self) -> None:
         """Takes all strips of the cluster."""
@@ -186,7 +180,7 @@ class _Part:
             outer, _, column = self._place(first)
             for gmem, y in zip(refs.out_gmem, constants, strict=True):
                 # The result has one line, so only part 0 writes. The other parts are out of bounds.
-                tiles.store(gmem.at[outer], plan.block, self.part, y, column=column, interpret=self.interpret)
+                tiles.store(gmem.at[outer], plan.block, self.part, y, column=column)
         else:
             lax.fori_loop(0, plan.steps, lambda i, _: self._write(first, i, constants), None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -239,7 +233,7 @@ class _Part:
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)
-            x = [tiles.load_smem(smem.at[at], block, interpret=self.interpret) for smem in self.refs.x_smem]
+            x = [tiles.load_smem(smem.at[at], block) for smem in self.refs.x_smem]
             yield at, [a.astype(jnp.float32) for a in x]
 
     # --- Reduction
@@ -250,7 +244,7 @@ class _Part:
     def _filled(self, value):
         """Returns a float32 block filled with `value`."""
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
-        return tiles.laid_out(full, self.plan.block, interpret=self.interpret)
+        return laid_out(full, tiles.layout(self.plan.block))
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -260,7 +254,7 @@ class _Part:
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
-            line = tiles.laid_out(line, plan.block, interpret=self.interpret)
+            line = laid_out(line, tiles.layout(plan.block))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
@@ -308,7 +302,7 @@ class _Part:
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
         for at, x in self._blocks(number):
             y = value(*x, *constants).astype(out_smem.dtype)
-            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block), interpret=self.interpret)
+            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
         if self._refills:

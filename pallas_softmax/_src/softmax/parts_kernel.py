@@ -24,10 +24,11 @@ from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow, part_place
-from pallas_softmax._src.softmax.formulas import Formula, Located
+from pallas_softmax._src.softmax.formulas import Formula, Located, Reduction
 from pallas_softmax._src.softmax.moments_ptx import SCRATCH
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
 
@@ -41,7 +42,6 @@ def launch(
     *,
     name: str,
     approximate: bool,
-    interpret=None,
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes a part of a row.
 
@@ -53,13 +53,12 @@ def launch(
       scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
       name: the kernel's name in profiles. If there are two launches, the first has the suffix "_reduce".
       approximate: whether exp may be approximate; see `plan.approximate`.
-      interpret: as for `pallas_call`.
 
     Returns:
       One array with all elements of the result, in the last array's dtype. If the formula has per-row outputs: arrays
       (rows,).
     """
-    job = _Job(formula, arrays, mask, parts, scale, approximate, interpret)
+    job = _Job(formula, arrays, mask, parts, scale, approximate)
     if formula.value is None:
         results = formula.row_results((job.rows,), job.dtype)
     else:
@@ -88,7 +87,6 @@ class _Job:
     parts: Parts
     scale: jax.Array | None
     approximate: bool
-    interpret: Any
 
     @property
     def rows(self) -> int:
@@ -159,7 +157,6 @@ class _Job:
             scratch_types=scratch,
             name=name,
             approximate=self.approximate,
-            interpret=self.interpret,
         )(inputs, None if self.mask is None else self.mask.array, self.scale, reductions)
 
 
@@ -219,9 +216,7 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
     def part_of(turn) -> _Part:
         place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
         before = turn * steps_of_row
-        body = StagedRow(
-            walk, job.interpret, slots, before, lambda i: start_step(before + i + slots), job.parts.again
-        )
+        body = StagedRow(walk, slots, before, lambda i: start_step(before + i + slots), job.parts.again)
         return _Part(job, refs, place, body)
 
     def start_step(number) -> None:
@@ -261,7 +256,7 @@ def _write_only(job: _Job, refs: _Refs) -> None:
 def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
     """Returns the only part of this CTA, after starting the copies of its body and the loads of its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
-    part = _Part(job, refs, place, StagedRow(job.parts.walk, job.interpret))
+    part = _Part(job, refs, place, StagedRow(job.parts.walk))
     for i in range(job.parts.walk.steps):
         part.copy_in(i)
     part.load_edges()
@@ -302,15 +297,15 @@ class _Part:
         """Loads the first and the last EDGE elements of the part, if it has edges."""
         if not self.job.parts.edges:
             return
-        interpret, place, last = self.job.interpret, self.place, self.job.parts.length - EDGE
-        position = blocks.positions(interpret=interpret)
+        place, last = self.place, self.job.parts.length - EDGE
+        position = blocks.positions()
         after_body = position + last >= self.body_start + self.job.parts.body
         for at, counted in (
             (0, position < self.body_start),
             (last, after_body & (position + last < place.owned)),
         ):
             where = pl.ds(place.first + at, EDGE)
-            arrays = [blocks.load(place.in_view(x).at[where], interpret=interpret) for x in self.refs.x_gmem]
+            arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
             mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1)
             self.edges.append(_Edge(at, arrays, mask, counted))
 
@@ -337,7 +332,6 @@ class _Part:
             held,
             vec,
             aligned=vec == 1 or self.job.mask_is_whole,
-            interpret=self.job.interpret,
         )
 
     # --- Reduction
@@ -356,8 +350,8 @@ class _Part:
 
     def _reduce_edges(self):
         """Returns the reduction of the edges, without the elements that count elsewhere."""
-        reduction, interpret = self.formula.reduction, self.job.interpret
-        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=interpret), reduction.empty)
+        reduction = self.formula.reduction
+        lanes = jax.tree.map(lambda x: blocks.filled(x), reduction.empty)
         return reduction.combine_lanes(reduction.add(lanes, self._edge_terms(), 0))
 
     def _edge_terms(self) -> list:
@@ -369,25 +363,15 @@ class _Part:
 
         If a thread has one state, the edges are another step: merging threads takes longer than adding an element.
         """
-        reduction, interpret = self.formula.reduction, self.job.interpret
+        reduction = self.formula.reduction
         vec = 1 if reduction.per_thread else self.job.parts.vec
-        lanes = jax.tree.map(lambda x: blocks.filled(x, vec, interpret=interpret), reduction.empty)
+        lanes = jax.tree.map(lambda x: blocks.filled(x, vec), reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         if self.edges and reduction.per_thread:
-            lanes = self._add(lanes, self._edge_terms(), self.job.parts.walk.steps)
-        if reduction.per_thread and not interpret:
-            total = reduction.per_thread.merge_threads(lanes, self.refs.scratch_smem)
-        else:
-            total = reduction.combine_lanes(lanes)
+            lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
+        total = _merge_threads(reduction, lanes, self.refs.scratch_smem)
         return self._located(total) if self.formula.locates else total
-
-    def _add(self, lanes, terms: list, step):
-        """Returns the states of all threads with the elements of a step added."""
-        reduction = self.formula.reduction
-        if reduction.per_thread and not self.job.interpret:
-            return reduction.per_thread.add(lanes, terms, step)
-        return reduction.add(lanes, terms, step)
 
     @property
     def _mask_steps_ahead(self) -> int:
@@ -407,9 +391,8 @@ class _Part:
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
         if formula.reduction.per_thread:
-            vec, interpret = self.job.parts.vec, self.job.interpret
-            terms = [x for term in terms for x in blocks.split(term, vec, interpret=interpret)]
-        lanes = self._add(lanes, terms, i)
+            terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
+        lanes = _add(formula.reduction, lanes, terms, i)
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -425,22 +408,22 @@ class _Part:
         `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
         shorter, they begin before it.
         """
-        walk, interpret, (x_smem,) = self.job.parts.walk, self.job.interpret, self.refs.x_smem
-        thread, position = (blocks.positions(vec, interpret=interpret) for vec in (1, walk.vec))
+        walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
+        thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
         terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
         held = walk.padded_length // walk.block_size
         count = min(walk.step_blocks, held)
         first = jnp.minimum(total.at.astype(jnp.int32) * walk.step_blocks, held - count)
         for block in range(count):
             at = (first + block) * walk.block_size
-            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec, interpret=interpret)
+            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec)
             left = walk.length - at
             inside = position < left if walk.length % walk.block_size else None
             mask = None
             if self.job.mask is not None:
                 (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
             term = self._term([x.astype(jnp.float32)], mask, inside)
-            terms += blocks.split(term, walk.vec, interpret=interpret)
+            terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
         found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
         at = jnp.min(online.tree(jnp.minimum, found))
@@ -461,15 +444,11 @@ class _Part:
 
     def merge_over_cluster(self, total):
         """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
-        interpret, sent_smem, cluster_barrier = (
-            self.job.interpret,
-            self.refs.sent_smem,
-            self.refs.cluster_barrier,
-        )
+        sent_smem, cluster_barrier = self.refs.sent_smem, self.refs.cluster_barrier
         reduction, count = self.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
-            block, layout = blocks.filled(leaf, interpret=interpret), blocks.layout(1, interpret=interpret)
-            blocks.store_in_place(smem, block, layout, interpret=interpret)
+            block, layout = blocks.filled(leaf), blocks.layout(1)
+            blocks.store_in_place(smem, block, layout)
         plgpu.commit_smem()
         plgpu.barrier_arrive(cluster_barrier)
         plgpu.barrier_wait(cluster_barrier)
@@ -496,7 +475,6 @@ class _Part:
                     start=first,
                     held=count - first,
                     fill=empty,
-                    interpret=self.job.interpret,
                 )
 
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
@@ -568,7 +546,7 @@ class _Part:
         for edge in self.edges:
             block = value(edge.x, edge.keep).astype(self.job.dtype)
             where = pl.ds(place.first + edge.start, EDGE)
-            blocks.store(place.in_view(out_gmem).at[where], block, interpret=self.job.interpret)
+            blocks.store(place.in_view(out_gmem).at[where], block)
         self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
 
 
@@ -596,6 +574,21 @@ class _Edge(NamedTuple):
     def keep(self):
         """The mask as a boolean block, or None."""
         return None if self.mask is None else self.mask != 0
+
+
+@twin(lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step))
+def _add(reduction: Reduction, lanes, terms: list, step):
+    """Returns the states of all threads with the elements of a step added."""
+    add = reduction.per_thread.add if reduction.per_thread else reduction.add
+    return add(lanes, terms, step)
+
+
+@twin(lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes))
+def _merge_threads(reduction: Reduction, lanes, scratch_smem):
+    """Returns one state that merges the states of all threads."""
+    if reduction.per_thread:
+        return reduction.per_thread.merge_threads(lanes, scratch_smem)
+    return reduction.combine_lanes(lanes)
 
 
 def _as_conditions(mask_blocks: list) -> list:

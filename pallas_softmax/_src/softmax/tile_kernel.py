@@ -23,7 +23,6 @@ def launch(
     *,
     name: str,
     approximate: bool,
-    interpret=None,
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
@@ -35,7 +34,6 @@ def launch(
       scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
-      interpret: as for `pallas_call`.
 
     Returns:
       One array (rows, vocab) of the last array's dtype. If the formula has per-row outputs: arrays (rows, 1).
@@ -52,14 +50,14 @@ def launch(
 
     def body(x_gmem, mask_gmem, scale_gmem, *out_gmem):
         row = lax.axis_index("row") * tile.rows
-        x = [tiles.load(gmem, tile, row, fill, interpret=interpret).astype(jnp.float32) for gmem in x_gmem]
+        x = [tiles.load(gmem, tile, row, fill).astype(jnp.float32) for gmem in x_gmem]
         term = formula.term(*x)
         keep = None
         if mask is not None:
-            keep = tiles.load_mask(mask_gmem, tile, row, mask.row, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, tile, row, mask.row)
             term = jnp.where(keep, term, fill)
 
-        of_element, of_row = _scales(scale_gmem, tile, row, interpret)
+        of_element, of_row = _scales(scale_gmem, tile, row)
         reduction = formula.scaled(of_element).reduction
         total = reduction.combine_lanes(reduction.of_terms(term), 1, broadcast)
         if formula.locates:
@@ -74,7 +72,7 @@ def launch(
             results = [y if keep is None else jnp.where(keep, y, formula.masked_value)]
 
         for gmem, y in zip(out_gmem, results, strict=True):
-            tiles.store(gmem, tile, row, y, interpret=interpret)
+            tiles.store(gmem, tile, row, y)
 
     kernel = gpu_kernel(
         body,
@@ -82,16 +80,15 @@ def launch(
         out_type=out_type,
         name=name,
         approximate=approximate,
-        interpret=interpret,
     )
     return kernel(arrays, None if mask is None else mask.array, scale)
 
 
-def _scales(scale_gmem, tile: Tile, row, interpret) -> tuple[Any, Any]:
+def _scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
     """Returns the scale of each element of a tile and of each of its rows; numbers if all rows share one, or None."""
     if scale_gmem is None:
         return None, None
     if scale_gmem.shape[0] == 1:
         return scale_gmem[0], scale_gmem[0]
-    of_element = tiles.load(scale_gmem, tile, row, interpret=interpret)
+    of_element = tiles.load(scale_gmem, tile, row)
     return of_element, jnp.max(of_element, 1)

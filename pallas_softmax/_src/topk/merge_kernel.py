@@ -24,6 +24,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
@@ -36,7 +37,7 @@ from pallas_softmax.online import Candidates, Normalizer
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
-def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
+def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
@@ -46,7 +47,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     keys = sort_keys.key(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype, interpret)
+    request = Request(k, won.dtype, kept is not None, log, dtype)
     lists = WinnerLists(keys, indices, parts.m.reshape(-1), parts.d.reshape(-1))
     count = parts.m.shape[1]
     return results(_launch(lists, 1 / temperature, count, count, request))
@@ -71,7 +72,7 @@ def results(lists: WinnerLists) -> tuple[Candidates, Normalizer]:
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
     """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
-    k, interpret = request.k, request.interpret
+    k = request.k
     rows, merges = len(lists.m) // count, -(-count // fan_in)
     final = merges == 1
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
@@ -84,12 +85,12 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         first = number * fan_in
         held = jnp.minimum(fan_in, count - first)
         row_scale = scale_gmem[row if scale.size > 1 else 0]
-        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.combine_lanes(lane, scale=row_scale)
         refs = {"candidates": candidates_smem, "ranked": best_smem}
         refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
-        if interpret:
+        if interpret():
             keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
             inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
             sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
@@ -97,7 +98,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
             refs |= {"counts": counts_smem, "buckets": buckets_smem}
-            bound = _bound(lists_gmem.values, row, first, held, k, interpret)
+            bound = _bound(lists_gmem.values, row, first, held, k)
             program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
             insert_ptx(program, refs, {"row": row, "first": first * k, "n": held * k, "bound": bound})
         merged, number = WinnerLists(*merged_gmem), row * merges + number
@@ -114,20 +115,17 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             "candidates_smem": plgpu.SMEM((2 * capacity,), jnp.int32),
         },
         approximate=True,
-        interpret=interpret,
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
 
 
-def _bound(keys_gmem, row, first, held, k: int, interpret):
+def _bound(keys_gmem, row, first, held, k: int):
     """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
 
     Thread t looks at list first + t. There are at most as many lists as threads.
     """
-    load = functools.partial(
-        blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0, interpret=interpret
-    )
+    load = functools.partial(blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0)
     share = load(start=first * k + (k + held - 1) // held - 1)
     last = load(start=first * k + k - 1)
-    listed = blocks.positions(interpret=interpret) < held
+    listed = blocks.positions() < held
     least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
     return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))

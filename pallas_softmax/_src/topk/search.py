@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
@@ -52,14 +53,28 @@ class SearchMemory(NamedTuple):
     counts: Any  # (128,) int32: the numbers of candidates and of groups in `hits`; the rest is scratch
 
 
-def clear(memory: SearchMemory, *, interpret) -> None:
+@twin(lambda memory: None)
+def clear(memory: SearchMemory) -> None:
     """Empties the list of candidates."""
-    if not interpret:
-        p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
-        candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
-        insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
+    p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
+    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+    """Returns the normalizer that `add_step` returns, and writes no group_keys."""
+    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = shift(m)
+    terms = jnp.exp2((x - s[:, None]) * scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+
+
+@twin(_add_step_in_jax)
 def add_step(
     window: Window,
     memory: SearchMemory,
@@ -68,8 +83,6 @@ def add_step(
     lane: Normalizer,
     scale,
     masked: bool,
-    *,
-    interpret,
 ) -> Normalizer:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
@@ -82,8 +95,6 @@ def add_step(
     `lane` has the normalizer of each thread (128,) before the step. If there is a mask (`masked`), an element with the
     lowest key is masked, and counts as -inf.
     """
-    if interpret:
-        return _add_step_in_jax(window, memory, step, count, lane, scale, masked)
     element, p = Elements(memory.x.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -118,29 +129,19 @@ def add_step(
     return Normalizer(*new)
 
 
-def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
-    """Returns the normalizer that `add_step` returns, and writes no group_keys."""
-    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
-    x = x.reshape(count, WARPGROUP, window.vec)
-    if masked:
-        x = jnp.where(sort_keys.key(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
-    x = x.astype(jnp.float32)
-    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
-    s = shift(m)
-    terms = jnp.exp2((x - s[:, None]) * scale)
-    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+    position, keys = jnp.arange(window.size), sort_keys.key(memory.x[: window.size])
+    inside = (position >= part.low) & (position < part.high)
+    candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    return memory.group_keys
 
 
-def find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, interpret):
+@twin(_find_winners_in_jax)
+def find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
-    if interpret:
-        position, keys = jnp.arange(window.size), sort_keys.key(memory.x[: window.size])
-        inside = (position >= part.low) & (position < part.high)
-        candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
-        return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys

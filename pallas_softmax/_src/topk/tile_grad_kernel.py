@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.plan import approximate
 
 
-def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool, interpret=None):
+def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):
     """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
 
     x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
@@ -47,16 +47,16 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         def of_row(gmem):
             if gmem.shape[0] == 1 < rows:
                 return over_winners(jnp.full((plan.rows,), gmem[0]))
-            return tiles.load(gmem, winners, row, interpret=interpret)
+            return tiles.load(gmem, winners, row)
 
         def spread(of_winners):
-            return tiles.spread(of_winners, winners, plan, interpret=interpret)
+            return tiles.spread(of_winners, winners, plan)
 
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret).astype(jnp.float32)
-        index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
-        g = tiles.load(g_gmem, winners, row, 0, interpret=interpret).astype(jnp.float32)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
+        index = tiles.load(indices_gmem, winners, row, 0)
+        g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
         m, d, scale = of_row(m_gmem), of_row(d_gmem), of_row(scale_gmem)
-        x_won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
+        x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
         scaled_won = (x_won - m) * scale
         p_won = jnp.exp(scaled_won) / d
         direct = g if log else g * p_won
@@ -69,11 +69,11 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         of_element = spread(scale)
         scaled = (x - spread(m)) * of_element
         e = jnp.exp(scaled)
-        tiles.store(dx_gmem, plan, row, e * (weight * of_element), interpret=interpret)
+        tiles.store(dx_gmem, plan, row, e * (weight * of_element))
         slope = lax.broadcast_in_dim(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan.shape, (0,))
         dt = -(weight * slope + spread(slope_won)) * of_element
-        tiles.store(dt_gmem, plan, row, dt, interpret=interpret)
-        tiles.store(dx_gmem, winners, row, won, column=index, held=k, interpret=interpret)
+        tiles.store(dt_gmem, plan, row, dt)
+        tiles.store(dx_gmem, winners, row, won, column=index, held=k)
 
     return gpu_kernel(
         topk_grad,
@@ -83,5 +83,4 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
         approximate=approximate(x.dtype),
-        interpret=interpret,
     )(x, scale, m, d, g_d, indices, g)

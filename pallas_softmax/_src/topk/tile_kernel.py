@@ -13,6 +13,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import sort_keys, tiles
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
@@ -23,7 +24,7 @@ from pallas_softmax.online import Candidates, Normalizer
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, interpret=None
+    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
 ) -> tuple[Candidates, Normalizer]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
     rows, vocab = x.shape
@@ -33,26 +34,26 @@ def topk_rows(
 
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
+        tiles.prefetch(x_gmem, plan, row)
         # Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)
         elements, lowest = search_input(x, by_words)
         if mask is not None:
-            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1)
             elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
-        m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
-        tiles.store(m_gmem, plan, row, m, interpret=interpret)
-        tiles.store(d_gmem, plan, row, d, interpret=interpret)
+        m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row)
+        tiles.store(m_gmem, plan, row, m)
+        tiles.store(d_gmem, plan, row, d)
         if by_words:
-            key, index = take_words(plan, vocab, k, elements, interpret=interpret)
+            key, index = take_words(plan, vocab, k, elements)
         else:
-            index = take(plan, vocab, k, elements, interpret=interpret)
-            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, interpret)
-        m, d, row_scale = (tiles.spread(a, plan, winners, interpret=interpret) for a in (m, d, row_scale))
+            index = take(plan, vocab, k, elements)
+            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+        m, d, row_scale = (tiles.spread(a, plan, winners) for a in (m, d, row_scale))
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value)
+        tiles.store(indices_gmem, winners, row, index)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,
@@ -64,7 +65,6 @@ def topk_rows(
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
         approximate=True,
-        interpret=interpret,
     )(x, scale, None if mask is None else mask.array)
     return Candidates(values, indices), Normalizer(m, d)
 
@@ -76,7 +76,7 @@ def search_input(x, by_words: bool) -> tuple[Any, int]:
     return sort_keys.key(x), sort_keys.lowest_key(x.dtype)
 
 
-def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[Any, Any, Any]:
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
     """Returns m, d and the scale of each row of a tile, spread over the tile."""
 
     def broadcast(per_row):
@@ -85,46 +85,54 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     if scale_gmem.shape[0] > 1:
-        row_scale = tiles.load(scale_gmem, plan, row, interpret=interpret)
+        row_scale = tiles.load(scale_gmem, plan, row)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
     m, d = map(broadcast, online.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
     return m, d, row_scale
 
 
-def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, interpret):
+def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
     """Reads the winners again, from the cache, and returns their keys."""
-    key = sort_keys.key(tiles.load(x_gmem, winners, row, column=index, interpret=interpret))
+    key = sort_keys.key(tiles.load(x_gmem, winners, row, column=index))
     if mask is None:
         return key
-    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index, interpret=interpret)
+    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
+def _take_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_take_in_jax)
+def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
     """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
     `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
     """
-    out = merged_tile(tile, k)
-    if not interpret:
-        return insert_in_tile(take_program(tile, vocab, k, lanes), out, key)
-    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
-    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
-    return jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
+    return insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
 
 
-def take_words(tile: Tile, vocab: int, k: int, bits, *, interpret):
+def take_words(tile: Tile, vocab: int, k: int, bits):
     """Returns keys and indices of the k best of each row, as two tiles like the result of `take`.
 
     `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
     """
-    out = merged_tile(tile, k)
-    if not interpret:
-        word = insert_in_tile(take_words_program(tile, vocab, k), out, bits)
-    else:
-        key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
-        words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-        best = ~lax.sort(~words)[:, :k]
-        word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
+    word = _best_words(tile, vocab, k, bits)
     return word >> 16, ~word & 0xFFFF
+
+
+def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
+    key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+    best = ~lax.sort(~words)[:, :k]
+    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_best_words_in_jax)
+def _best_words(tile: Tile, vocab: int, k: int, bits):
+    """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
+    return insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)

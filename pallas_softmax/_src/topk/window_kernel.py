@@ -31,6 +31,7 @@ from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.window import Window
@@ -42,14 +43,14 @@ from pallas_softmax.online import Candidates, Normalizer
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None
+    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
 ) -> tuple[Candidates, Normalizer]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
     The values have the `dtype`; with `log`, they are logs of probabilities.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
+    request = Request(k, x.dtype, mask is not None, log, dtype)
     scale = 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge(lists, scale, plan.count, request)
@@ -58,8 +59,8 @@ def topk_rows(
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
     """Returns a list of winners for each part of each row."""
     rows, vocab = x.shape
-    k, interpret, final = request.k, request.interpret, window.count == 1
-    if interpret:
+    k, final = request.k, window.count == 1
+    if interpret():
         window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
     view = aligned_view(rows, vocab, window.vec)
 
@@ -69,8 +70,8 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
         memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
         row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
-        normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
-        ranked_smem = find_winners(window, memory, part, k, interpret=interpret)
+        normalizer = _arrive(window, part, memory, arrived, row_scale)
+        ranked_smem = find_winners(window, memory, part, k)
         number = part.place.row * window.count + part.place.index
         write_winners(WinnerLists(*out_gmem), number, ranked_smem, normalizer, row_scale, request, final)
 
@@ -87,32 +88,29 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         },
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
-        interpret=interpret,
     )(x.reshape(view), scale, None if mask is None else mask.array)
 
 
-def _arrive(
-    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale, interpret
-) -> Normalizer:
+def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale) -> Normalizer:
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
     window_arrival.start_copies(window, part, memory.x, arrived)
-    window_arrival.fill_edges(window, part, memory.x, interpret=interpret)
-    clear(memory, interpret=interpret)
+    window_arrival.fill_edges(window, part, memory.x)
+    clear(memory)
 
     def take_step(i, carry, count, copied):
         lane, keep = carry
         # Its loads are in flight during this step.
-        next_keep = window_arrival.mask_of_step(window, part, i + 1, interpret)
+        next_keep = window_arrival.mask_of_step(window, part, i + 1)
         if copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            window_arrival.mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
+            window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
         masked = part.mask is not None
-        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked, interpret=interpret)
+        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked)
         return lane, next_keep
 
-    empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
-    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0, interpret)
+    empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
+    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0)
     if window.full:
         full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, full_step, carry)
