@@ -24,6 +24,50 @@ from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
 from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
+def route(
+    plan: Tile,
+    bias: Mask | None,
+    gate: Gate,
+    groups: int,
+    top_groups: int,
+    x_gmem,
+    bias_gmem,
+    weights_gmem,
+    indices_gmem,
+    logsumexp_gmem,
+) -> None:
+    """The kernel: writes the experts of one tile of tokens. The arguments are as for `route_rows`."""
+    (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
+
+    by_words, lanes = x.dtype.itemsize == 2 and bias is None, None
+    if bias is None:  # experts are chosen by their logits
+        m, d, _ = normalizer(x, plan)
+        elements, _ = search_input(x, by_words)
+    else:  # experts are chosen by score + bias, in groups that take part
+        e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
+        steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
+        elements = sort_keys.key(e * factor + steer)
+        if groups > 1:
+            lanes = winning_lanes(plan, groups, top_groups)
+            elements = _keep_groups(plan, groups, top_groups, elements)
+    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + log_of_sum(d)))
+
+    if by_words:
+        _, index = take_words(plan, experts, k, elements)
+    else:
+        index = take(plan, experts, k, elements, lanes)
+
+    per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
+    weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
+    tiles.store(weights_gmem, winners, row, weight)
+    tiles.store(indices_gmem, winners, row, index)
+
+
 def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
     """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1).
 
@@ -35,45 +79,16 @@ def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1
       gate: how logits become weights.
       groups, top_groups: the number of groups, and of those that take part. With groups there must be a bias.
     """
-    rows, experts = x.shape
-    by_words = x.dtype.itemsize == 2 and bias is None
-    winners = merged_tile(plan, k)
-    lanes = winning_lanes(plan, groups, top_groups) if groups > 1 else None
-
-    def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
-        row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row)
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
-        if bias is None:
-            m, d, _ = normalizer(x, plan)
-            elements, _ = search_input(x, by_words)
-        else:
-            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
-            steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
-            elements = sort_keys.key(e * factor + steer)
-            if groups > 1:
-                elements = _keep_groups(plan, groups, top_groups, elements)
-        logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
-        tiles.store(logsumexp_gmem, plan, row, logsumexp)
-        if by_words:
-            _, index = take_words(plan, experts, k, elements)
-        else:
-            index = take(plan, experts, k, elements, lanes)
-        per_row = (m, d) if gate.needs_normalizer else ()
-        per_row = [tiles.spread(a, plan, winners) for a in per_row]
-        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)
-        weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
-        tiles.store(weights_gmem, winners, row, weight)
-        tiles.store(indices_gmem, winners, row, index)
-
+    rows = x.shape[0]
     return gpu_kernel(
-        route,
+        functools.partial(route, plan, bias, gate, groups, top_groups),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
+        name="route",
         approximate=True,
     )(x, None if bias is None else bias.array)
 

@@ -4,6 +4,7 @@ Each row lies over some lanes of a warp. Its k best are found by merging the lan
 normalizers of the lanes are combined by ⊕.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -23,40 +24,48 @@ from pallas_softmax._src.topk.winners import probability
 from pallas_softmax.online import Candidates, Normalizer
 
 
+def softmax_topk(
+    plan: Tile,
+    mask: Mask | None,
+    log: bool,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    values_gmem,
+    indices_gmem,
+    m_gmem,
+    d_gmem,
+) -> None:
+    """The kernel: writes the winners and the normalizers of one tile of rows."""
+    (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
+
+    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row)
+    tiles.store(m_gmem, plan, row, m)
+    tiles.store(d_gmem, plan, row, d)
+
+    if _by_words(x_gmem.dtype):
+        key, index = take_words(plan, vocab, k, elements)
+    else:
+        index = take(plan, vocab, k, elements)
+        key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+
+    m, d, scale = (tiles.spread(a, plan, winners) for a in (m, d, scale))
+    value = probability(key, x_gmem.dtype, Normalizer(m, d), scale, log=log, masked=mask is not None)
+    tiles.store(values_gmem, winners, row, value)
+    tiles.store(indices_gmem, winners, row, index)
+
+
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
 ) -> tuple[Candidates, Normalizer]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
-    rows, vocab = x.shape
-    scale = 1 / temperature
-    by_words = x.dtype.itemsize == 2  # keys come packed, two elements at a time
-    winners = merged_tile(plan, k)
-
-    def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
-        row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row)
-        # Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)
-        elements, lowest = search_input(x, by_words)
-        if mask is not None:
-            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1)
-            elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
-            x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
-        m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row)
-        tiles.store(m_gmem, plan, row, m)
-        tiles.store(d_gmem, plan, row, d)
-        if by_words:
-            key, index = take_words(plan, vocab, k, elements)
-        else:
-            index = take(plan, vocab, k, elements)
-            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
-        m, d, row_scale = (tiles.spread(a, plan, winners) for a in (m, d, row_scale))
-        value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value)
-        tiles.store(indices_gmem, winners, row, index)
-
+    rows = x.shape[0]
     values, indices, m, d = gpu_kernel(
-        softmax_topk,
+        functools.partial(softmax_topk, plan, mask, log),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), dtype),
@@ -64,9 +73,29 @@ def topk_rows(
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
+        name="softmax_topk",
         approximate=True,
-    )(x, scale, None if mask is None else mask.array)
+    )(x, 1 / temperature, None if mask is None else mask.array)
     return Candidates(values, indices), Normalizer(m, d)
+
+
+def _by_words(dtype) -> bool:
+    """Returns whether keys come packed, two elements at a time."""
+    return dtype.itemsize == 2
+
+
+def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: int) -> tuple[Any, Any]:
+    """Returns a tile of logits, with -inf for masked ones, and the same elements as the search takes them.
+
+    Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
+    """
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=last_row)
+    elements, lowest = search_input(x, _by_words(x.dtype))
+    if mask is not None:
+        keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=last_row)
+        elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
+        x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+    return x, elements
 
 
 def search_input(x, by_words: bool) -> tuple[Any, int]:
