@@ -42,6 +42,32 @@ from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, w
 from pallas_softmax.online import Candidates, Normalizer
 
 
+def softmax_topk(
+    window: Window,
+    mask: Mask | None,
+    rows: int,
+    request: Request,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    *lists_gmem,
+    groups_smem,
+    arrived,
+    lists_smem,
+    x_smem,
+) -> None:
+    """The kernel: writes the winners of a row, or of a part of a row, and the normalizer."""
+    part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
+    memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
+    scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
+
+    normalizer = _arrive(window, part, memory, arrived, scale)  # and the largest key of each group
+    ranked_smem = find_winners(window, memory, part, request.k)  # bound, collect, rank
+    number = part.place.row * window.count + part.place.index
+    lists, final = WinnerLists(*lists_gmem), window.count == 1
+    write_winners(lists, number, ranked_smem, normalizer, scale, request, final)
+
+
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
 ) -> tuple[Candidates, Normalizer]:
@@ -58,37 +84,31 @@ def topk_rows(
 
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
     """Returns a list of winners for each part of each row."""
-    rows, vocab = x.shape
-    k, final = request.k, window.count == 1
+    (rows, vocab), k, final = x.shape, request.k, window.count == 1
     if interpret():
         window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
-    view = aligned_view(rows, vocab, window.vec)
-
-    def softmax_topk(x_gmem, scale_gmem, mask_gmem, *out_gmem, groups_smem, arrived, lists_smem, x_smem):
-        part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        group_keys_smem, counts_smem = pieces(groups_smem, words, WARPGROUP)
-        candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
-        memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
-        row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
-        normalizer = _arrive(window, part, memory, arrived, row_scale)
-        ranked_smem = find_winners(window, memory, part, k)
-        number = part.place.row * window.count + part.place.index
-        write_winners(WinnerLists(*out_gmem), number, ranked_smem, normalizer, row_scale, request, final)
-
-    words, item = group_words(window, k), jnp.int16 if window.compact else jnp.int32
+    item = jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
-        softmax_topk,
+        functools.partial(softmax_topk, window, mask, rows, request),
         grid={"row": rows} if final else {"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
-            "groups_smem": plgpu.SMEM((words + WARPGROUP,), jnp.int32),
+            "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
             "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
+        name="softmax_topk",
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
-    )(x.reshape(view), scale, None if mask is None else mask.array)
+    )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
+
+
+def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
+    """Returns the shared memory of the search, in pieces."""
+    group_keys_smem, counts_smem = pieces(groups_smem, group_words(window, k), WARPGROUP)
+    candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
+    return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
 
 
 def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale) -> Normalizer:
