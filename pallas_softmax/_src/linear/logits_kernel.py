@@ -10,6 +10,7 @@
       └───► exp(z - reference), or the gradient, or z                       (rows, V), 16-bit; z in float32
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,78 @@ from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
+
+
+def reduce_logits(
+    head: Head,
+    vocab: int,
+    keep_logits: bool,
+    acc,
+    place: Place,
+    bias_gmem,
+    labels_gmem: "Labels",
+    scale_gmem,
+    reference_gmem,
+    sums_gmem: "RowSums",
+    stored_gmem,
+) -> None:
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store their exponentials."""
+    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
+    own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+    sums_gmem.label_logit[own] = _logit_at_label(z, labels_gmem, place, column)
+    if sums_gmem.total is not None:
+        sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
+
+    m = jnp.max(z, axis=1)
+    sums_gmem.normalizer.m[own] = m
+    r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
+    if sums_gmem.t is None:
+        e = jnp.exp(z - _broadcast_rows(r, z))
+    else:  # for the entropy and the argmax
+        sums_gmem.argmax[own] = _first_of_largest(z, m, column)
+        below = online.distance(z, _broadcast_rows(r, z))
+        e = jnp.exp(below)
+        sums_gmem.t[own] = jnp.sum(below * e, axis=1)
+    sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
+
+    if keep_logits:
+        store(place, z, stored_gmem)
+    elif stored_gmem is not None:
+        store(place, e * _slope(z, place, scale_gmem, head), stored_gmem)
+
+
+def write_gradients(
+    head: Head,
+    vocab: int,
+    acc,
+    place: Place,
+    bias_gmem,
+    labels_gmem: "Labels",
+    scale_gmem,
+    coefficients_gmem: Coefficients,
+    out_gmem,
+) -> None:
+    """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
+    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
+    m, of_exp, of_label, constant, slope = jax.tree.map(
+        lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
+    )
+    if slope is None:
+        dz = of_exp * jnp.exp(z - m)
+    else:  # with the entropy
+        below = online.distance(z, m)
+        dz = (of_exp + slope * below) * jnp.exp(below)
+    if constant is not None:
+        dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
+    dz = lax.cond(
+        _has_labels(labels_gmem, place),
+        lambda: dz - jnp.where(_at_label(labels_gmem, place, column), of_label, 0.0),
+        lambda: dz,
+    )
+    store(place, dz * _slope(z, place, scale_gmem, head), out_gmem)
+
+
+# ---- Launches
 
 
 class Labels(NamedTuple):
@@ -101,37 +174,8 @@ def row_sums(
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
-    def epilogue(
-        acc, place: Place, bias_gmem, labels_gmem, scale_gmem, reference_gmem, sums_gmem, stored_gmem
-    ):
-        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w))
-        own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-        zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        sums_gmem.label_logit[own] = lax.cond(
-            _has_labels(labels_gmem, place),
-            lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
-            lambda: zeros,
-        )
-        if sums_gmem.total is not None:
-            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
-        m = jnp.max(z, axis=1)
-        sums_gmem.normalizer.m[own] = m
-        r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
-        if sums_gmem.t is None:
-            e = jnp.exp(z - _broadcast_rows(r, z))
-        else:
-            sums_gmem.argmax[own] = _first_of_largest(z, m, column)
-            below = online.distance(z, _broadcast_rows(r, z))
-            e = jnp.exp(below)
-            sums_gmem.t[own] = jnp.sum(below * e, axis=1)
-        sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
-        if keep_logits:
-            store(place, z, stored_gmem)
-        elif stored_gmem is not None:
-            store(place, e * _slope(z, place, scale_gmem, head), stored_gmem)
-
     return product(
-        epilogue,
+        functools.partial(reduce_logits, head, head.vocab(w), keep_logits),
         x,
         w,
         inputs,
@@ -171,27 +215,8 @@ def logit_gradients(
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, scale_gmem, coefficients_gmem, out_gmem):
-        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w))
-        m, of_exp, of_label, constant, slope = jax.tree.map(
-            lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
-        )
-        if slope is None:
-            dz = of_exp * jnp.exp(z - m)
-        else:
-            below = online.distance(z, m)
-            dz = (of_exp + slope * below) * jnp.exp(below)
-        if constant is not None:
-            dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
-        dz = lax.cond(
-            _has_labels(labels_gmem, place),
-            lambda: dz - jnp.where(_at_label(labels_gmem, place, column), of_label, 0.0),
-            lambda: dz,
-        )
-        store(place, dz * _slope(z, place, scale_gmem, head), out_gmem)
-
     (dz,) = product(
-        epilogue,
+        functools.partial(write_gradients, head, head.vocab(w)),
         x,
         w,
         inputs,
@@ -221,6 +246,16 @@ def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int):
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
+
+
+def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
+    """Returns z at the label of each row, 0 if the label is not in this part."""
+    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    return lax.cond(
+        _has_labels(labels_gmem, place),
+        lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
+        lambda: zeros,
+    )
 
 
 @twin(lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1))
