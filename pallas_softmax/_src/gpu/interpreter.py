@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextlib.contextmanager
-def interpreted(interpret: Any = True) -> Iterator[None]:
+def interpreted(interpret: Any) -> Iterator[None]:
     """Runs the kernels that are traced in this context with the argument `interpret` of `pallas_call`.
 
     None or False is for the GPU. The caches of `jax.jit` do not see the context: trace a jitted function in one only.
