@@ -250,7 +250,7 @@ class _Cta:
     # --- Reduction
 
     def reduce(self, first):
-        """Returns the reduction of each column of the part, whose steps begin with number `first`."""
+        """Returns the reduction of each column of the part. Its steps begin with number `first`."""
         plan, reduction = self.plan, self.formula.reduction
         lanes = jax.tree.map(self._filled, reduction.empty)
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
@@ -324,7 +324,7 @@ class _Cta:
             tiles.store(gmem.at[outer], self.plan.block, self.part, y, column=column)
 
     def write(self, first, constants) -> None:
-        """Writes the steps of the part, whose numbers begin with `first`."""
+        """Writes the steps of the part. Their numbers begin with `first`."""
         plan = self.plan
         lax.fori_loop(0, plan.steps, lambda i, _: self._write_step(first, i, constants), None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
