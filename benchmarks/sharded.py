@@ -11,10 +11,10 @@ wall     the wall time of one call until its result is ready, including JAX's di
 device   on GPUs, the time from one call to the next in a program of 32 calls, from a trace of all devices
 
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
-wait for other devices, so a sum would count the waiting, once per device. Comparing the wall times of longer and
-shorter programs is not precise enough: each device has a host thread, and these vary more than the devices.
-Instead, each call of the program waits for the whole result of the previous one (`repeated`), and a trace tells
-when each kernel started (support/traces.py).
+wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
+for the whole result of the previous one (`repeated`), and a trace tells when each kernel started
+(support/traces.py). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall time
+of the program. It is less precise: each device has a host thread, and these vary more than the devices.
 
 The traffic on the links comes from the compiled program of one call (support/links.py).
 """
@@ -200,8 +200,18 @@ def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array,
         if why := _not_repeated(single, program, CALLS, x):
             record.reason = record.reason or why
         else:
-            record.add(device_us=1e6 * traces.call_seconds(lambda: program(x), CALLS))
+            record.add(**device_time(single, program, x))
     return Call(lambda: single(x), record.ran)
+
+
+def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
+    """Returns the device time of a call in a program of `CALLS` calls, and how it was found."""
+    try:
+        seconds, timed_by = traces.call_seconds(lambda: program(x), CALLS), "trace"
+    except traces.NoKernels:
+        one, many = (Call(functools.partial(each, x), "") for each in (single, program))
+        seconds, timed_by = timing.seconds_per_further_call(one, many, CALLS), "host's clock"
+    return {"device_us": 1e6 * seconds, "timed_by": timed_by}
 
 
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
@@ -268,8 +278,8 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
 
 
 VIEW = View(
-    ("status", "wall_p50_us", "speedup_wall", "device_us", "speedup_device", "of_linear", "of_softmax")
-    + ("link_bytes", "error_eps", "ran"),
+    ("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device")
+    + ("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
     derive=compare,
     draw=picture,
 )

@@ -35,71 +35,32 @@ class Comparison(NamedTuple):
     drawn: bool = False
 
 
-def _rows(batch: int, vocab: int, dtype: str, **case: str) -> dict[str, str]:
-    return {"batch": str(batch), "vocab": str(vocab), "dtype": dtype, "direction": "forward", **case}
+def _rows(
+    name: str,
+    file: str,
+    batch: int,
+    vocab: int,
+    dtype: str,
+    jax: str = "jax",
+    drawn: bool = False,
+    **case: str,
+) -> Comparison:
+    """Returns the comparison of a call on rows of logits."""
+    case = {"batch": str(batch), "vocab": str(vocab), "dtype": dtype, "direction": "forward", **case}
+    return Comparison(name, f"{batch} x {vocab:,}", dtype, f"{file}.csv", case, jax, drawn)
 
 
 _LOSS = {"tokens": "8192", "reduction": "mean", "direction": "both"}
-_LOSS_SHAPE = "8192 x 4096 x 128,256"
+_LOSSES = "8192 x 4096 x 128,256", "bfloat16", "linear/linear.csv", _LOSS
 
 COMPARISONS = (
-    Comparison(
-        "`softmax`",
-        "4096 x 128,256",
-        "bfloat16",
-        "targets/softmax.csv",
-        _rows(4096, 128256, "bfloat16"),
-        drawn=True,
-    ),
-    Comparison(
-        "`softmax`, backward",
-        "4096 x 128,256",
-        "bfloat16",
-        "targets/softmax.csv",
-        _rows(4096, 128256, "bfloat16", direction="backward"),
-    ),
-    Comparison(
-        "`fused_topk`, k = 5",
-        "4000 x 25,000",
-        "float32",
-        "topk_targets/topk.csv",
-        _rows(4000, 25000, "float32", k="5"),
-        jax="jax_stable",
-        drawn=True,
-    ),
-    Comparison(
-        "`fused_topk`, k = 64",
-        "4096 x 128,256",
-        "float32",
-        "topk_targets/topk.csv",
-        _rows(4096, 128256, "float32", k="64"),
-        jax="jax_stable",
-    ),
-    Comparison(
-        "`sample`, top_p = 0.9",
-        "64 x 128,256",
-        "float32",
-        "sample/sample.csv",
-        _rows(64, 128256, "float32", function="top_p"),
-        drawn=True,
-    ),
-    Comparison(
-        "`linear_cross_entropy`, forward and backward",
-        _LOSS_SHAPE,
-        "bfloat16",
-        "linear/linear.csv",
-        _LOSS,
-        jax="jax_float32",
-        drawn=True,
-    ),
-    Comparison(
-        "the same, against bfloat16 logits in JAX",
-        _LOSS_SHAPE,
-        "bfloat16",
-        "linear/linear.csv",
-        _LOSS,
-        jax="jax_inexact",
-    ),
+    _rows("`softmax`", "targets/softmax", 4096, 128256, "bfloat16", drawn=True),
+    _rows("`softmax`, backward", "targets/softmax", 4096, 128256, "bfloat16", direction="backward"),
+    _rows("`fused_topk`, k = 5", "topk_targets/topk", 4000, 25000, "float32", "jax_stable", True, k="5"),
+    _rows("`fused_topk`, k = 64", "topk_targets/topk", 4096, 128256, "float32", "jax_stable", k="64"),
+    _rows("`sample`, top_p = 0.9", "sample/sample", 64, 128256, "float32", drawn=True, function="top_p"),
+    Comparison("`linear_cross_entropy`, forward and backward", *_LOSSES, "jax_float32", drawn=True),
+    Comparison("the same, against bfloat16 logits in JAX", *_LOSSES, "jax_inexact"),
 )
 
 

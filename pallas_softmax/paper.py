@@ -25,13 +25,14 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.arguments import static_int
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax.online import Candidates
 
 MAX_K = 128  # winners that a thread keeps in its 255 registers; at 128 a few of them spill
 MANY_ROWS = 1024  # from this many rows on, a thread has 8 loads in flight instead of 16
@@ -85,12 +86,14 @@ class _Row:
 
     def total(self, term):
         """Returns the sum of term(x) over the row: one access."""
-        lane = self.sweep(lambda _, x, d: d + online.tree_sum(map(term, x)), self.filled(0.0))
+        lane = self.sweep(lambda _, x, d: d + normalizers.tree_sum(map(term, x)), self.filled(0.0))
         return jnp.sum(lane)
 
     def normalizer(self):
         """Returns the normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
-        return online.combine_lanes(self.sweep(lambda _, x, lane: online.add_logits(lane, x), self.empty()))
+        return normalizers.combine_lanes(
+            self.sweep(lambda _, x, lane: normalizers.add_logits(lane, x), self.empty())
+        )
 
     def empty(self):
         """Returns the normalizers of threads that have seen nothing, a block of each field."""
@@ -189,7 +192,7 @@ def _safe_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, x_blocks, state):
         d, best = state
-        d = d + online.tree_sum(jnp.exp(block - m) for block in x_blocks)
+        d = d + normalizers.tree_sum(jnp.exp(block - m) for block in x_blocks)
         return d, _insert(x, starts, x_blocks, best)
 
     d, best = x.sweep(step, (x.filled(0.0), _nothing(x, values_gmem.shape[1])))
@@ -202,10 +205,10 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, x_blocks, state):
         lane, best = state
-        return online.add_logits(lane, x_blocks), _insert(x, starts, x_blocks, best)
+        return normalizers.add_logits(lane, x_blocks), _insert(x, starts, x_blocks, best)
 
     lane, best = x.sweep(step, (x.empty(), _nothing(x, values_gmem.shape[1])))
-    m, d = online.combine_lanes(lane)
+    m, d = normalizers.combine_lanes(lane)
     scale = 1 / d
     _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
 
@@ -301,7 +304,7 @@ def _plain_safe(x):
 
 
 def _plain_online(x):
-    m, d = online.reduce(x)
+    m, d = normalizers.reduce(x)
     return jnp.exp(x - m) / d
 
 
@@ -319,7 +322,7 @@ def _plain_safe_fused(x, k):
 
 
 def _plain_online_fused(x, k):
-    return _plain_fused(x, k, online.reduce(x))
+    return _plain_fused(x, k, normalizers.reduce(x))
 
 
 def _plain_fused(x, k, normalizer):

@@ -1,4 +1,9 @@
-"""The correct result of a contender, by the project's float64 oracle, and the largest error that it may have."""
+"""The correct result of a contender, by the tests' float64 oracle, and the largest error that it may have.
+
+All contenders must meet the bounds of the tests, extended in two ways, because the benchmarks check many contenders and
+millions of elements. First, the denominator d may be off by the units of its terms. Second, a gradient starts from a
+stored y, which may be off by its bound. In 16-bit dtypes this is the larger part.
+"""
 
 import dataclasses
 import functools
@@ -7,6 +12,8 @@ import numpy as np
 
 from tests.support import bounds, oracle
 
+F32 = np.dtype(np.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -14,8 +21,8 @@ class Check:
 
     ok: bool
     rows: int  # how many rows were checked
-    error_eps: float  # the largest relative error, in units of the dtype's eps
-    error_share: float  # the largest error as a share of its bound
+    error_eps: float = 0.0  # the largest relative error, in units of the dtype's eps
+    error_share: float = 0.0  # the largest error as a share of its bound
     detail: str = ""  # what is wrong
 
 
@@ -30,11 +37,8 @@ def all_of(checks: list[Check]) -> Check:
 
 
 def _least(dtype: np.dtype) -> float:
-    """Returns the smallest error that counts: a subnormal step for float16, float32's tiny for other dtypes.
-
-    Hardware may flush float32 subnormals to zero. bfloat16 has the same exponent range as float32.
-    """
-    return 2.0**-24 if dtype == np.float16 else float(np.finfo(np.float32).tiny)
+    """Returns the smallest error that counts, since hardware may flush subnormals: bounds.slack of a stored number."""
+    return 2 * bounds.slack(dtype) if dtype == np.float16 else bounds.slack(F32)
 
 
 def ulp(size: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -53,76 +57,45 @@ class Expected:
     scale: np.ndarray
     dtype: np.dtype
 
-    def _errors(self, got: np.ndarray, per: np.ndarray) -> np.ndarray:
-        """Returns the errors as multiples of `per`. A misplaced NaN or inf is an infinite error."""
+    def _error(self, got: np.ndarray, per: np.ndarray) -> float:
+        """Returns the largest error as a multiple of `per`. A misplaced NaN or inf is an infinite error."""
         got = got.astype(self.dtype)  # torch's 16-bit results arrive as float32
-        return bounds.units(got, self.want, per / bounds.eps(self.dtype), slack_times=0)
+        return float(np.max(bounds.units(got, self.want, per / bounds.eps(self.dtype), slack_times=0)))
 
     def ulps(self, got: np.ndarray) -> float:
         """Returns the largest error, in ulps of the dtype at `scale`."""
-        scale = np.where(np.isfinite(self.want), self.scale, 0)
-        return float(np.max(self._errors(got, ulp(scale, self.dtype))))
+        return self._error(got, ulp(np.where(np.isfinite(self.want), self.scale, 0), self.dtype))
 
     def check(self, name: str, got: np.ndarray) -> Check:
         """Compares `got` with `want`. The verdict has the error in units of the dtype's eps at `scale`."""
         rows = len(self.want)
         if got.shape != self.want.shape:
             return Check(False, rows, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
-        share = float(np.max(self._errors(got, self.bound)))
-        eps = bounds.eps(self.dtype) * self.scale + _least(self.dtype)
-        detail = ""
-        if not share <= 1:
-            far = f"{share:#.3g}x its bound" if np.isfinite(share) else "has a NaN or an inf out of place"
-            detail = f"{name} {far}"
-        return Check(share <= 1, rows, float(np.max(self._errors(got, eps))), share, detail)
+        share = self._error(got, self.bound)
+        error_eps = self._error(got, bounds.eps(self.dtype) * self.scale + _least(self.dtype))
+        if share <= 1:
+            return Check(True, rows, error_eps, share)
+        far = f"{share:#.3g}x its bound" if np.isfinite(share) else "has a NaN or an inf out of place"
+        return Check(False, rows, error_eps, share, f"{name} {far}")
 
     def at(self, indices: np.ndarray) -> "Expected":
-
-        def taken(a: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(a, indices, axis=-1)
-
-        return Expected(taken(self.want), taken(self.bound), taken(self.scale), self.dtype)
+        want, bound, scale = (np.take_along_axis(a, indices, -1) for a in (self.want, self.bound, self.scale))
+        return Expected(want, bound, scale, self.dtype)
 
 
-def _bound(
-    want: np.ndarray, unit: np.ndarray, slack_times: np.ndarray | float, dtype: np.dtype
-) -> np.ndarray:
-    """Returns the largest error that the project allows: the tests' bounds, as absolute numbers.
-
-    The bound allows for the rounding units of the float32 computation, for the rounding of a 16-bit result, and for
-    flushed subnormals.
-    """
-    units = bounds.UNITS * unit
-    if dtype.itemsize == 2:
-        units = bounds.stored_unit(want, unit, dtype)
-    return bounds.eps(dtype) * units + slack_times * bounds.slack(dtype)
+def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
+    """Returns the bound of the tests as absolute numbers."""
+    with np.errstate(invalid="ignore"):
+        units = bounds.stored_unit(want, unit, dtype) if dtype.itemsize == 2 else bounds.UNITS * unit
+        return bounds.eps(dtype) * units + slack_times * bounds.slack(dtype)
 
 
 class Answer:
     """The float64 answer for some rows of a case: y and dx of a function of cases.py.
 
-    The gradients, with p = softmax(x):
-
-    softmax      dx = p (dy - sum(p dy))
-    log_softmax  dx = dy - p sum(dy)
-    logsumexp    dx = p dy
-    token_stats  dx = p (g_lse - g_lp - g_H (log p + H)), plus g_lp at the label
-    top-k        the gradient of softmax, with dy = 0 except at the winners
-
-    A masked x counts as -inf. There softmax is 0, log_softmax is -inf and dx is 0. If all of a row is masked,
-    logsumexp is -inf.
-
-    All contenders must meet the bounds of the tests, extended in two ways, because the benchmarks check many
-    contenders and millions of elements. First, the denominator d may be off by the units of its terms. Second, a
-    gradient starts from a stored y, which may be off by its bound. In 16-bit dtypes this is the larger part. The
-    error of y enters p, and through p the product and the sum.
-
-    Reported errors are relative:
-
-    y of log_softmax  to max(|y|, 1): for d near 1, rounding d = 1 + ... loses digits of -log d
-    any other y       to |y|
-    dx                to the size of its terms, because they may cancel: p (|dy| + sum(p |dy|)) for softmax and
-                      top-k, |dy| + p sum(|dy|) for log_softmax, p |dy| for logsumexp
+    Label 0 is the label of `token_stats`. The gradient of top-k is the gradient of softmax for a dy that is 0 except at
+    the winners.
+    Reported errors are relative: y to |y|, or to 1 where taking a logarithm may cancel; dx to the size of its terms.
     """
 
     def __init__(
@@ -138,33 +111,27 @@ class Answer:
 
     @functools.cached_property
     def output(self) -> Expected:
-        """The expected y of whole rows."""
+        """The expected y of whole rows. For token_stats: log p, the entropy, logsumexp and the argmax."""
         if self.function == "token_stats":
-            return self._statistics()
+            want = np.stack(oracle.token_stats(self.x, self._labels, self.mask), -1)
+            scale = np.maximum(np.abs(np.nan_to_num(want, posinf=0, neginf=0)), [1, 0, 1, 1])
+            scale[:, 1] = 1
+            bound = bounds.eps(F32) * 4 * (1 + np.log(self.x.shape[1])) * scale * [1, 1, 1, 0]
+            return Expected(want, bound + _least(self.x.dtype), scale, F32)
         want, unit, slack_times = bounds.expected(self.function, (self.x,), self.mask)
         if self.function != "logsumexp":  # its unit already includes the error of d
             with np.errstate(all="ignore"):
                 of_d = bounds.normalizer_unit(self.x, self.mask) / oracle.normalizer(self.x, self.mask)[1]
             unit = unit + np.nan_to_num(of_d) * (want if self.function == "softmax" else 1)
-        with np.errstate(invalid="ignore"):
-            bound = _bound(want, unit, slack_times, self.x.dtype)
+        bound = _bound(want, unit, slack_times, self.x.dtype)
         scale = np.maximum(np.abs(want), 1 if self.function == "log_softmax" else 0)
         if self.function == "logsumexp":
             want, bound, scale = want[:, 0], bound[:, 0], scale[:, 0]
         return Expected(want, bound, scale, self.x.dtype)
 
-    def _statistics(self) -> Expected:
-        """Returns log p of label 0, the entropy, logsumexp and the argmax of each row, in float32."""
-        x = oracle.wide(self.x) if self.mask is None else np.where(self.mask, oracle.wide(self.x), -np.inf)
-        logsumexp = oracle.logsumexp(self.x, -1, self.mask)
-        with np.errstate(all="ignore"):
-            log_p = x - np.where(np.isfinite(logsumexp), logsumexp, np.nan)[:, None]
-            entropy = -np.sum(np.where(log_p == -np.inf, 0, np.exp(log_p) * log_p), -1)
-        want = np.stack([log_p[:, 0], entropy, logsumexp, np.argmax(x, -1)], -1)
-        scale = np.maximum(np.abs(np.nan_to_num(want, posinf=0, neginf=0)), 1)
-        scale[:, 1] = 1
-        bound = bounds.eps(np.dtype("float32")) * 4 * (1 + np.log(x.shape[1])) * scale * [1, 1, 1, 0]
-        return Expected(want, bound + _least(self.x.dtype), scale, np.dtype("float32"))
+    @property
+    def _labels(self) -> np.ndarray:
+        return np.zeros(len(self.x), np.int32)
 
     @functools.cached_property
     def gradient(self) -> Expected:
@@ -175,13 +142,13 @@ class Answer:
         assert self.dy is not None, "a gradient needs a cotangent"
         x, mask, dtype = self.x, self.mask, self.x.dtype
         if self.function == "token_stats":
-            return self._gradient_of_statistics()
+            return self._gradient_of_statistics(self.dy.T[:3].astype(np.float64))
         dy = self.dy.astype(dtype)
         p = oracle.softmax(x, -1, mask)
         if self.function == "logsumexp":
             dy = dy[:, None]
             want, unit = oracle.logsumexp_vjp(x, dy, -1, mask), bounds.logsumexp_vjp_unit(x, dy, -1, mask)
-            size = np.abs(dy.astype(np.float64))
+            size = np.abs(oracle.wide(dy))
             return Expected(want, _bound(want, unit, 1 + size, dtype), p * size, dtype)
         if indices is not None:
             dy = np.zeros(x.shape, dtype)
@@ -189,34 +156,28 @@ class Answer:
         y = self.output
         want, unit, slack_times = bounds.expected(f"{self.function}_grad", (y.want, dy), mask)
         y_error = np.where(np.isfinite(y.want), y.bound, 0)
-        size = np.where(True if mask is None else mask, np.abs(dy.astype(np.float64)), 0)
-        with np.errstate(invalid="ignore"):
-            if self.function == "softmax":
-                scale = p * (size + _sum(p * size))
-                moved = y_error * (size + _sum(p * size)) + p * _sum(y_error * size)
-            else:
-                scale = size + p * _sum(size)
-                moved = p * np.expm1(np.minimum(y_error, 99)) * _sum(size)  # y may be far off where p is 0
-            bound = moved + _bound(want, unit, slack_times, dtype)
-        return Expected(want.astype(np.float64), bound.astype(np.float64), scale, dtype)
+        size = np.where(oracle.unmasked(x, mask), np.abs(oracle.wide(dy)), 0)
+        if self.function == "softmax":
+            scale = p * (size + _sum(p * size))
+            moved = y_error * (size + _sum(p * size)) + p * _sum(y_error * size)
+        else:
+            scale = size + p * _sum(size)
+            moved = p * np.expm1(np.minimum(y_error, 99)) * _sum(size)  # y may be far off where p is 0
+        return Expected(want, moved + _bound(want, unit, slack_times, dtype), scale, dtype)
 
-    def _gradient_of_statistics(self) -> Expected:
-        """Returns dx for cotangents of log p of label 0, the entropy and logsumexp (the argmax has none).
+    def _gradient_of_statistics(self, g: np.ndarray) -> Expected:
+        """Returns dx for cotangents of log p, the entropy and logsumexp. The argmax has none.
 
-        The terms of a row may cancel. So the bound is relative to their sizes, and to 1 + |x|, because rounding x
-        moves log p.
+        The bound is relative to the terms of a row, which may cancel, and to 1 + |x|: rounding x moves log p.
         """
-        assert self.dy is not None
-        labels = np.zeros(len(self.x), np.int32)
-        g = tuple(self.dy.T[:3].astype(np.float64))
-        want, _ = oracle.token_stats_vjp(self.x, labels, g, self.mask)
+        want, _ = oracle.token_stats_vjp(self.x, self._labels, tuple(g), self.mask)
         of_label, of_entropy, of_logsumexp = np.abs(g)
         entropy = np.nan_to_num(self.output.want[:, 1])
         scale = (of_label + of_logsumexp + of_entropy * (1 + entropy))[:, None] + np.zeros_like(want)
         x = np.nan_to_num(oracle.wide(self.x), posinf=0, neginf=0)
-        units = 4 * (1 + np.abs(x).max(-1, keepdims=True))
-        bound = bounds.eps(np.dtype("float32")) * units * scale + bounds.eps(self.x.dtype) * np.abs(want)
-        return Expected(want, bound + _least(self.x.dtype), scale, self.x.dtype)
+        bound = bounds.eps(F32) * 4 * (1 + np.abs(x).max(-1, keepdims=True)) * scale
+        bound += bounds.eps(self.x.dtype) * np.abs(want) + _least(self.x.dtype)
+        return Expected(want, bound, scale, self.x.dtype)
 
     @functools.cached_property
     def winners(self) -> Expected:
@@ -225,15 +186,13 @@ class Answer:
         return self.output.at(self.indices)
 
     def check_output(self, got: np.ndarray) -> Check:
-        if self.indices is None:
-            return self.output.check("y", got)
-        return self.winners.check("values", got)
+        return self.output.check("y", got) if self.indices is None else self.winners.check("values", got)
 
     def check_logits(self, got: np.ndarray) -> Check:
         """Checks the values of a top-k without softmax, which must be exactly the winners' logits."""
         assert self.indices is not None
         want = np.take_along_axis(self.x, self.indices, axis=-1).astype(np.float64)
-        least = np.full(want.shape, bounds.slack(np.dtype(np.float32)))
+        least = np.full(want.shape, bounds.slack(F32))
         return Expected(want, least, np.abs(want), self.x.dtype).check("values", got)
 
     def check_indices(self, got: np.ndarray, stable: bool = True) -> Check:
@@ -243,25 +202,23 @@ class Answer:
         winner by an element of nearly the same probability: the two may differ by twice the bound.
         """
         assert self.indices is not None
+        rows = len(self.indices)
         if got.shape != self.indices.shape:
-            detail = f"indices of shape {got.shape}, not {self.indices.shape}"
-            return Check(False, len(self.indices), 0.0, 0.0, detail)
+            return Check(False, rows, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
         differs = got != self.indices
         if not stable:
             chosen = np.take_along_axis(self.output.want, got, axis=-1)
             want, bound = self.winners.want, self.winners.bound
-            tied = (np.abs(chosen - want) <= 2 * bound) | (np.isnan(chosen) & np.isnan(want))
-            differs &= ~tied
+            differs &= ~((np.abs(chosen - want) <= 2 * bound) | (np.isnan(chosen) & np.isnan(want)))
             differs[:, 1:] |= np.diff(np.sort(got, axis=-1), axis=-1) == 0  # the same element chosen twice
         wrong = int(np.sum(np.any(differs, axis=-1)))
-        detail = f"indices of {wrong} rows" if wrong else ""
-        return Check(not wrong, len(got), 0.0, 0.0, detail)
+        return Check(not wrong, rows, detail=f"indices of {wrong} rows" if wrong else "")
 
     def check_gradient(self, got: np.ndarray, indices: np.ndarray | None = None) -> Check:
         """Checks dx. The winners are at `indices`, or in the stable order if that is None."""
-        expected = self.gradient if indices is None else self._gradient(indices)
-        return expected.check("dx", got)
+        return (self.gradient if indices is None else self._gradient(indices)).check("dx", got)
 
 
+@np.errstate(invalid="ignore")
 def _sum(terms: np.ndarray) -> np.ndarray:
     return np.sum(terms, axis=-1, keepdims=True)

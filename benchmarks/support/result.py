@@ -62,6 +62,8 @@ COLUMNS = {
     "device_us_per_step": "the device time of the kernels in one step, including the model",
     "wall_p50_us": "the median time of one call until its result is ready",
     "device_us": "on GPUs, the time from one call to the next in a program of many calls",
+    "timed_by": "how device_us was found: by the trace; or, if it has no kernels, by the host's clock: what a further"
+    " call adds to the wall time of a program of calls",
     "speedup_wall": "by wall time, how many times as fast as plain JAX on the same layout",
     "speedup_device": "the same by device time",
     "of_softmax": "the wall time, relative to jax.nn.softmax on the same layout",

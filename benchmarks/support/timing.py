@@ -96,6 +96,22 @@ def interleave(
     return times
 
 
+def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
+    """Returns what a further call adds to the wall time of a program of `calls` calls. The dispatch does not count.
+
+    Args:
+      one: a program of one call. It has run before.
+      many: a program of `calls` calls.
+    """
+
+    def failed(name: int, error: Exception) -> None:
+        raise error
+
+    wall_times(many)
+    times = interleave({1: one, calls: many}, 10, 2.0, failed, wall_times)
+    return float(np.median(times[calls]) - np.median(times[1])) / (calls - 1)
+
+
 def _gigabyte() -> jax.Array:
     """Returns 1 GB of float32, or 256 MB on a CPU."""
     return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)

@@ -11,6 +11,10 @@ import numpy as np
 _TRACES = 3  # the result is their median
 
 
+class NoKernels(RuntimeError):
+    """A trace has fewer kernels than calls. On some machines the profiler sees none."""
+
+
 def call_seconds(run: Callable[[], Any], calls: int) -> float:
     """Returns the seconds from one call to the next on the GPUs of this process.
 
@@ -22,7 +26,7 @@ def call_seconds(run: Callable[[], Any], calls: int) -> float:
       calls: the number of calls.
 
     Raises:
-      RuntimeError: a trace has fewer kernels than calls.
+      NoKernels: a trace has fewer kernels than calls.
     """
     jax.block_until_ready(run())
     return float(np.median([period(_kernel_starts(run), calls) for _ in range(_TRACES)]))
@@ -36,11 +40,11 @@ def period(starts: list[list[float]], calls: int) -> float:
       calls: the number of calls.
     """
     steps = []
-    for each in starts:
+    for each in starts or [[]]:
         # Extra kernels, such as an initial clearing of memory, come before the calls.
         kernels = len(each) // calls
         if not kernels:
-            raise RuntimeError(f"the trace has {len(each)} kernels of {calls} calls")
+            raise NoKernels(f"the trace has {len(each)} kernels of {calls} calls")
         ordered = np.sort(each)
         steps.append(ordered[kernels:] - ordered[:-kernels])
     return float(np.median(np.concatenate(steps))) / 1e9

@@ -14,9 +14,10 @@ from jax import export
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
-from pallas_softmax._src.dispatch.eager import is_foreign
+from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.misfits import has_wide_integers, misfit
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -57,43 +58,59 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
     return x, axis % x.ndim
 
 
-def check_array(function: str, name: str, x) -> None:
-    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them."""
+def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
+    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
+
+    Args:
+      function: the public function, for messages.
+      name: the argument, for messages.
+      x: as the user passed it.
+      any_integer: whether `x` may hold integers that JAX would wrap, because the caller converts them.
+    """
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
-    if is_foreign(x):
-        raise TypeError(f"{function}: {name} must be of numbers that JAX has, got dtype {x.dtype}")
-    if isinstance(x, Tracer) and type(x).__name__ == "JetTracer":
+    if (found := misfit(x, any_integer=any_integer)) is not None:
+        error, wanted = found
+        raise error(f"{function}: {name} must be {wanted}")
+    if is_jet(x):
         raise NotImplementedError(
             f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
         )
 
 
-def check_labels(function: str, labels) -> None:
-    """Raises unless `labels` pass `check_array`; a Python int must fit the dtype that JAX gives to ints."""
-    check_array(function, "labels", labels)
-    if type(labels) is int:
-        info = jnp.iinfo(int)
-        if not info.min <= labels <= info.max:
-            raise ValueError(
-                f"{function}: labels must be from {info.min} to {info.max} ({info.dtype}), got {labels}"
-            )
+def known_labels(function: str, labels) -> Any:
+    """Returns the labels for `eager.at_once`; -1 for labels of 64 bits that JAX would wrap.
+
+    Raises like `check_array`, also for a Python int beyond the range of JAX's integers.
+    """
+    check_array(function, "labels", labels, any_integer=not isinstance(labels, int))
+    if not has_wide_integers(labels):
+        return labels
+    labels = np.asarray(labels)
+    fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
+    return np.where(fits, labels.astype(np.int32), np.int32(-1))
+
+
+def real_numbers(function: str, name: str, x) -> Any:
+    """Returns `x` for `eager.at_once`; a Python int, and NumPy's integers that JAX would wrap, become floats."""
+    check_array(function, name, x, any_integer=True)
+    if type(x) is int:
+        try:
+            return float(x)
+        except OverflowError:
+            raise ValueError(f"{function}: {name} must be within the range of floats, got {x}") from None
+    return x if misfit(x) is None else np.asarray(x).astype(np.float64)
 
 
 def parameter(function: str, name: str, value) -> Any:
     """Returns an argument with numbers for rows, such as a temperature, checked by `check_array`, for `eager.at_once`.
 
-    A Python int becomes a float. An object that JAX can convert to an array becomes that array.
+    Integers become floats as in `real_numbers`. An object that JAX can convert to an array becomes that array.
     """
-    check_array(function, name, value)
+    value = real_numbers(function, name, value)
     if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
         raise TypeError(f"{function}: {name} must be of real numbers, got dtype {value.dtype}")
-    if type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{function}: {name} must be within the range of floats, got {value}") from None
     to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
     return to_array() if to_array else value
 
@@ -111,8 +128,11 @@ def in_range(
       wanted: the range, in words, for messages.
       integer: whether the numbers must be integers.
     """
+    given = value
     if integer and type(value) is int:  # may exceed int64
-        value = min(value, np.iinfo(np.int32).max)
+        value = max(min(value, np.iinfo(np.int32).max), np.iinfo(np.int32).min)
+    elif integer and has_wide_integers(value):
+        check_array(function, name, value, any_integer=True)
     else:
         value = parameter(function, name, value)
     number: Any = np.asarray(value) if is_known(value) else value
@@ -122,8 +142,9 @@ def in_range(
         raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
     if not is_known(value):
         return value
-    if not np.all(accepted(number)):
-        raise ValueError(f"{function}: {name} must be {wanted}, got {value}")
+    # in float16, 1e-37 would be 0
+    if not np.all(accepted(number if integer else number.astype(np.float64))):
+        raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
 
 
@@ -261,11 +282,17 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
         raise ValueError(f"{function}: axis {axis} is out of bounds for {ndim} dimensions") from None
 
 
-def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh axes that `axis_name` names. A `jax.shard_map` around the call must bind each of them."""
+def check_axis_name(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh axes that `axis_name` names, as a tuple."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
+    return names
+
+
+def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh axes that `axis_name` names. A `jax.shard_map` around the call must bind each of them."""
+    names = check_axis_name(function, axis_name)
     if len(set(names)) < len(names):
         raise ValueError(f"{function}: axis_name must name each mesh axis once, got {axis_name!r}")
     if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):

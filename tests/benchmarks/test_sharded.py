@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -37,7 +38,7 @@ def test_on_eight_devices():
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     failures = [f"{name}: {outcome}" for name, outcome in report.items() if outcome != "ok"]
-    assert len(report) == 15 and not failures, "\n".join(failures)
+    assert len(report) == 16 and not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,25 @@ def test_the_device_time_is_the_period_of_a_kernel():
     first = [0, 1000, 4000, 11000, 14000, 21000, 24000, 31000, 34000]
     late = [2000, 5000, 12000, 15000, 72000, 75000, 82000, 85000]
     assert traces.period([first, late], 4) == pytest.approx(10e-6)
-    with pytest.raises(RuntimeError, match="3 kernels of 4 calls"):
+    with pytest.raises(traces.NoKernels, match="3 kernels of 4 calls"):
         traces.period([first, late[:3]], 4)
+    with pytest.raises(traces.NoKernels, match="0 kernels of 4 calls"):
+        traces.period([], 4)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_record_says_how_its_device_time_was_found(kernels, monkeypatch):
+    """Without kernels in the trace, it is what a further call adds to the wall time."""
+    x, sleep = np.zeros(1), 0.002
+
+    def seen(run):
+        run()
+        return [[1000.0 * i for i in range(sharded.CALLS)]] if kernels else [[]]
+
+    monkeypatch.setattr(traces, "_kernel_starts", seen)
+    found = sharded.device_time(lambda x: x, lambda x: time.sleep(sleep * (sharded.CALLS - 1)), x)
+    assert found["timed_by"] == ("trace" if kernels else "host's clock")
+    assert found["device_us"] == pytest.approx(1 if kernels else 1e6 * sleep, rel=0.5)
 
 
 def test_how_rows_compare(parse):
@@ -147,10 +165,13 @@ def test_how_rows_compare(parse):
     times |= {(spread, "ours"): (30, 12.5), (spread, "jax.nn.softmax"): (25, 20), (spread, "jax"): (90, None)}
     rows = [
         result.flat(case)
-        | {"contender": name, "ours": name == "ours", "wall_p50_us": wall, "device_us": device}
+        | {"contender": name, "ours": name == "ours", "ran": "", "status": "ok", "reason": ""}
+        | {"wall_p50_us": wall, "device_us": device, "timed_by": "host's clock"}
         for (case, name), (wall, device) in times.items()
     ]
     frame = result.frame({"benchmark": "sharded", "runs": [{}], "rows": rows}, sharded.VIEW)
+    text = result.table(frame, sharded.VIEW)
+    assert text.count("host's clock") == len(rows) + 1 and "timed_by: how device_us was found" in text
     found = {(row.devices, row.contender): row for row in frame.itertuples()}
     ours = found[4, "ours"]
     assert (ours.of_linear, ours.of_softmax, ours.speedup_wall) == (0.8, 1.2, 3) and np.isnan(

@@ -16,10 +16,9 @@ from pallas_softmax._src.softmax.operation import SOFTMAX
 from tests.support import oracle
 from tests.support.calls import DTYPES, OPERATIONS, device, named, refusal, slower, topk
 from tests.support.covering import first, slow
+from tests.support.plans import CAPABILITIES, HOPPER
 
 X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
-HOPPER = (9, 0)
-CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
 OPS = (*oracle.OPERATIONS, "topk")
 
 

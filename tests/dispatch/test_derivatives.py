@@ -255,3 +255,17 @@ def test_without_jit(name):
         got = jax.jvp(ours, (X,), (DX,)), jax.vjp(ours, X)[1](ours(X))
     want = jax.jvp(theirs, (X,), (DX,)), jax.vjp(theirs, X)[1](theirs(X))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+OF_ONE_ROW = {
+    "fused_topk": lambda x: ps.fused_topk(x, 2).values[0],
+    "token_stats": lambda x: ps.token_stats(x, jnp.int32(1)).log_probs,
+    "sample": lambda x: ps.sample(jax.random.key(0), x).log_probs,
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_ROW)
+def test_gradients_of_weak_types_are_weak(name):
+    """As of the same functions made of jax.nn."""
+    gradient = jax.grad(OF_ONE_ROW[name])
+    assert gradient(jnp.full(3, 2.0)).weak_type and not gradient(jnp.ones(3, "float32")).weak_type

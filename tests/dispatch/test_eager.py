@@ -1,5 +1,7 @@
 """Calls outside of jit: each is one program, and checks its arguments like a call in jit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch import eager
-from tests.support import cases
+from tests.support import cases, lowering
 from tests.support.cases import F32
-from tests.support.covering import first_values
+from tests.support.covering import first_values, slow
 
 X = cases.rows(list(cases.FINITE)[:4], 20)
 MASK = np.arange(20) % 3 > 0
@@ -19,13 +21,13 @@ MASK = np.arange(20) % 3 > 0
 def compiled(monkeypatch):
     """Returns the options of each call that ran as a single program."""
     calls = []
-    whole = eager._compiled
+    whole = eager._program
 
-    def counted(function, options, types, arrays):
+    def counted(function, options, types, capability, arrays):
         calls.append(options)
-        return whole(function, options, types, arrays)
+        return whole(function, options, types, capability, arrays)
 
-    monkeypatch.setattr(eager, "_compiled", counted)
+    monkeypatch.setattr(eager, "_program", counted)
     return calls
 
 
@@ -42,7 +44,6 @@ def test_a_call_is_one_program_with_the_result_of_jit(name, compiled):
     got = CALLS[name](X)
     assert len(compiled) == 1
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(CALLS[name])(X))
-    assert len(compiled) == 1
 
 
 def test_equal_calls_compile_once():
@@ -74,6 +75,99 @@ def test_explain_lists_compiled_calls():
     assert len(ps.explain(ps.softmax, x)) == 2
 
 
+# --- A second call compiles nothing ---------------------------------------------------------------------
+
+COMPILATIONS = []  # one element per program that XLA compiled in this process
+
+
+def _count(event, *_, **__):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILATIONS.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+LABELS = np.arange(4)
+W = np.linspace(-1, 1, 20 * 30, dtype=F32).reshape(20, 30)
+ROWS = {
+    "softmax": ps.softmax,
+    "log_softmax": ps.log_softmax,
+    "logsumexp": lambda x: ps.logsumexp(x, -1),
+    "fused_topk": lambda x: ps.fused_topk(x, 3).values,
+    "sample": lambda x: ps.sample(KEYS[0], x, top_p=0.5).log_probs,
+    "sample, keys": lambda x: ps.sample(KEYS, x, min_p=np.float32(0.1)).log_probs,
+    "sample, rbg": lambda x: ps.sample(jax.random.key(0, impl="rbg"), x).log_probs,
+    "token_stats": lambda x: ps.token_stats(x, LABELS).log_probs,
+    "route": lambda x: ps.route(x, 4, bias=np.zeros(20, F32), groups=4, top_groups=2).weights,
+    "linear_logsumexp": lambda x: ps.linear_logsumexp(x, W),
+    "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x, W, LABELS),
+    "linear_cross_entropy, none": lambda x: ps.linear_cross_entropy(x, W, LABELS, z_loss=0.1, reduction=None),
+    "linear_log_probs": lambda x: ps.linear_log_probs(x, W, np.stack([LABELS, LABELS + 1], -1)),
+    "linear_token_stats": lambda x: ps.linear_token_stats(x, W, LABELS).entropy,
+    "linear_topk": lambda x: ps.linear_topk(x, W, 3).values,
+}
+
+
+def summed(f):
+    return lambda x: jnp.sum(f(x))
+
+
+TRANSFORMS = {
+    "value": lambda f, x: f(x),
+    "grad": lambda f, x: jax.grad(summed(f))(x),
+    "vmap": lambda f, x: jax.vmap(f)(jnp.stack([x, x])),
+    "vmap of grad": lambda f, x: jax.vmap(jax.grad(summed(f)))(jnp.stack([x, x])),
+    "grad of vmap": lambda f, x: jax.grad(summed(jax.vmap(f)))(jnp.stack([x, x])),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+}
+
+
+def _has(name, transform):
+    if name == "linear_topk":
+        return transform in ("value", "vmap")
+    return transform != "jvp" or not name.startswith("linear")
+
+
+@pytest.mark.parametrize(
+    "transform, name",
+    [
+        pair if i % 3 == 0 or pair[0] == "grad" else slow(*pair)
+        for i, pair in enumerate((t, n) for t in TRANSFORMS for n in ROWS if _has(n, t))
+    ],
+)
+def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
+    """Also with a fresh function around it, as in a loop that calls `jax.grad(lambda ...)`."""
+    x = jnp.asarray(X)
+
+    def call():
+        return jax.block_until_ready(TRANSFORMS[transform](lambda x: ROWS[name](x), x))
+
+    want = call()
+    before = len(COMPILATIONS)
+    got = call()
+    assert len(COMPILATIONS) == before
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("linear")])
+def test_equal_calls_share_a_lowering(name):
+    """Eight equal calls in one program: the text grows by the calls only."""
+
+    def text(calls):
+        def program(x):
+            f = ROWS[name] if name == "linear_topk" else jax.grad(summed(ROWS[name]))
+            for _ in range(calls):
+                x = x + jnp.sum(f(x))
+            return x
+
+        return lowering.lowered(program, lowering.array(4, 20))
+
+    assert len(text(8)) < 1.3 * len(text(1))
+
+
+# --- jax.ensure_compile_time_eval -----------------------------------------------------------------------
+
 FOLDED = {
     "softmax": lambda x, **kw: ps.softmax(x, **kw),
     "fused_topk": lambda x, **kw: ps.fused_topk(x, 2, **kw),
@@ -87,12 +181,12 @@ FOLDED = {
 
 @pytest.mark.parametrize("name", first_values(2, FOLDED))
 def test_compile_time_evaluation(name):
-    """In `jax.ensure_compile_time_eval`, plain JAX runs. A named kernel raises, because it cannot be traced there."""
+    """The results are those of calls outside of it, and a program for a GPU has the same kernels."""
     x = jax.random.normal(jax.random.key(1), (3, 50))
-    want = FOLDED[name](x)
+    program = functools.partial(FOLDED[name])
+    want, kernels = program(x), lowering.kernel_names(lowering.lowered(program, x))
     with jax.ensure_compile_time_eval():
         for keywords in ({}, {"implementation": "xla"}):
             got = FOLDED[name](x, **keywords)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
-        with pytest.raises(NotImplementedError, match="jax.ensure_compile_time_eval"):
-            FOLDED[name](x, implementation="mosaic_gpu")
+        assert lowering.kernel_names(lowering.lowered(lambda x: program(x), x)) == kernels

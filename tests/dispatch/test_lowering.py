@@ -118,6 +118,30 @@ def test_shard_map(name):
         assert kernel_results(lowered(mapped, x)) == [FUNCTIONS[name][1](ROWS)]
 
 
+# name: a function of 40 rows, with a kernel for itself
+NAMED = {
+    "softmax": ps.softmax,
+    "log_softmax": ps.log_softmax,
+    "logsumexp": functools.partial(ps.logsumexp, axis=-1),
+    "fused_topk": lambda x, **named: ps.fused_topk(x, K, **named).values,
+    "route": lambda x, **named: ps.route(x, K, **named).weights,
+    "route in groups": lambda x, **named: ps.route(x, K, groups=4, top_groups=2, **named).weights,
+    "sample": lambda x, **named: ps.sample(jax.random.key(0), x, **named).log_probs,
+    "token_stats": lambda x, **named: ps.token_stats(x, **named).entropy,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_gradient_on_a_mesh(name):
+    """Each device runs the kernels that one device runs. It chooses them again for its shard. Needs no devices."""
+    gradient = jax.grad(square_sum(functools.partial(NAMED[name], implementation="mosaic_gpu")))
+    mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        divided = lowered(gradient, array(160, 256, sharding=NamedSharding(mesh, P("rows", None))))
+    names = kernel_names(lowered(gradient, array(40, 256)))
+    assert names and kernel_names(divided) == names
+
+
 # --- Export -------------------------------------------------------------------------------------------
 
 

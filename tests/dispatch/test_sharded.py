@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax import online
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch import finer_mesh as decode
 from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
@@ -103,8 +103,8 @@ def test_float16_is_widened_in_order():
     """Every bit pattern keeps its order, including NaNs, which would lose their sign on a GPU."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     wide = topk_mesh._widen(jax.numpy.asarray(x))
-    order = np.argsort(np.asarray(online.sort_key(jax.numpy.asarray(x))), kind="stable")
-    assert (np.diff(np.asarray(online.sort_key(wide), np.int64)[order]) > 0).all()
+    order = np.argsort(np.asarray(sort_keys.key(jax.numpy.asarray(x))), kind="stable")
+    assert (np.diff(np.asarray(sort_keys.key(wide), np.int64)[order]) > 0).all()
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.support import kernels, ptx
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
+from tests.support import ptx
 
 BUCKETS = 64
 SUMS, RESULTS = 1024, 2048  # addresses; items are at 0
@@ -11,10 +13,10 @@ SUMS, RESULTS = 1024, 2048  # addresses; items are at 0
 
 def narrowed(keys, measures, high, low, goal):
     """Returns the last key and what its items must reach; each of 128 threads has an item, a key with a measure."""
-    p = kernels.CtaProgram()
+    p = CtaProgram()
     key, measure = p.load_vector(p.thread * 8, "s32", 2)
     sums, rest = p.var(SUMS, "u32"), p.var(goal, "u32")
-    keys_left = kernels.KeyRange(p, p.var(high, "s32"), p.var(low, "s32"))
+    keys_left = KeyRange(p, p.var(high, "s32"), p.var(low, "s32"))
 
     def one_round(bucket_of):
         p.barrier()
@@ -23,13 +25,11 @@ def narrowed(keys, measures, high, low, goal):
         bucket, inside = bucket_of(key)
         p.add_to(sums + bucket * 4, measure, when=inside)
         p.barrier()
-        bucket, rest_of_bucket = kernels.bucket_that_reaches(
-            p, p.load_vector(sums + p.lane * 8, "u32", 2), rest
-        )
+        bucket, rest_of_bucket = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
         p.set(rest, rest_of_bucket)
         return bucket
 
-    kernels.narrow(p, keys_left, BUCKETS, one_round)
+    narrow(p, keys_left, BUCKETS, one_round)
     p.store(p.thread * 8 + RESULTS, keys_left.high, rest.bits("s32"))
     memory = np.zeros(RESULTS + 1024, "u1")
     memory[:1024] = np.stack([keys, measures], 1).astype("int32").reshape(-1).view("u1")

@@ -1,16 +1,18 @@
-"""The language for inline PTX (gpu/ptx/values.py), run in numpy (tests/support/ptx.py)."""
+"""The language for inline PTX (gpu/ptx), run in numpy (tests/support/ptx.py)."""
 
 import numpy as np
 import pytest
 
-from tests.support import kernels, ptx
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.program import Program
+from tests.support import ptx
 
 THREADS = np.arange(128)
 
 
 def run(write):
     """Runs a program on 128 threads. `write(p, x)` returns what each thread writes; x is the thread's number."""
-    p = kernels.Program()
+    p = Program()
     address = p.at(p.operand("numbers", "u32"), p.operand("thread", "u32"), 4)
     p.store(address, write(p, p.load(address, "u32")))
     memory = THREADS.astype("uint32").view("u1")
@@ -115,7 +117,7 @@ def test_pairs():
 def test_cluster():
     """A CTA reads what the next CTA wrote, and counts in adjacent words."""
     ctas = 3
-    p = kernels.CtaProgram(ctas=ctas)
+    p = CtaProgram(ctas=ctas)
     thread, cta = p.operands("u32", "thread", "cta")
     own = p.at(p.operand("numbers", "u32"), thread, 4)
     p.store(own, p.load(own, "u32") + cta * 1000)
@@ -137,7 +139,160 @@ def test_cluster():
 
 def test_functions_of_three_numbers():
     """One instruction computes any function of three numbers bit by bit."""
-    p = kernels.Program()
+    p = Program()
     p.bitwise3(lambda key, low, ones: key & ~ones | low, *p.operands("u32", "a", "b", "c"))
     # 0xdc, as PTX's manual computes it from 0xf0, 0xcc and 0xaa.
     assert str(p).endswith("<a>, <b>, <c>, 220;")
+
+
+def test_a_comparison_may_stand_on_either_side():
+    """Conditions combine in either order, whether a combined comparison is one instruction or two."""
+
+    def write(p, x):
+        odd = (x & 1).equals(1)
+        right, left = odd & (x < 50), (x < 50) & odd
+        either = (x > 99) | odd
+        return p.select(right, 1, 0, "u32") | p.select(left, 2, 0, "u32") | p.select(either, 4, 0, "u32")
+
+    odd, below = THREADS % 2, THREADS < 50
+    np.testing.assert_array_equal(run(write), 3 * (odd & below) + 4 * (odd | (THREADS > 99)))
+
+
+def registers():
+    """Returns a program and a register of each kind, by the kind."""
+    p = Program()
+    kinds = ("f32", "f16", "u32", "s32", "u64", "u16", "s16x2", "u16x2", "f16x2", "pred")
+    return p, {kind: p.fresh(kind) for kind in kinds}
+
+
+# By the instruction and both types that the message must name.
+MIXED = {
+    ("add.rn.f32", "f32", "u32"): lambda p, r: r["f32"] + r["u32"],
+    ("add.u32", "i32", "f32"): lambda p, r: r["u32"] + r["f32"],
+    ("add.u32", "i32", "u64"): lambda p, r: r["u32"] + r["u64"],
+    ("sub.u64", "i64", "u32"): lambda p, r: r["u64"] - r["u32"],
+    ("mul.lo.s32", "i32", "pred"): lambda p, r: r["s32"] * r["pred"],
+    ("mad.lo.u32", "i32", "u64"): lambda p, r: p.at(r["u64"], r["u32"], 4),
+    ("fma.rn.f32", "f32", "s32"): lambda p, r: p.multiply_add(r["f32"], 2.0, r["s32"]),
+    ("add.u16x2", "i16x2", "u32"): lambda p, r: r["u16x2"] + r["u32"],
+    ("and.b32", "b32", "f32"): lambda p, r: r["u32"] & r["f32"],
+    ("or.pred", "pred", "u32"): lambda p, r: r["pred"] | r["u32"],
+    ("setp.lt.and.s32", "pred", "u32"): lambda p, r: r["u32"] & (r["s32"] < 1),
+    ("shl.b32", "i32", "u64"): lambda p, r: r["u32"] << r["u64"],
+    ("setp.lt.s32", "s32", "u32"): lambda p, r: r["s32"] < r["u32"],  # the order depends on the sign
+    ("setp.eq.f32", "f32", "u32"): lambda p, r: r["f32"].equals(r["u32"]),
+    ("min.u32", "u32", "s32"): lambda p, r: p.min(r["u32"], r["s32"]),
+    ("max.NaN.f32", "f32", "f16"): lambda p, r: p.reduce("max.NaN", [r["f32"], r["f16"]]),
+    ("mul.hi.u32", "u32", "s32"): lambda p, r: p.multiply_high(r["u32"], r["s32"]),
+    ("mul.wide.u32", "u32", "u64"): lambda p, r: p.multiply_wide(r["u64"], 4),
+    ("ex2.approx.ftz.f32", "f32", "f16"): lambda p, r: p.exp2(r["f16"]),
+    ("lop3.b32", "b32", "f32"): lambda p, r: p.bitwise3(lambda a, b, c: a & b | c, r["u32"], r["f32"], 1),
+    ("selp.b32", "b32", "f32"): lambda p, r: p.select(r["pred"], r["u32"], r["f32"]),
+    ("selp.f32", "pred", "u32"): lambda p, r: p.select(r["u32"], r["f32"], 0),
+    ("popc.b32", "b32", "u64"): lambda p, r: p.count_ones(r["u64"]),
+    ("bfind.u32", "u32", "s32"): lambda p, r: p.highest_bit(r["s32"]),
+    ("mov.b64", "u64", "32 bits", "u16"): lambda p, r: p.split(r["u64"], "u16"),
+    ("mov.b64", "u64", "u16"): lambda p, r: p.join(r["u32"], r["u16"]),
+    ("mov.b32", "f32", "u32"): lambda p, r: p.set(r["f32"], r["u32"]),
+    ("mov.b32", "b32", "u64"): lambda p, r: p.var(r["u64"], "u32"),
+    ("add.s32", "i32", "f32"): lambda p, r: p.increase(r["s32"], r["f32"]),
+    ("max.s32", "s32", "u32"): lambda p, r: p.update(r["s32"], "max", r["u32"]),
+    ("ld.shared.b32", "i32", "u64"): lambda p, r: p.load(r["u64"], "u32"),
+    ("ld.global.b32", "i64", "u32"): lambda p, r: p.load(r["u32"], "u32", space="global"),
+    ("st.shared.b32", "u32", "u64"): lambda p, r: p.store(r["u32"], r["u32"], r["u64"]),
+    ("red.relaxed.cta.shared::cta.add.u32", "i32", "f32"): lambda p, r: p.add_to(r["u32"], r["f32"]),
+    ("atom.relaxed.cta.shared::cta.add.u32", "i32", "u64"): lambda p, r: p.take_from(r["u32"], r["u64"]),
+    ("shfl.sync.idx.b32", "i32", "u64"): lambda p, r: p.shuffle(r["f32"], "idx", r["u64"]),
+    ("shfl.sync.up.b32", "32", "u64"): lambda p, r: p.shuffle_up(r["u64"], 1),
+    ("vote.sync.any.pred", "pred", "u32"): lambda p, r: p.any(r["u32"]),
+    ("condition", "pred", "u32"): lambda p, r: p.set(r["u32"], 1, when=r["u32"]),
+    ("bits", "f32", "u64"): lambda p, r: r["f32"].bits("u64"),
+}
+
+
+@pytest.mark.parametrize("message", MIXED, ids=" ".join)
+def test_operands_agree(message):
+    """An error names the instruction, what it takes, and what it got."""
+    with pytest.raises(TypeError) as error:
+        MIXED[message](*registers())
+    assert all(word in str(error.value) for word in message)
+
+
+def test_operands_of_either_sign():
+    """Instructions that compute the same bits for signed and unsigned integers take both. Bits may be of pairs."""
+    p, r = registers()
+    signed, unsigned, pair = r["s32"], r["u32"], r["s16x2"]
+    p.set(signed, unsigned + signed * unsigned)
+    p.store(unsigned, signed, r["f32"], when=unsigned.equals(signed) & r["pred"])
+    p.set(unsigned, p.select(r["pred"], signed ^ pair, unsigned << signed))
+    assert [line.split()[0] for line in p.lines if "@" not in line] == [
+        *("mul.lo.s32", "add.u32", "mov.b32", "setp.eq.u32", "and.pred"),
+        *("xor.b32", "shl.b32", "selp.b32", "mov.b32"),
+    ]
+
+
+NUMBERS = {
+    ("u32", 0xFFFFFFFF): "4294967295",
+    ("s32", -(2**31)): "-2147483648",
+    ("u64", np.int64(5)): "5",
+    ("f32", 1): "0f3F800000",
+    ("f32", -np.inf): "0fFF800000",
+    ("f32", np.float32(0.5)): "0f3F000000",
+    ("pred", True): "1",
+}
+NOT_NUMBERS = {
+    ("u32", 1.0): TypeError,
+    ("u32", 1.5): TypeError,
+    ("s32", np.float32(2)): TypeError,
+    ("u64", None): TypeError,
+    ("f32", None): TypeError,
+    ("f32", 1j): TypeError,
+    ("f16", 1): TypeError,  # PTX has no such numbers
+    ("u32", -1): ValueError,
+    ("u32", 2**32): ValueError,
+    ("s32", 2**31): ValueError,
+    ("u16", 2**16): ValueError,
+    ("f32", 1e39): ValueError,
+}
+
+
+@pytest.mark.parametrize("kind, number", NUMBERS)
+def test_numbers_take_the_kind_of_the_register(kind, number):
+    p = Program()
+    p.var(number, kind)
+    assert p.lines[-1].endswith(f", {NUMBERS[kind, number]};")
+
+
+@pytest.mark.parametrize("kind, number", NOT_NUMBERS, ids=str)
+def test_numbers_that_a_kind_cannot_hold(kind, number):
+    p = Program()
+    with pytest.raises(NOT_NUMBERS[kind, number], match=f"max.{kind} takes {kind}"):
+        p.max(p.fresh(kind), number)
+
+
+def test_masks_may_have_any_sign():
+    """An operand of either sign takes the numbers of both signs."""
+    p, r = registers()
+    for instruction, value, mask in ("and.b32", r["s32"], 0xFFFFFFFF), ("and.b64", r["u64"], -16):
+        out = value & mask
+        assert p.lines[-1] == f"{instruction} {out}, {value}, {mask};"
+    with pytest.raises(ValueError, match="and.b32 takes b32, a number from -2147483648 to 4294967295"):
+        r["u32"] & 2**32
+
+
+def test_values_have_no_truth():
+    """Python cannot decide by a value: `if`, `and`, `not`, max(), == and `in` raise instead of writing wrong text."""
+    x = Program().operand("x", "u32")
+    for use in (
+        lambda: 1 if x < 1 else 0,
+        lambda: x and 1,
+        lambda: not x,
+        lambda: max(x, x),
+        lambda: any([x]),
+        lambda: x == 1,
+        lambda: x != 1,
+        lambda: x in (1, 2),
+    ):
+        with pytest.raises(TypeError, match="PTX value"):
+            use()
+    assert x in {x}

@@ -1,6 +1,8 @@
 """online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from tests.support.covering import cover, first_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
 FREE = settings(max_examples=25, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)
 reduce = jax.jit(online.reduce, static_argnums=1)
@@ -376,3 +379,9 @@ def test_combine_refuses_fields_that_are_no_floats(name, field):
     pair[name[0]] = ones._replace(**{name[2]: field})
     with pytest.raises(TypeError, match=rf"online.combine: {name} must be a floating or complex array, got"):
         online.combine(**pair)
+
+
+def test_all_public_names_are_in_the_reference():
+    (members,) = re.findall(r"::: pallas_softmax\.online\n.*\n +members: \[(.*)\]", REFERENCE.read_text())
+    assert sorted(members.split(", ")) == sorted(online.__all__)
+    assert all(hasattr(online, name) for name in online.__all__)

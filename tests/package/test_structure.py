@@ -16,13 +16,21 @@ PACKAGE = pallas_softmax.__name__
 # its files that are not listed themselves.
 LAYERS = (
     ("__init__",),
+    ("online", "paper"),
     ("_src.linear", "_src.route"),
-    ("_src.sample", "_src.softmax", "_src.stats", "_src.topk", "paper"),
+    ("_src.sample", "_src.softmax", "_src.stats", "_src.topk"),
     ("_src.arguments",),
     ("_src.triton", "_src.gpu"),
     ("_src.dispatch",),
     ("_src.folding", "_src.masks"),
-    ("online", "_src.target", "_src.__init__"),
+    (
+        "_src.normalizers",
+        "_src.sort_keys",
+        "_src.misfits",
+        "_src.target",
+        "_src.jax_internals",
+        "_src.__init__",
+    ),
 )
 
 

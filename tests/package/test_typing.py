@@ -43,7 +43,8 @@ def test_the_type_of_each_public_symbol_is_known():
     known = {symbol["name"]: symbol["isTypeKnown"] for symbol in report["symbols"]}
     exported = {f"{ps.__name__}.{name}" for name in ps.__all__}
     assert exported <= set(known)
-    classes = [each for name in ps.__all__ if inspect.isclass(each := getattr(ps, name))]
+    public_objects = [getattr(module, name) for module in (ps, online) for name in module.__all__]
+    classes = [each for each in public_objects if inspect.isclass(each)]
     prefixes = tuple(f"{each.__module__}.{each.__qualname__}." for each in classes)
     prefixes += tuple(f"{module.__name__}." for module in PUBLIC)
     for prefix in prefixes:

@@ -14,14 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax import paper
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
+from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.softmax.columns_plan import Strips
+from pallas_softmax._src.softmax.plan import Parts
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from tests.support import bounds, cases, kernels, linear, oracle, routing, stats
+from tests.route import kernels as route
+from tests.sample import kernels as sample
+from tests.softmax import kernels as softmax
+from tests.support import bounds, cases, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
-from tests.support.kernels import Parts, Strips, Tile, Window
+from tests.topk import kernels as topk
 
 TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
 # (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches.
@@ -112,7 +120,7 @@ PROJECTIONS = [
 @jax.jit
 def gradients(x, indices, m, d, g, g_d):
     t = np.ones(1, "float32")
-    return kernels.topk_grad_rows(x, t, indices, m, d, g, g_d, log=False, interpret=None)
+    return topk.topk_grad_rows(x, t, indices, m, d, g, g_d, log=False, interpret=None)
 
 
 def mosaic_gpu():
@@ -121,7 +129,7 @@ def mosaic_gpu():
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for name in names:
             arrays = cases.operands(name, x, where)
-            kernel = jax.jit(functools.partial(kernels.softmax_results, name, plan=plan, interpret=None))
+            kernel = jax.jit(functools.partial(softmax.softmax_results, name, plan=plan, interpret=None))
             got = np.asarray(kernel(arrays, where)[0]).astype("float32")
             want, *_ = bounds.expected(name, arrays, where)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
@@ -130,8 +138,8 @@ def mosaic_gpu():
         x[0] = 1  # all elements tie: the exact path
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for k in ks:
-            choice = plan or kernels.plan_topk(rows, v, k, dtype)
-            kernel = jax.jit(functools.partial(kernels.topk_rows, k=k, plan=choice, interpret=None))
+            choice = plan or topk.plan_topk(rows, v, k, dtype)
+            kernel = jax.jit(functools.partial(topk.topk_rows, k=k, plan=choice, interpret=None))
             values, indices = map(np.asarray, kernel(x, where=where)[0])
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
@@ -147,15 +155,15 @@ def mosaic_gpu():
         x = np.random.default_rng(0).standard_normal((32, v)).astype(dtype)  # two arrays of 16 columns
         for name in names:
             arrays = cases.operands(name, x)
-            got = kernels.columns_rows(name, arrays, plan, interpret=None).astype("float32")
+            got = softmax.columns_rows(name, arrays, plan, interpret=None).astype("float32")
             want, *_ = bounds.expected(name, arrays)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, count, warpgroups, masked in SAMPLE:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all elements tie
         where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
-        plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
-        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=plan, interpret=None))
+        plan = plan_of(v, dtype, count, warpgroups)
+        kernel = jax.jit(functools.partial(sample.sample_rows, plan=plan, interpret=None))
         u = np.linspace(0, 0.9, rows, dtype="float32")
         for k, p, m in ((v, 1, 0), (9, 0.7, 0.01), (v // 2, 0.9, 0)):
             filters = np.int32([k]), np.float32([p]), np.float32([m])
@@ -166,8 +174,8 @@ def mosaic_gpu():
         gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
         x[0] = 1  # all experts tie
         g, bias = cases.cotangent((5, k)), np.linspace(-0.1, 0.1, experts, dtype="float32")
-        forward = jax.jit(functools.partial(kernels.route_rows, k=k, gate=gate, interpret=None))
-        backward = jax.jit(functools.partial(kernels.route_grad_rows, gate=gate, interpret=None))
+        forward = jax.jit(functools.partial(route.route_rows, k=k, gate=gate, interpret=None))
+        backward = jax.jit(functools.partial(route.route_grad_rows, gate=gate, interpret=None))
         got = forward(x, bias=bias)
         routing.judge(got, x, k, gate, bias)
         dx = backward(x, got[1], g=g, g_logsumexp=g[:, 0])
@@ -183,7 +191,7 @@ def mosaic_gpu():
     for v, dtype, plan, options in STATS:
         x, (labels, _, where, t) = stats.rows(v, dtype), stats.operands(v)
         given = (where, t) if options else (None, None)
-        plan = plan or kernels.plan_softmax("token_stats", len(x), v, dtype)
+        plan = plan or softmax.plan_softmax("token_stats", len(x), v, dtype)
         got = jax.jit(functools.partial(stats.kernel_stats, plan))(x, labels, *given)
         np.testing.assert_array_equal(
             got.argmax, oracle.token_stats(x, labels, given[0], t if options else 1.0)[3]

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import sys
+import time
 import traceback
 
 import jax
@@ -117,6 +118,20 @@ def a_result_with_another_sharding_is_detected():
     assert why.startswith("no device time: the result does not lie"), why
 
 
+def a_further_call_is_timed_without_a_trace():
+    """A CPU's trace has no kernels of a GPU."""
+    layout = layout_of("vocab", 8)
+    x = sharded.draw(layout, AxisType.Auto)
+    function = jax.jit(sharded.functions(layout.case)[sharded.OURS])
+    single = function.lower(x).compile()
+    found = sharded.device_time(single, sharded.compile_repeated(function, sharded.CALLS, x), x)
+    start = time.perf_counter()
+    jax.block_until_ready([function(x) for _ in range(sharded.CALLS)])
+    seconds = (time.perf_counter() - start) / sharded.CALLS
+    assert found["timed_by"] == "host's clock"
+    assert 0.02 * seconds < found["device_us"] / 1e6 < 50 * seconds, (found, seconds)
+
+
 def outcome(check, *args):
     try:
         check(*args)
@@ -136,6 +151,7 @@ CHECKS = {
             rows_are_fetched_from_their_devices,
             merged_calls_are_detected,
             a_result_with_another_sharding_is_detected,
+            a_further_call_is_timed_without_a_trace,
         )
     },
 }

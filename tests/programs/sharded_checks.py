@@ -30,6 +30,7 @@ import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
+from tests.programs.linear_checks import lay
 from tests.support import bounds, cases, covering, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
@@ -468,11 +469,7 @@ def stats(layout, how, masked):
         specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
         f = functools.partial(f, axis_name=at.axis_name)
         f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
-    args = (
-        at.place(x),
-        at.place(where),
-        *(jax.device_put(a, NamedSharding(at.mesh, per_row)) for a in (t, labels)),
-    )
+    args = at.place(x), at.place(where), *lay((t, labels), at.mesh, (per_row, per_row))
     (values, argmax), sent = execute(f, *args)
     token_stats.assert_stats((*values, argmax), x, labels, where, t)
     assert [c.kind for c in sent if c.group > 1] == ["all-gather"] * bool(at.row), sent
@@ -493,24 +490,12 @@ def route(name, layout, how):
     x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
     bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
     g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-
-    def f(x, bias, g, g_logsumexp):
-        def both(x):
-            got = ps.route(x, k, implementation=IMPLEMENTATION, **gate.keywords(bias))
-            return (got.weights, got.logsumexp), got.indices
-
-        (weights, logsumexp), pullback, indices = jax.vjp(both, x, has_aux=True)
-        return (weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
-
+    f = routing.results_and_gradient(k, gate, IMPLEMENTATION)
     specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
     if how == "shard_map":
-        f = jax.shard_map(
-            f, mesh=at.mesh, in_specs=specs, out_specs=((specs[2], specs[2], specs[3]), specs[0])
-        )
-    placed = [
-        jax.device_put(a, NamedSharding(at.mesh, spec)) for a, spec in zip((x, bias, g, g_logsumexp), specs)
-    ]
-    (got, dx), sent = execute(f, *placed)
+        of_results = ps.Routing(specs[2], specs[2], specs[3])
+        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=(of_results, specs[0]))
+    (got, dx), sent = execute(f, *lay((x, bias, g, g_logsumexp), at.mesh, specs))
     routing.judge(got, x, k, gate, bias)
     routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g_logsumexp)
     sent = [c for c in sent if c.group > 1]
@@ -786,8 +771,7 @@ def reshaped(op, shape, heads):
     f, arrays, dimensions = by_heads(op, heads)
     at = mesh_of(shape)
     specs = [P(*[None] * a, at.axis_names) if a is not None else P() for a in dimensions]
-    placed = [jax.device_put(a, NamedSharding(at, spec)) for a, spec in zip(arrays, specs)]
-    got, sent = execute(with_gradient(f), *placed)
+    got, sent = execute(with_gradient(f), *lay(arrays, at, specs))
     assert_all_close(got, by_heads_on_one_device(op, heads))
     if heads % at.size == 0 or at.size % heads == 0:  # otherwise the reshape itself gathers
         assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
@@ -882,6 +866,51 @@ def explained(op, how):
     if how == "shard_map":  # the part of a device is known
         local = (len(NAMES) // at.size("b"), V // at.size("v"))
         assert (choices[0].call.rows, choices[0].call.vocab) == local
+
+
+SHARDS = {
+    "softmax": ps.softmax,
+    "logsumexp": lambda x: ps.logsumexp(x, -1),
+    "topk": lambda x: ps.fused_topk(x, 5),
+    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
+    "stats": lambda x: ps.token_stats(x)[1:],
+    "route": lambda x: ps.route(x, 5),
+    "linear_logsumexp": lambda x: ps.linear_logsumexp(x[:, :4], x[:4]),
+    "linear_log_probs": lambda x: ps.linear_log_probs(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
+    "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
+    "linear_token_stats": lambda x: ps.linear_token_stats(x[:, :4], x[:4])[1:],
+    "linear_topk": lambda x: ps.linear_topk(x[:, :4], x[:4], 5),
+}
+AROUND = {
+    "eager": contextlib.nullcontext,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "compile_time_eval": jax.ensure_compile_time_eval,
+}
+
+
+@each(name=SHARDS, around=AROUND, fast=len(SHARDS))
+def shard_map_without_jit(name, around):
+    """Values and gradients are those of the jitted `jax.shard_map`."""
+    at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
+
+    def loss(x):
+        results = SHARDS[name](x)
+        return sum(jnp.sum(a, keepdims=True) for a in jax.tree.leaves(results) if a.dtype == jnp.float32)
+
+    def mapped(f, out_specs):
+        return jax.shard_map(f, mesh=at.mesh, in_specs=P("b"), out_specs=out_specs)
+
+    f, total = mapped(SHARDS[name], P("b")), mapped(lambda x: loss(x).reshape(1), P("b"))
+    if name == "linear_cross_entropy":
+        f = total
+    functions = [f]
+    # linear_topk has no gradient. In compile_time_eval, the gradient of jax.nn.softmax fails as well.
+    if name not in ("linear_topk", "sample") and around != "compile_time_eval":
+        functions.append(jax.grad(lambda x: jnp.sum(total(x))))
+    wanted = [jax.jit(f)(x) for f in functions]
+    with AROUND[around]():
+        got = [f(x) for f in functions]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
 
 
 CHECKS |= linear_checks.CHECKS

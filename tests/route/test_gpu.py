@@ -53,18 +53,8 @@ def test_route(name, experts, k, dtype):
     gate = GATES[name]
     x, bias = logits_and_bias(experts, dtype)
     g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-    named = implementation_of(gate, experts)
-
-    @jax.jit
-    def results(x, bias, g, g_logsumexp):
-        def f(x):
-            got = ps.route(x, k, implementation=named, **gate.keywords(bias))
-            return (got.weights, got.logsumexp), got.indices
-
-        (weights, logsumexp), pullback, indices = jax.vjp(f, x, has_aux=True)
-        return ps.Routing(weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
-
-    got, dx = results(x, bias, g, g_logsumexp)
+    results = routing.results_and_gradient(k, gate, implementation_of(gate, experts))
+    got, dx = jax.jit(results)(x, bias, g, g_logsumexp)
     routing.judge(got, x, k, gate, bias)
     routing.judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
 

@@ -6,7 +6,8 @@ The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test
 import numpy as np
 import pytest
 
-from tests.support import cases, kernels, routing
+from tests.route import kernels
+from tests.support import cases, routing
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first
 from tests.support.routing import GATES

@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.support import kernels, oracle, ptx
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.route.groups_ptx import groups_program
+from pallas_softmax._src.route.scores_ptx import exponentials_program
+from tests.route import kernels
+from tests.support import oracle, ptx
 from tests.support.cases import F32
 from tests.support.covering import first
+from tests.topk import programs
 
 # (experts, groups): lanes that hold two groups; one group; half a group; a quarter. A group of one expert.
 GROUPED = first(1, [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)])
@@ -53,7 +58,7 @@ def test_groups(experts, groups, kind):
     tile = kernels.plan_route(4096, experts, 4, F32, steered=True, groups=groups)
     x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
     keys = oracle.order_key(x).astype("int64")
-    code = kernels.groups_ptx_of(tile, groups, 3)
+    code = groups_program(tile, groups, 3)
     machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
     of_groups = keys.reshape(tile.rows, groups, -1)
     best = np.sort(of_groups, -1)[..., ::-1][..., :2]
@@ -73,10 +78,10 @@ def test_merges_of_pieces(experts, groups, kind):
     """The k best of rows that are cut into pieces, with lower columns first among ties, in few lanes only."""
     k = min(8, experts // 2)
     tile = kernels.plan_route(4096, experts, k, F32, steered=True, groups=groups)
-    keys = kernels.near_keys(np.random.default_rng(k), tile.shape, kind)
+    keys = programs.near_keys(np.random.default_rng(k), tile.shape, kind)
     of_groups = keys.reshape(tile.rows, groups, -1)
     of_groups[:, groups // 2 :] = LOWEST
-    code, out = kernels.merging_ptx_of(tile, experts, k, tile.lanes / 2)
+    code, out = programs.merging_ptx_of(tile, experts, k, tile.lanes / 2)
     machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
     rows = range(tile.rows // (128 // tile.lanes))
     columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.vec)] for row in rows]
@@ -87,9 +92,7 @@ def test_merges_of_pieces(experts, groups, kind):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(
-    "tile", [kernels.Tile(16, 8, 4, 8), kernels.Tile(128, 2, 4, 1), kernels.Tile(4, 32, 1, 5)], ids=str
-)
+@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 8), Tile(128, 2, 4, 1), Tile(4, 32, 1, 5)], ids=str)
 def test_exponentials(tile, score):
     """Rows with a sum that is neither large nor small, near both ends, beyond them, and with special numbers."""
     rng = np.random.default_rng(tile.lanes)
@@ -97,7 +100,7 @@ def test_exponentials(tile, score):
     x[::2] += rng.choice(np.array([-1000, -87, -30, -10, 0, 10, 16, 30, 87, 300], F32), (len(x[::2]), 1))
     x[1, 0], x[2, 1], x[3], x[0, 2] = np.inf, np.nan, -np.inf, -np.inf
     bits = held_by_threads(tile, x.view("i4").astype("int64"))
-    machine = ptx.run(kernels.exponentials_ptx_of(tile, score), np.zeros(16, "u1"), **operands(bits))
+    machine = ptx.run(exponentials_program(tile, score), np.zeros(16, "u1"), **operands(bits))
     e = by_row(machine, tile, "e", "float32")
     per_row = {}
     for name in "md":

@@ -373,8 +373,49 @@ def test_log_mass_has_no_gradient(transform):
 def test_gradient_at_temperature_0_and_of_rows_without_a_draw():
     x = jnp.stack([X[0, 0], jnp.full(300, jnp.nan), jnp.full(300, -jnp.inf)])
     dx = jax.grad(lambda x: sample(KEY, x, temperature=jnp.array([0.0, 1.0, 1.0])).log_probs.sum())(x)
-    np.testing.assert_array_equal(dx[0], 0)
-    assert jnp.isnan(dx[1:]).all()
+    np.testing.assert_array_equal(dx, 0)
+
+
+@pytest.mark.parametrize("mode", [slow("grad"), "jvp of grad", slow("grad of jvp")])
+def test_a_row_without_a_draw_has_derivatives_of_0(mode):
+    """Its NaN passes through exp before it is dropped."""
+    x = np.array(X[0, :1].repeat(6, 0))
+    x[1, 3], x[2, 3] = np.nan, np.inf
+    where = np.ones(x.shape, bool)
+    where[3] = False
+    t = np.array([1, 1, 1, 1, -1, np.nan], F32)
+
+    def f(x, t):
+        got = sample(KEY, x, temperature=t, where=where).log_probs
+        return jnp.sum(jnp.where(jnp.isfinite(got), jnp.exp(got), 0))
+
+    def moved(x, t):
+        return jax.jvp(f, (x, t), (jnp.ones_like(x).at[:, 0].set(0), jnp.ones_like(t)))[1]
+
+    def of_gradient(x, t):
+        return jax.jvp(jax.grad(f, (0, 1)), (x, t), (jnp.ones_like(x).at[:, 0].set(0), jnp.ones_like(t)))[1]
+
+    function = {
+        "grad": jax.grad(f, (0, 1)),
+        "jvp of grad": of_gradient,
+        "grad of jvp": jax.grad(moved, (0, 1)),
+    }
+    for d in jax.jit(function[mode])(x, t):
+        assert np.isfinite(d).all() and not d[1:].any() and d[0].any()
+
+
+@pytest.mark.parametrize("v", [300, slow(LONG)])
+def test_the_probability_of_a_draw_is_at_most_1(v):
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((500, v)), F32)
+    for filters in (
+        {"top_k": 1},
+        {"top_k": 3, "top_p": 0.5},
+        {"top_p": 0.01},
+        {"min_p": 0.9},
+        {"temperature": 0},
+    ):
+        _, log_probs, log_mass = sample(KEY, x, **filters)
+        assert (log_probs <= log_mass).all(), filters
 
 
 def test_gradient_of_an_improbable_draw():

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support import bounds, cases, kernels
+from pallas_softmax._src.sample.plan import plan_of
+from tests.sample import kernels
+from tests.support import bounds, cases
 from tests.support.cases import BF16, F16, F32
-from tests.support.draws import all_combinations, assert_draws, chi_square
+from tests.support.draws import all_combinations, assert_draws, chi_square, masked_rows
 from tests.support.gpu import much_memory
 from tests.support.lowering import kernel_names
 
@@ -18,13 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
 def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
-    rows = cases.rows(names, v, dtype)
-    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = all_combinations(
-        rows if where is None else cases.spoil_masked(rows, where), where
-    )
+    x, where, u, parameters, labels = all_combinations(*masked_rows(names, v, dtype, masked))
     interpret: Any = None  # runs on the GPU
-    plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
+    plan = plan_of(v, dtype, count, warpgroups)
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
             x, u, parameters, where, plan, interpret=interpret

@@ -7,8 +7,9 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import SMEM_BYTES
-from tests.support import kernels
+from pallas_softmax._src.sample.plan import plan_sample
 from tests.support.cases import BF16, F16, F32
+from tests.support.plans import HOPPER
 
 
 def test_chosen():
@@ -27,7 +28,7 @@ def test_plans(dtype, capability):
     smem = SMEM_BYTES[capability[0]]
     for rows in (1, 64, 256, 1024):
         for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
-            plan = kernels.plan_sample(rows, v, dtype, capability)
+            plan = plan_sample(rows, v, dtype, capability)
             assert plan is not None or capability[0] == 12
             if plan is not None:
                 assert plan.smem_bytes <= smem
@@ -35,12 +36,12 @@ def test_plans(dtype, capability):
                 assert plan.window.step_blocks <= 32  # each lane has the mass of one load of its warp
                 # each warpgroup has one step
                 assert plan.window.full + bool(plan.window.rest) <= plan.warpgroups
-    assert kernels.plan_sample(4, 2**21, dtype, capability) is None
+    assert plan_sample(4, 2**21, dtype, capability) is None
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("v", [50257, 128256, 151936])
 def test_three_ctas_share_a_multiprocessor(v, dtype):
-    plan = kernels.plan_sample(1024, v, dtype)
+    plan = plan_sample(1024, v, dtype, HOPPER)
     assert plan is not None
     assert 3 * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024

@@ -1,12 +1,16 @@
 """The inline PTX of sample, run in numpy (tests/support/ptx.py), against the oracle."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import cases, kernels, ptx
+from pallas_softmax._src.sample.draw_ptx import draw_program
+from pallas_softmax._src.sample.mosaic_gpu import scale_of
+from pallas_softmax._src.sample.plan import plan_of
+from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
-from tests.support.draws import all_combinations, assert_draws
+from tests.support.draws import all_combinations, assert_draws, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,14 +37,14 @@ def machine_of(plan, x, u, temperature, top_k, top_p, min_p, rng=None):
     numbers = {"u": u, "temperature": temperature, "top_p": top_p, "min_p": min_p}
     operands = {
         **{name: F32.type(number) for name, number in numbers.items()},
-        **{"scale": np.asarray(kernels.sample_scale(temperature)), "top_k": np.int32(top_k)},
+        **{"scale": np.asarray(scale_of(jnp.asarray(temperature, F32))), "top_k": np.int32(top_k)},
         **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
         **{"x": _X, "scratch": _X + size, **_RESULTS},
     }
     rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")
     memory[:, _X : _X + size] = [part.view("u1") for part in parts]
-    text = kernels.sample_ptx_of(plan, x.dtype)
+    text = draw_program(plan, x.dtype)
     machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
     return machine
@@ -56,12 +60,8 @@ def draw(plan, x, *parameters, rng=None):
 
 def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
     """Asserts that draws are right, for every `step`-th combination of a row, parameters and u."""
-    rows = cases.rows(list(names), v, dtype)
-    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = all_combinations(
-        rows if where is None else cases.spoil_masked(rows, where), where
-    )
-    plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
+    x, where, u, parameters, labels = all_combinations(*masked_rows(names, v, dtype, masked))
+    plan = plan_of(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
         kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
         got = draw(plan, kept, u[i], *(a[i] for a in parameters), rng=rng)
@@ -126,7 +126,7 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
 def test_ptx_of_values_near_zero(row, step):
     """bfloat16 values near 0 share buckets. These are the first buckets if the maximum is negative and near 0."""
     x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
-    plan = kernels.sample_plan_of(len(row), BF16, 1, 1)
+    plan = plan_of(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
         one = slice(i, i + 1)
         got = draw(plan, x[i], u[i], *(a[i] for a in parameters))
@@ -141,7 +141,7 @@ def test_ptx_of_values_near_zero(row, step):
 def test_ptx_of_zeros_is_fast(row, dtype, more):
     """Rows with many zeros, such as padding of a batch, need no slow search digit by digit."""
     v = 2100
-    plan = kernels.sample_plan_of(v, dtype, 2, 1)
+    plan = plan_of(v, dtype, 2, 1)
     u, *parameters = 0.3, 1.0, v, 0.7, 0.0
     zeros, others = (np.resize(np.array(of, dtype), v) for of in (row, [3, 2]))
     machines = [machine_of(plan, x, u, *parameters) for x in (zeros, others)]
@@ -160,7 +160,7 @@ def test_ptx_of_sorted_rows():
     barriers.
     """
     v, count = 4099, 3
-    plan = kernels.sample_plan_of(v, F32, count, 1)
+    plan = plan_of(v, F32, count, 1)
     assert v // count > plan.list_size
     x = np.random.default_rng(0).standard_normal(v).astype(F32)
     rows = x, np.sort(x), -np.sort(-x)

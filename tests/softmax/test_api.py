@@ -432,6 +432,33 @@ def test_weak_types_agree_with_jax(name):
         assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type), x
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weak_types_of_derivatives_agree_with_jax(name):
+    def derivatives(f):
+        def total(x):
+            return jnp.sum(f(x) ** 2)
+
+        of_total = jax.grad(total)
+        return (
+            of_total,
+            jax.jit(of_total),
+            jax.grad(lambda x: jnp.sum(of_total(x))),
+            jax.jacrev(f),
+            jax.jacfwd(f),
+            lambda x: jax.jvp(f, (x,), (x,)),
+            lambda x: jax.jvp(f, (x,), (jnp.ones(3, F32),)),
+            lambda x: jax.jvp(of_total, (x,), (x,)),
+            lambda x: jax.vjp(f, x)[1](jnp.ones_like(f(x))),
+        )
+
+    def weak_types(arrays):
+        return [(a.dtype, a.weak_type) for a in jax.tree.leaves(arrays)]
+
+    for x in jnp.full(3, 2.0), jnp.ones(3, F32):
+        for got, want in zip(derivatives(ours(name)), derivatives(jax_nn(name))):
+            assert weak_types(got(x)) == weak_types(want(x))
+
+
 @pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, [F32, BF16, np.dtype("int32")])), ids=str)
 def test_strict_promotion(name, dtype):
     """If jax.nn runs under strict dtype promotion, ours does as well."""

@@ -14,10 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, smem_of_each
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax.columns_plan import Strips
+from tests.softmax import kernels
+from tests.softmax.kernels import COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS
+from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS, Strips, Tile
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

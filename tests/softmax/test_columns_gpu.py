@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax.columns_plan import Strips
+from tests.softmax import kernels
+from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import pairs
 from tests.support.gpu import much_memory
-from tests.support.kernels import Strips, Tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 EVEN = [*ALL, "normal"]

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax._src.softmax.plan import Parts
+from tests.softmax import kernels
+from tests.softmax.kernels import PARTS, READ_AGAIN
+from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.gpu import (
     LONG,
@@ -21,7 +24,6 @@ from tests.support.gpu import (
     much_memory,
     side_by_side,
 )
-from tests.support.kernels import PARTS, READ_AGAIN, Parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 

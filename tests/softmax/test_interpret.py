@@ -6,10 +6,14 @@ The interpreter replaces inline PTX by a twin in plain JAX; test_gpu.py runs the
 import numpy as np
 import pytest
 
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax.plan import Parts
+from tests.softmax import kernels
+from tests.softmax.kernels import PARTS, READ_AGAIN
+from tests.support import bounds, cases, oracle, plans
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import first, pairs, parameter_id, slow
-from tests.support.kernels import PARTS, READ_AGAIN, Parts, Tile
+from tests.support.kernels import fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,7 +41,7 @@ def test_short_rows(name, rows):
     assert isinstance(plan, Tile)
     if name == "logsumexp" and dtype != F32:  # XLA for CPUs loses the NaN in max(x.astype("float32"), 1)
         names = [n for n in names if n not in ("nan_and_inf", "everything")]
-    kernels.assert_softmax(name, cases.rows(names, v, dtype), names, plan=kernels.fewer_rows(plan))
+    kernels.assert_softmax(name, cases.rows(names, v, dtype), names, plan=fewer_rows(plan))
 
 
 @pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=parameter_id)
@@ -57,7 +61,7 @@ def test_steps_that_are_read_twice(name, rows):
 
 def test_parts_cover_every_kind():
     """Parts that are aligned to 16 bytes or not; views with one dimension and with two; parts that overlap."""
-    found = {(*kernels.views([(len(names), plan)]), plan.edges) for plan, _, names in PARTS}
+    found = {(*plans.views([(len(names), plan)]), plan.edges) for plan, _, names in PARTS}
     assert found == {(2, False), (2, True), (1, True)}
     assert any(plan.length * plan.count > plan.vocab for plan, *_ in PARTS)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
-from tests.support import kernels, oracle
+from pallas_softmax._src.softmax.plan import Parts
+from tests.softmax import kernels
+from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.kernels import Parts
 from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, square_sum
 
 ROWS, V = 128, 16384  # enough for the automatic choice of a kernel, in every dtype
@@ -148,6 +149,17 @@ def test_integers_and_leading_axes_are_folded():
 
 
 # --- Transformations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+def test_rows_of_one_element(implementation):
+    """In both directions. Along an axis that is not the last one, XLA runs them by default, and a named kernel lowers."""
+    for shape, axis in ((1, 1000), 0), ((4, 1, 1000), 1):
+        text = lowered(
+            jax.value_and_grad(lambda x: jnp.sum(ps.softmax(x, axis, implementation=implementation) ** 2)),
+            array(*shape),
+        )
+        assert len(kernel_names(text)) == (2 if implementation else 0), (shape, axis)
 
 
 def test_grad_of_softmax():

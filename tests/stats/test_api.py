@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.stats import xla
+from pallas_softmax._src.stats.mesh import combine_shards
 from tests.support import cases, oracle, stats
 from tests.support.calls import DTYPES
-from tests.support.covering import first, pairs
+from tests.support.covering import first, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 run = stats.stats_and_gradient(ps.token_stats)
@@ -59,18 +61,66 @@ def test_without_labels():
     jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
 
 
+TINY = 2.0**-130
+SUBNORMAL = np.array(
+    [
+        [0, -1, TINY, 2 * TINY, 0, TINY],
+        [-TINY, -2 * TINY, -1, -0.0, 0, 0],
+        [-3 * TINY, -TINY, -2 * TINY, -1, -TINY, -5],
+        [1, TINY, np.nan, 2, np.nan, 3],
+    ],
+    "float32",
+)
+ARGMAX_OF_SUBNORMAL = [3, 3, 1, 2]
+
+
 def test_labels_out_of_range():
-    """The log-probability is NaN, and the gradient is NaN only if the cotangent is not 0."""
+    """The log-probability is NaN, and its derivative is 0."""
     labels = np.array([-1, 50, 2**31 - 1, 7], "int32")
 
-    def f(x, of_label, of_entropy):
+    def f(x, labels):
         s = ps.token_stats(x, labels)
-        return jnp.sum(jnp.where(of_label, s.log_probs, 0)) + of_entropy * jnp.sum(s.entropy)
+        inside = (labels >= 0) & (labels < 50)
+        return jnp.mean(2 * jnp.exp(s.log_probs), where=inside) + jnp.sum(s.entropy), s.log_probs
 
-    np.testing.assert_array_equal(np.isnan(ps.token_stats(X, labels).log_probs), [True, True, True, False])
-    dx = jax.jit(jax.grad(f))(X, np.array([True, False, False, True]), 1.0)
-    np.testing.assert_array_equal(np.isnan(dx).all(1), [True, False, False, False])
-    assert np.isfinite(dx[1:]).all()
+    dx, log_probs = jax.jit(jax.grad(f, has_aux=True))(X, labels)
+    np.testing.assert_array_equal(np.isnan(log_probs), [True, True, True, False])
+    of_entropies = jax.grad(lambda x: jnp.sum(ps.token_stats(x).entropy))(X)
+    np.testing.assert_allclose(dx[:3], of_entropies[:3], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(dx[3], jax.grad(lambda x: f(x, LABELS[3:])[0])(X[3:])[0], rtol=1e-6)
+
+
+BAD_ROWS = np.concatenate([X, X, X], dtype="float32")
+BAD_ROWS[4:7, 3] = np.nan, np.inf, -np.inf  # the label of row 6 has the logit -inf
+BAD_ROWS[7] = -np.inf
+BAD_LABELS = np.array([3, -100, 49, 50, 0, 0, 3, 7, 5, 5, 5, 5])
+BAD_WHERE = np.ones(BAD_ROWS.shape, bool)
+BAD_WHERE[2, 49], BAD_WHERE[8] = False, False
+BAD_T = np.array([1.0] * 9 + [0.0, -1.0, np.nan], "float32")
+
+
+def of_finite(x, t):
+    """Returns a sum over the finite results. Results that are not finite pass through exp first."""
+    s = ps.token_stats(x, BAD_LABELS, where=BAD_WHERE, temperature=t)
+    return sum(jnp.sum(jnp.where(jnp.isfinite(a), jnp.exp(a / 9), 0)) for a in s[:3])
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.grad,
+        slow(jax.jacfwd),
+        slow(lambda f, argnums: jax.jacfwd(jax.grad(f, argnums), argnums)),
+        slow(lambda f, argnums: jax.jacrev(jax.grad(f, argnums), argnums)),
+        slow(lambda f, argnums: jax.jacrev(jax.jacfwd(f, argnums), argnums)),
+    ],
+)
+def test_results_that_are_not_finite_have_derivatives_of_0(transform):
+    derivatives = jax.jit(transform(of_finite, (0, 1)))(BAD_ROWS, BAD_T)
+    for d in jax.tree.leaves(derivatives):
+        assert np.isfinite(d).all()
+    d = np.asarray(jax.tree.leaves(derivatives)[0])
+    assert not d[[4, 5, 7, 8, 9, 10, 11]].any() and d[0].any()
 
 
 @pytest.mark.slow
@@ -94,6 +144,29 @@ def test_a_masked_label():
     got = ps.token_stats(X, LABELS, where=where)
     np.testing.assert_array_equal(np.isneginf(got.log_probs), [False, True, False, False])
     assert got.argmax[1] < 49
+    dx = jax.grad(lambda x: jnp.sum(ps.token_stats(x, LABELS, where=where).log_probs))(X)
+    np.testing.assert_array_equal(dx.any(1), [True, False, True, True])
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_argmax_of_subnormal_numbers(dtype):
+    """It is by value: 0 and -0 tie, and subnormal numbers are no zeros."""
+    x = jnp.asarray(SUBNORMAL, dtype)
+    np.testing.assert_array_equal(ps.token_stats(x).argmax, ARGMAX_OF_SUBNORMAL)
+    where = np.arange(6) > 0
+    got = ps.token_stats(x, where=where, temperature=np.float32(0.5)).argmax
+    np.testing.assert_array_equal(got, np.where(where, np.asarray(x, "float64"), -np.inf).argmax(1))
+
+
+def test_argmax_of_subnormal_numbers_on_a_mesh():
+    def of_shard(x):
+        stats = xla.token_stats(x, None, jnp.ones((1, 1)), jnp.zeros((4, 1), jnp.int32), scaled=False)
+        return combine_shards(
+            stats.moments, stats.at_label, stats.argmax + 2 * jax.lax.axis_index("v"), ("v",)
+        )[2]
+
+    got = jax.jit(jax.vmap(of_shard, axis_name="v"))(SUBNORMAL.reshape(4, 3, 2).swapaxes(0, 1))
+    np.testing.assert_array_equal(got[..., 0], [ARGMAX_OF_SUBNORMAL] * 3)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 
 import pallas_softmax as ps
@@ -42,3 +43,14 @@ def test_plans_of_many_rows(v):
     x, labels = stats.rows(v, "bfloat16"), stats.operands(v)[0]
     plan = plan_softmax("token_stats", 4000, v, "bfloat16", (9, 0))
     stats.assert_stats(stats.kernel_stats(plan, x, labels), x, labels)
+
+
+@pytest.mark.parametrize("v", [127, 1000, 25000, 262144])
+def test_argmax_of_subnormal_numbers(v):
+    x = np.full((4, v), -1, "float32")
+    x[0, [0, v // 2, v - 1]] = 0, 2.0**-130, 2.0**-129
+    x[1, [0, v // 3, v - 1]] = -(2.0**-130), -0.0, 0
+    x[2, [0, v // 3, v - 1]] = -(2.0**-129), -(2.0**-130), -(2.0**-130)
+    x[3, [1, v // 2]] = 2.0**-130
+    got = ps.token_stats(x, implementation="mosaic_gpu").argmax
+    np.testing.assert_array_equal(got, [v - 1, v // 3, v // 3, 1])

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.support import kernels, stats
+from pallas_softmax._src.gpu.layout import Tile
+from tests.softmax.kernels import PARTS, plan_softmax
+from tests.support import stats
 from tests.support.cases import BF16, F16, F32
-from tests.support.kernels import INTERPRET, PARTS, Tile
+from tests.support.kernels import INTERPRET, fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TILES = [(1000, F32), (129, BF16), (7, F16), (1, F32), (2, BF16), (128, F16), (1003, BF16)]
@@ -28,9 +30,9 @@ def assert_kernel(plan, v, dtype, masked, scaled):
 @pytest.mark.parametrize("options", [(False, False), (True, True)], ids=str)
 @pytest.mark.parametrize(("v", "dtype"), [*TILES, STEPS])
 def test_short_rows(v, dtype, options):
-    plan = kernels.plan_softmax("token_stats", stats.N, v, dtype)
+    plan = plan_softmax("token_stats", stats.N, v, dtype)
     assert isinstance(plan, Tile)
-    assert_kernel(kernels.fewer_rows(plan), v, dtype, *options)
+    assert_kernel(fewer_rows(plan), v, dtype, *options)
 
 
 @pytest.mark.slow

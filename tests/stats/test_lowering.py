@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.softmax.plan import Parts
+from tests.softmax.kernels import plan_softmax
 from tests.support import stats
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.kernels import Parts, plan_softmax
 from tests.support.lowering import MASKS, array, kernel_names, lowered
 
 # (V, CTAs of a row, whether they are a cluster)

@@ -85,12 +85,12 @@ def test_merges(kind, ctas):
     a = F32(moments_ptx.LOG2_E)
     for cta in range(ctas):
         state = dict(zip(("m", "d", "t", "place"), (*added(x[cta], 1.0, 8), at[cta])))
-        program, scratch = moments_ptx.merge_threads_program(), np.zeros(4 * moments_ptx.SCRATCH, "uint8")
+        program, scratch = moments_ptx.combine_threads_program(), np.zeros(4 * moments_ptx.SCRATCH, "uint8")
         sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), "m", "d", "t", "place")
     words = sent.reshape(ctas, -1).view("uint8")
     memory = np.concatenate([words, np.zeros((ctas, 4 * moments_ptx.SCRATCH), "uint8")], 1)
     operands = {"m": 0, "d": 512, "t": 1024, "place": 1536, "scratch": 2048, "a": a}
-    program = moments_ptx.merge_ctas_program(ctas)
+    program = moments_ptx.combine_ctas_program(ctas)
     machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
     machine.run()
     *got, place = results(machine, "m", "d", "t", "place")

@@ -9,7 +9,7 @@ paper_checks     checks of the paper's seven algorithms
 covering         few combinations of parameters that cover every pair of values; the fast set
 calls            calls that test the choice and the plans of mosaic_gpu and triton
 plans            the GPUs that plans are made for, and what every tile must satisfy
-kernels          the kernels of mosaic_gpu with a given plan, in the interpreter or on a GPU
+kernels          shared by tests/OPERATION/kernels.py, which run the kernels of mosaic_gpu of an operation
 triton_kernels   the kernels of triton with a given plan
 gpu              the public functions on a GPU with a named implementation, and checks of their results
 lowering         functions lowered for a platform, and the kernels in the lowered text

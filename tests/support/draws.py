@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from tests.support import bounds
+from tests.support import bounds, cases
 from tests.support.cases import F32
 
 NONE = 2**31 - 1  # a top_k that filters nothing
@@ -29,6 +29,15 @@ PARAMETERS = {
     "all": (2.0, 50, 0.8, 0.03),
 }
 U = (0.0, LARGEST, 0.37)
+
+
+def masked_rows(names, v, dtype, masked):
+    """Returns rows, with garbage where they are masked, and their mask or None."""
+    rows = cases.rows(list(names), v, dtype)
+    if not masked:
+        return rows, None
+    where = np.random.default_rng(0).random(rows.shape) < 0.6
+    return cases.spoil_masked(rows, where), where
 
 
 def all_combinations(x, where=None):

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton import plan as triton_plan
-from tests.support import bounds, cases, kernels, oracle
+from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, F32
 
 THREADS = 14  # threads that compile
 CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
-MAX_K = {"mosaic_gpu": kernels.MAX_K, "triton": triton_plan.MAX_K}
+MAX_K = {"mosaic_gpu": topk_plan.MAX_K, "triton": triton_plan.MAX_K}
 both = pytest.mark.parametrize("implementation", [*CAPABILITY])
 only_triton = pytest.mark.parametrize("implementation", ["triton"])
 

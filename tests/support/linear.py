@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax as ps
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.linear import losses as projection
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import oracle
@@ -407,8 +407,8 @@ def assert_operations_of_stats(operations, n, depth, vocab, dtype, features, pea
             tokens = Tokens(labels, jnp.asarray(t))
             found = operations["projection"](x, w, bias, tokens, **static)
             gradients = operations["projection_grad"](x, w, bias, tokens, weights, found, **static)
-            log_probs, lse = -projection.losses(found, tokens, vocab), online.log_of(found.normalizer)
-            return (log_probs, online.entropy(found.moments), lse, found.argmax), gradients
+            log_probs, lse = -projection.losses(found, tokens, vocab), normalizers.log_of(found.normalizer)
+            return (log_probs, normalizers.entropy(found.moments), lse, found.argmax), gradients
 
         return run(x, w, bias)
 

@@ -174,18 +174,23 @@ def token_stats(x, labels, where=None, temperature: Any = 1.0):
 
 
 def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
-    """Returns the gradients with respect to x and each row's temperature, in rows without NaN and +inf.
+    """Returns the gradients with respect to x and each row's temperature. The cotangent of a result that is not finite
+    counts as 0.
 
     Args:
       x, where, temperature: as for `token_stats`.
-      labels: columns.
+      labels: integers.
       g: the cotangents of log_probs, entropy and logsumexp.
     """
     kept = unmasked(x, where)
     z = np.where(kept, tempered(x, temperature), -np.inf)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
     log_p, p = _log_softmax_of_finite(z)
-    of_label, of_entropy, of_logsumexp = (wide(a)[..., None] for a in g)
+    results = token_stats(x, labels, where, temperature)[:3]
+    p, log_p = (np.where(np.isfinite(results[1])[..., None], a, 0) for a in (p, log_p))
+    of_label, of_entropy, of_logsumexp = (
+        np.where(np.isfinite(result), wide(a), 0)[..., None] for result, a in zip(results, g)
+    )
     p_log_p = _p_log_p(log_p, p)
     dz = p * (of_logsumexp - of_label) - of_entropy * (p_log_p - p * np.sum(p_log_p, -1, keepdims=True))
     column = np.arange(z.shape[-1])

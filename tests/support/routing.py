@@ -5,8 +5,10 @@ The definition follows the published code of DeepSeek-V3 (its `MoEGate`), with a
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
+import pallas_softmax as ps
 from tests.support import oracle
 
 # Two experts, or two groups, may be exchanged if their exact numbers differ by less than this times max(1, |bias|).
@@ -147,6 +149,20 @@ def same_entries_in_order(x, chosen, gate, bias):
             same = (row == row[i]) & (steer == steer[i]) & (group == group[i])
             lower = np.flatnonzero(same[:i])
             assert set(lower) <= set(found[:place]), (row[i], lower, found)
+
+
+def results_and_gradient(k, gate, implementation):
+    """Returns (x, bias, g, g_logsumexp) -> the results of `route`, and the cotangent of the logits."""
+
+    def results(x, bias, g, g_logsumexp):
+        def f(x):
+            got = ps.route(x, k, implementation=implementation, **gate.keywords(bias))
+            return (got.weights, got.logsumexp), got.indices
+
+        (weights, logsumexp), pullback, indices = jax.vjp(f, x, has_aux=True)
+        return ps.Routing(weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
+
+    return results
 
 
 def judge(got, x, k, gate, bias, *, units=32.0):

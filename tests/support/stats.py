@@ -36,9 +36,13 @@ def rows(v, dtype):
 
 
 def operands(v):
-    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, for N rows."""
+    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, for N rows.
+
+    The last label is out of range.
+    """
     rng = np.random.default_rng(v + 1)
     labels = rng.integers(0, v, N).astype("int32")
+    labels[15] = -100
     g = tuple(rng.standard_normal((3, N)).astype("float32"))
     where = rng.random((N, v)) < 0.6
     where[0] = False
@@ -76,11 +80,9 @@ def assert_within(got, want, bound):
 
 
 def assert_gradient(dx, x, labels, g, where=None, temperature=1.0):
-    """Asserts that dx is right in rows without NaN, in relation to the largest element of its row."""
+    """Asserts that dx is right, in relation to the largest element of its row."""
     want, _ = oracle.token_stats_vjp(x, labels, g, where, temperature)
-    _, entropy, *_ = oracle.token_stats(x, labels, where, temperature)
-    fine = np.isfinite(entropy)
-    got, want = wide(dx)[fine], want[fine]
+    got = wide(dx)
     dtype = jnp.finfo(dx.dtype)
     eps = float(dtype.eps) / 2 + 40 * 2.0**-23
     largest = np.abs(want).max(-1, keepdims=True, initial=1e-3)

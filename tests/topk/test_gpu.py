@@ -8,7 +8,8 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.tiles import PREFETCHED_TILES
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax._src.gpu.window import Window
+from tests.support import bounds, cases, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import pairs
@@ -22,7 +23,8 @@ from tests.support.gpu import (
     side_by_side,
     topk,
 )
-from tests.support.kernels import CROWDED, TOPK_SHORT, WINDOWS, Window
+from tests.topk import kernels
+from tests.topk.kernels import CROWDED, TOPK_SHORT, WINDOWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 TOPK = [

@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
-from tests.support import bounds, cases, kernels, oracle
+from tests.support import bounds, cases, oracle, plans
 from tests.support.cases import BF16, F16, F32, FEW
 from tests.support.covering import first, parameter_id, slow
-from tests.support.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS, Tile, Window
+from tests.support.kernels import fewer_rows
+from tests.topk import kernels
+from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,7 +28,7 @@ def short(rows, v, k, dtype):
     """Returns the tile that the package chooses, with fewer rows."""
     plan = kernels.plan_topk(rows, v, k, dtype)
     assert isinstance(plan, Tile)
-    return kernels.fewer_rows(plan)
+    return fewer_rows(plan)
 
 
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
@@ -88,11 +92,11 @@ def test_long_rows(plan, dtype, k, names):
 
 def test_windows_cover_every_kind():
     """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
-    steps = [kernels.steps(plan) for plan, *_ in WINDOWS]
+    steps = [plans.steps(plan) for plan, *_ in WINDOWS]
     assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
     assert {rest > 0 for _, rest, _ in steps} == {True, False}
     assert any(rest > step for _, rest, step in steps)
-    assert kernels.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
+    assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
     assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
-from tests.support import kernels
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Window
 from tests.support.calls import DTYPES, topk
 from tests.support.covering import first, first_values, pairs
-from tests.support.kernels import Tile, Window
 from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, square_sum
+from tests.topk import kernels
 
 ROWS, V = 128, 16384  # enough for the automatic choice of a kernel, in every dtype
 X = array(ROWS, V)

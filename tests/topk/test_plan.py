@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pallas_softmax._src.gpu import hardware, layout
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.topk import plan as topk_plan
-from pallas_softmax._src.topk import tile_plan
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
@@ -106,10 +105,10 @@ def test_plan(shape):
 @pytest.mark.parametrize("vocab", [1, 2, 7, 64, 127, 128, 512, 1000, 1024])
 def test_plans_of_the_gradient(vocab, dtype):
     """A row is held by lanes of one warp; longer rows have no plan."""
-    plan = tile_plan.plan_topk_grad(vocab, dtype)
+    plan = topk_plan.plan_topk_grad(vocab, dtype)
     assert plan is not None and plan.lanes <= 32 and plan.shape[1] >= vocab
     check_tile(plan, vocab)
-    assert tile_plan.plan_topk_grad(1028, dtype) is None
+    assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
 # (vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
@@ -135,7 +134,7 @@ def test_lanes_and_lists_of_merges(case):
     vocab, k, dtype = case
     tile = topk_plan.plan_topk(4096, vocab, k, dtype, HOPPER)
     assert isinstance(tile, Tile)
-    length = tile_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
+    length = topk_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
     assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
 
 
@@ -173,7 +172,7 @@ MOSTLY_WINNERS = {
 
 @pytest.mark.parametrize("case", MOSTLY_WINNERS, ids=str)
 def test_lanes_hold_few_elements_if_most_are_winners(case):
-    assert tile_plan.mostly_winners(*case) == MOSTLY_WINNERS[case]
+    assert topk_plan.mostly_winners(*case) == MOSTLY_WINNERS[case]
 
 
 @settings(FREE, max_examples=100)
@@ -197,9 +196,9 @@ def test_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
         assert plan.shape[1] >= vocab and plan.lanes <= 32  # one warp holds a row
         check_tile(plan, vocab)
         itemsize = jnp.dtype(dtype).itemsize
-        winners = tile_plan.merged_tile(plan, k)
+        winners = topk_plan.merged_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
-        length = tile_plan.list_length(plan, k, itemsize)
+        length = topk_plan.list_length(plan, k, itemsize)
         assert length * plan.lanes >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)

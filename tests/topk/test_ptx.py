@@ -6,10 +6,14 @@ In the interpreter the kernels run twins of this PTX in plain JAX. These tests r
 import numpy as np
 import pytest
 
-from tests.support import kernels, oracle, ptx
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk import merge_kernel, search_ptx
+from pallas_softmax._src.topk.plan import candidate_capacity
+from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
 from tests.support.covering import slow
-from tests.support.kernels import Tile, Window
+from tests.topk import kernels, programs
 
 SMEM = 200 * 1024
 
@@ -76,14 +80,14 @@ def keys_of(rng, n, kind):
 def test_rank(k, n, kind):
     """The k best are ranked by counting, by buckets, and if one bucket has too many, by counting or sorting."""
     rng = np.random.default_rng(k)
-    capacity, padded = kernels.candidate_capacity(k), -(-k // 128) * 128
+    capacity, padded = candidate_capacity(k), -(-k // 128) * 128
     candidates, buckets, ranked = 0, 8 * capacity, 12 * capacity
     dtype_and_vocab = (BF16, 10**6) if kind[:4] in ("bflo", "unif") else (F32, None)
     keys, indices = keys_of(rng, n, kind), rng.permutation(10**6)[:n]
     memory = np.zeros(SMEM, "u1")
     words(memory, candidates, n, "uint64")[:] = candidates_of(keys, indices)
     words(memory, buckets, capacity)[:] = 0xDEADBEEF
-    code = kernels.rank_ptx_of(capacity, k, *dtype_and_vocab)
+    code = programs.rank_ptx_of(capacity, k, *dtype_and_vocab)
     machine = ptx.run(code, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many
@@ -119,7 +123,7 @@ def test_search_lists(lists, k, kind):
     candidates, ranked = 0, 8 * lists * k + 16
     keys_at = ranked + 8 * padded
     memory, _, keys, indices = lists_in_memory(np.random.default_rng(k), lists, k, kind, keys_at)
-    code = kernels.search_lists_ptx_of(lists, k)
+    code = merge_kernel.search_lists_program(lists, k)
     run_lists(code, memory, keys_at, lists, k, candidates=candidates, ranked=ranked)
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
@@ -139,7 +143,7 @@ def test_rank_lists(lists, k, kind):
     scratch = {"candidates": candidates, "buckets": buckets, "ranked": ranked, "counts": counts}
     part = {"first": k, "n": lists * k, "bound": int(bound)}
     dtype = BF16 if kind.startswith("bf") else F32
-    code = kernels.rank_lists_ptx_of((lists + 1) * k, capacity, k, dtype)
+    code = merge_kernel.rank_lists_program((lists + 1) * k, capacity, k, np.dtype(dtype))
     run_lists(code, memory, first_list, lists, k, **scratch, **part)
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
@@ -162,7 +166,7 @@ def test_bound(groups, k, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
     candidates, counts = 4 * groups, SMEM - 512
-    code = kernels.bound_ptx_of(Window(4 * groups, 4, 1, 1), k)
+    code = programs.bound_ptx_of(Window(4 * groups, 4, 1, 1), k)
     machine = ptx.run(code, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
@@ -172,7 +176,7 @@ def test_bound(groups, k, kind):
 
 def search_memory(window, x, k, low):
     """Returns shared memory with a part that has arrived, and the operands of its search."""
-    capacity = kernels.candidate_capacity(k)
+    capacity = candidate_capacity(k)
     full = np.full(window.size, -np.inf).astype(x.dtype)
     full[low : low + window.vocab] = x
     keys, at = oracle.order_key(full), np.arange(window.size)
@@ -221,7 +225,7 @@ def test_collect(window, dtype, best, everywhere):
     memory, operands = search_memory(window, x, k, low)
     keys = oracle.order_key(x)
     bound = np.sort(keys)[-best]
-    code = kernels.collect_ptx_of(window, dtype, k, everywhere)
+    code = programs.collect_ptx_of(window, dtype, k, everywhere)
     ptx.run(code, memory, **operands, bound=int(bound))
     reach = np.flatnonzero(keys >= bound)
     (n,) = words(memory, operands["counts"], 1)
@@ -260,7 +264,7 @@ def test_search(window, dtype, k, kind):
             rows = [np.round(2 * normal)]
         case _:
             rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
-    code = kernels.search_ptx_of(window, dtype, k)
+    code = search_ptx.search_program(window, np.dtype(dtype), k)
     padded = -(-k // 128) * 128
     for row in rows:
         x = row.astype(dtype)
@@ -268,7 +272,7 @@ def test_search(window, dtype, k, kind):
         ptx.run(code, memory, **operands)
         keys = oracle.order_key(x)
         best = np.lexsort((np.arange(len(keys)), -keys.astype("int64")))[:k]
-        at = 12 * kernels.candidate_capacity(k) if window.compact else operands["group_keys"]
+        at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
         np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
         np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best)
 
@@ -302,7 +306,7 @@ def test_merges(tile, vocab, k):
     bits = rng.integers(0, 2**16, tile.shape).astype("u2")
     bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
-    code, winners = kernels.merging_words_ptx_of(tile, vocab, k)
+    code, winners = programs.merging_words_ptx_of(tile, vocab, k)
     # the elements of each thread: its rows, as steps of vectors
     held = bits.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
     held = held.reshape(128, -1, of_row)
@@ -355,7 +359,7 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)
     bits = x.view("i4").astype("int64")
     keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    code, out = kernels.merging_ptx_of(tile, vocab, k)
+    code, out = programs.merging_ptx_of(tile, vocab, k)
     assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)
 
 
@@ -382,8 +386,8 @@ def test_merges_of_32_bit_keys(tile, vocab, k, kind):
 
     One lane may have more winners than its list has room for.
     """
-    keys = kernels.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
+    keys = programs.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    code, out = kernels.merging_ptx_of(tile, vocab, k)
+    code, out = programs.merging_ptx_of(tile, vocab, k)
     assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)

@@ -26,6 +26,7 @@ from pallas_softmax._src.triton import plan as triton_plan
 from pallas_softmax._src.triton.launch import launch_p
 from tests.support import oracle, triton_kernels
 from tests.support.calls import device, named, topk
+from tests.support.lowering import square_sum
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
@@ -287,10 +288,6 @@ def called(calls, text):
     found = len(re.findall(r"custom_call @triton_kernel_call", text))
     assert found >= len(names) and bool(found) == bool(names)
     return names
-
-
-def square_sum(f):
-    return lambda x: jnp.sum(f(x).astype("float32") ** 2)
 
 
 # name: (function, its kernels, the grid of the first)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Choice, Refusal
@@ -33,10 +34,16 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 def check_name(function: str, implementation: str | None) -> None:
     """Raises ValueError if the name that a user passed to this function is unknown."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
+        return
+    if isinstance(implementation, Tracer):
+        raise TypeError(
+            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got a traced value; "
+            "pass it through static_argnames='implementation' of jax.jit, or close over it"
         )
+    raise ValueError(
+        f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+    )
 
 
 def record(choice: Choice) -> None:
@@ -87,8 +94,6 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return None
     if call.objection is not None:
         return Refusal(call.objection)
-    if folds_constants():
-        return Refusal("JAX cannot trace a kernel inside jax.ensure_compile_time_eval")
     if name not in call.operation.kernels:
         return Refusal(f"no kernel for {call.op}")
     kernel = call.operation.kernels[name]()
@@ -97,11 +102,6 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         reason = call.operation.better_by_xla(call) or kernel.slower(call)
         return plan if reason is None else Refusal(reason)
     return plan
-
-
-def folds_constants() -> bool:
-    """Returns whether the call is inside `jax.ensure_compile_time_eval`: JAX then evaluates constants while tracing."""
-    return getattr(jax.config, "eager_constant_folding", False)
 
 
 def stays_plain(choice: Choice) -> bool:

@@ -22,7 +22,6 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import folds_constants
 from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
@@ -269,8 +268,7 @@ def divisible(leaves: list[jax.Array]) -> bool:
     # custom_partitioning works neither for arrays without a mesh among Explicit axes, nor with the older partitioner
     typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    # custom_partitioning refuses the constants that `jax.ensure_compile_time_eval` creates
-    return known and real and typed and shardy and not context.manual_axes and not folds_constants()
+    return known and real and typed and shardy and not context.manual_axes
 
 
 def _available(mesh) -> bool:

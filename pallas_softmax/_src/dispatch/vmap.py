@@ -20,6 +20,7 @@ from pallas_softmax._src.dispatch.mesh import over_mesh
 from pallas_softmax._src.dispatch.operation import Choice, symbolic
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.specs import explicit_mesh
+from pallas_softmax._src.jax_internals import stage_constants
 
 
 def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
@@ -34,6 +35,11 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
+    with stage_constants():
+        return _as_rows(choice, arrays, axes, static)
+
+
+def _as_rows(choice: Choice, arrays: tuple, axes: tuple[int, ...] | None, static: dict[str, Any]) -> Any:
     choice.required_cuda()
     keywords = static if axes is None else {"axes": axes, **static}
     if is_visible(choice, arrays):

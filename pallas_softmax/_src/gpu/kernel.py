@@ -45,7 +45,7 @@ def gpu_kernel(
 
     def launch(*inputs):
         elements = max(a.size for a in jax.tree.leaves(inputs))
-        return plgpu.kernel(
+        call = plgpu.kernel(
             body,
             kernel_name=name or body.__name__,
             out_type=out_type,
@@ -61,9 +61,19 @@ def gpu_kernel(
             interpret=interpret(),
             **optional,
             **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
-        )(*inputs)
+        )
+        return trace_kernel(call, *inputs)
 
     return launch
+
+
+def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
+    """Returns call(*inputs), where `call` is a `plgpu.kernel`. Its Python numbers get 32 bits, also under x64.
+
+    Index arithmetic of 64 bits has no lowering, or would be slower.
+    """
+    with jax.enable_x64(False):
+        return call(*inputs)
 
 
 def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:

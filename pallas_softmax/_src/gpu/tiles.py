@@ -35,7 +35,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
     scalar,
     thread,
 )
-from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
 
 # About as many tiles as CTAs run at once. "Prefetching" in benchmarks/results/NOTES.md has the measurements.
 PREFETCHED_TILES = 528

@@ -10,8 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import blocks, sort_keys
+from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx.elements import Elements
@@ -25,7 +26,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
     thread,
     words,
 )
-from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
 from pallas_softmax._src.gpu.window import Window
 

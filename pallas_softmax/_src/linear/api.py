@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import ArrayLike
 
-from pallas_softmax import online
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.eager import at_once
@@ -25,6 +24,7 @@ from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.linear.vmap import as_tokens
+from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.stats.api import TokenStats
 
 Reduction = Literal["mean", "sum"] | None
@@ -67,7 +67,8 @@ def linear_logsumexp(
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
       Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument. It
-      is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`.
+      is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`. A result that is
+      not finite has the derivative 0.
 
     Raises:
       TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
@@ -77,7 +78,9 @@ def linear_logsumexp(
       NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
         is taken.
     """
-    options = Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    name = "linear_logsumexp"
+    softcap = known_softcap(name, softcap)
+    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_per_token_of, (x, w, bias, None, None, Tokens(None)), (options,))
 
 
@@ -123,7 +126,7 @@ def linear_cross_entropy(
         and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
       z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
       reduction: "mean" divides the sum of the weighted losses by the sum of the weights of the tokens that are not left
-        out (0 if the sum of the weights is 0). "sum" does not divide. None returns one weighted loss per token.
+        out (0 if the sum of the weights is exactly 0). "sum" does not divide. None returns one weighted loss per token.
 
     Returns:
       A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64).
@@ -134,9 +137,9 @@ def linear_cross_entropy(
         `where` is not boolean or does not fit, `token_weights` are not real or do not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
-    if reduction not in ("mean", "sum", None):
+    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    arguments.check_labels(name, labels)
+    labels = arguments.known_labels(name, labels)
     tokens = Tokens(
         labels,
         label_smoothing=_number(
@@ -146,6 +149,7 @@ def linear_cross_entropy(
             name, "z_loss", z_loss, 0, lambda z: (z >= 0) & (z < np.inf), "a finite number of 0 or more"
         ),
     )
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, _token_weights(name, token_weights), tokens)
     if reduction is None:
@@ -188,15 +192,15 @@ def linear_log_probs(
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range and for a token with a logit
-      of NaN or +inf, 0 where `where` is False. Differentiable like `linear_logsumexp`. A label out of range makes the
-      gradient NaN, unless its cotangent is 0.
+      of NaN or +inf, 0 where `where` is False. Differentiable like `linear_logsumexp`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_log_probs"
-    arguments.check_labels(name, labels)
+    labels = arguments.known_labels(name, labels)
     tokens = Tokens(labels, _temperature(name, temperature))
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
 
@@ -229,20 +233,21 @@ def linear_token_stats(
       TokenStats(log_probs, entropy, logsumexp, argmax), each of the shape of `x` without its last dimension. The first
       three are float32 (float64 for float64), and differentiable like `linear_logsumexp`. A logit of -inf adds 0 to the
       entropy. A token with a logit of NaN or +inf, or with none above -inf, has NaN `entropy` and `log_probs`. A label
-      out of range has NaN, and makes the gradient NaN unless its cotangent is 0.
+      out of range has NaN.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_token_stats"
     if labels is not None:
-        arguments.check_labels(name, labels)
+        labels = arguments.known_labels(name, labels)
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
 
 class Options(NamedTuple):
-    """The static arguments of a public function, as users pass them, and the function's name."""
+    """The static arguments of a public function and its name. All but `softcap` are as users pass them."""
 
     function: str
     softcap: float | None
@@ -287,23 +292,13 @@ class _Static(NamedTuple):
         With a logit of +inf, logsumexp is +inf and so are losses. Log-probs are then NaN, as in `log_softmax`.
         """
         if tokens.labels is None:
-            return online.log_of(statistics.normalizer)
+            return normalizers.log_of(statistics.normalizer)
         losses = formulas.losses(statistics, tokens, self.vocab)
-        valid, d = self.valid(tokens.labels), statistics.normalizer.d
+        valid = (tokens.labels >= 0) & (tokens.labels < self.vocab)
+        d = statistics.normalizer.d
         if self.function != "linear_cross_entropy":
             valid = valid & _like_labels(d == d, losses)
         return jnp.where(valid, losses, jnp.nan)
-
-    def weights(self, labels, given) -> jax.Array:
-        """Returns the weights of the tokens' losses in a gradient: `given`, or NaN where the label is out of range.
-
-        A token that is left out keeps its weight of 0.
-        """
-        return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
-
-    def valid(self, labels) -> jax.Array:
-        """Returns which labels are columns."""
-        return (labels >= 0) & (labels < self.vocab)
 
     def unwrap(self, arrays: tuple) -> tuple[tuple[Any, ...], Any]:
         """Returns the arrays that the forward of a custom_vjp gets, and whether the gradient of w is wanted.
@@ -343,8 +338,9 @@ def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: Opt
         values = of_one[..., None]
     else:
         values: Any = _per_token(static, x, w, bias, tokens)
+    values = differentiable_if_finite(values)
     values = values if kept is None else jnp.where(_like_labels(kept, values), values, 0)
-    return values if weights is None else values * weights
+    return values if weights is None else formulas.product(values, weights)
 
 
 def _like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
@@ -366,7 +362,7 @@ def _per_token_forward(static: _Static, *arrays):
 
 def _per_token_backward(static: _Static, saved, dvalues):
     x, w, bias, tokens, statistics, with_dw = saved
-    weights = static.weights(tokens.labels, sum_cotangents(dvalues, static.mesh_axes))
+    weights = sum_cotangents(dvalues, static.mesh_axes)
     arrays = (x, w, bias, tokens, weights, statistics)
     dx, dw, dbias = static.project(static.gradient, *arrays, with_dw=with_dw is not None)
     return share_cotangent(dx, static.mesh_axes), dw, dbias, None
@@ -383,7 +379,8 @@ def _token_stats_of(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     found: Any = _stats(static, x, w, bias, tokens)
-    log_probs, entropy, logsumexp, bits = found
+    *floats, bits = found
+    log_probs, entropy, logsumexp = map(differentiable_if_finite, floats)
     argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
@@ -395,7 +392,7 @@ def _stats(static: _Static, x, w, bias, tokens: Tokens):
 
 
 def _stats_values(static: _Static, statistics: Statistics, tokens: Tokens):
-    entropy, logsumexp = online.entropy(statistics.moments), online.log_of(statistics.normalizer)
+    entropy, logsumexp = normalizers.entropy(statistics.moments), normalizers.log_of(statistics.normalizer)
     assert statistics.argmax is not None
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     if tokens.labels is None:
@@ -414,8 +411,7 @@ def _stats_backward(static: _Static, saved, cotangents):
     zeros = jnp.zeros_like(statistics.t)
     given = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
     of_label, of_entropy, of_logsumexp = sum_cotangents(given, static.mesh_axes)
-    of_loss = static.weights(residuals[-1].labels, -of_label)
-    weights = jnp.stack(vary_together(of_loss, of_entropy, of_logsumexp), -1)
+    weights = jnp.stack(vary_together(-of_label, of_entropy, of_logsumexp), -1)
     dx, dw, dbias = static.project(
         static.gradient, *residuals, weights, statistics, with_dw=with_dw is not None
     )
@@ -432,25 +428,28 @@ def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays
     if weights is None:
-        weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
+        weights = jnp.ones_like(tokens.labels, normalizers.widen(x).dtype)
         weights = weights if tokens.kept is None else jnp.where(tokens.kept, weights, 0)
     if reduction == "mean":
-        total = jnp.sum(weights)
-        weights = jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+        weights = formulas.shares(weights)
     if x.dtype == jnp.float16:
-        return _weighted(_per_token(static, x, w, bias, tokens), weights)
-    return _total(static, x, w, bias, tokens, weights)
+        values = differentiable_if_finite(_per_token(static, x, w, bias, tokens))
+        return differentiable_if_finite(_weighted(values, weights))
+    return differentiable_if_finite(_total(static, x, w, bias, tokens, weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(static: _Static, x, w, bias, tokens: Tokens, weights):
-    """Returns the sum of weights * losses. A loss of weight 0 may be NaN; the gradient in its weight is 0."""
+    """Returns the sum of weights * losses. A loss of weight 0 may be NaN; the gradient in its weight is 0.
+
+    A cotangent of 0 gives gradients of 0, even where they would be NaN. The sum of a NaN loss has such a cotangent.
+    """
     return _weighted(static.values(static.project(static.forward, x, w, bias, tokens), tokens), weights)
 
 
 def _total_forward(static: _Static, *arrays):
     (x, w, bias, tokens, weights), with_dw = static.unwrap(arrays)
-    to_gradient = (x, w, bias, tokens, static.weights(tokens.labels, weights))
+    to_gradient = (x, w, bias, tokens, weights)
     statistics, *gradients = static.project(static.gradient, *to_gradient, with_dw=with_dw is not None)
     losses = static.values(statistics, tokens)
     of_weights = jnp.where(weights == 0, 0, losses) if arrays[4].perturbed else None
@@ -458,12 +457,16 @@ def _total_forward(static: _Static, *arrays):
 
 
 def _weighted(losses, weights):
-    return jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
+    return jnp.sum(formulas.product(jnp.where(weights == 0, 0, losses), weights))
 
 
 def _total_backward(static: _Static, gradients, dtotal):
     dtotal = sum_cotangents(dtotal, static.mesh_axes)
-    dx, dw, dbias, dweights = jax.tree.map(lambda g: (online.widen(g) * dtotal).astype(g.dtype), gradients)
+
+    def of_total(g):
+        return jnp.where(dtotal == 0, 0, normalizers.widen(g) * dtotal).astype(g.dtype)
+
+    dx, dw, dbias, dweights = jax.tree.map(of_total, gradients)
     dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
     return share_cotangent(dx, static.mesh_axes), dw, dbias, None, dweights
 
@@ -524,10 +527,11 @@ def _checked(
         where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
     weights = token_weights
     if weights is not None:
-        weights = _one_per_token(name, "token_weights", weights, batch, online.widen(x).dtype)
-        where = weights != 0 if where is None else where & (weights != 0)
+        weights = _one_per_token(name, "token_weights", weights, batch, normalizers.widen(x).dtype)
+        counted = ~formulas.is_zero(weights)
+        where = counted if where is None else where & counted
         weights = jnp.where(where, weights, 0)
-    tokens = _checked_tokens(name, tokens, where, batch, online.widen(x).dtype, vocab)
+    tokens = _checked_tokens(name, tokens, where, batch, normalizers.widen(x).dtype, vocab)
     per_token = tokens._replace(kept=None)._asdict().items()
     for of, a in (("x", x), ("where", where), ("token_weights", weights), *per_token):
         if a is not None and varies(a, mesh_axes):
@@ -573,7 +577,7 @@ def checked_projection(
         raise ValueError(
             f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
         )
-    head = Head(transpose_w, _softcap(name, options.softcap), _precision(x.dtype))
+    head = Head(transpose_w, options.softcap, _precision(x.dtype))
     vocab = head.vocab(w)
     if not isinstance(vocab, int):
         raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
@@ -587,7 +591,7 @@ def checked_projection(
     return x, w, bias, head, workspace_bytes
 
 
-def _softcap(function: str, softcap) -> float | None:
+def known_softcap(function: str, softcap) -> float | None:
     """Returns the softcap as a Python number, because kernels are compiled for it."""
     if softcap is None:
         return None

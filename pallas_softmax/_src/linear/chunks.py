@@ -39,7 +39,7 @@ from jax.core import min_dim
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
-from pallas_softmax.online import Normalizer, log_of, widen
+from pallas_softmax._src.normalizers import Normalizer, log_of, widen
 
 _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
 # Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).
@@ -352,7 +352,7 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
     x = jnp.where(out[:, None], 0, chunk.of(rows.x))  # a NaN there must not reach dw
     found, dz, of_rows = _dz_of_chunk(projection, rows, chunk, x, weights)
     of_rows = jnp.ones_like(weights, shape=out.shape) if of_rows is None else of_rows
-    dx_of_chunk = projection.dx(dz, of_rows * scale)
+    dx_of_chunk = jnp.where(out[:, None], 0, projection.dx(dz, of_rows * scale))
     of_x = of_rows * scale if product else of_rows
     x = (x.astype(of_x.dtype) * of_x[:, None]).astype(x.dtype)
     dw = product(x, dz, head=head) if product else projection.pieces.add_product(dw, x, dz, head=head)
@@ -376,6 +376,8 @@ def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "Chunk", x
     """
     pieces, head, w = projection.pieces, projection.head, projection.w
     tokens = chunk.of(rows.tokens)
+    if tokens.temperature is not None:  # out of range, it is NaN
+        tokens = tokens._replace(temperature=jnp.where(formulas.left_out(weights), 1, tokens.temperature))
     arrays = (x, w, projection.bias, tokens)
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:

@@ -22,14 +22,14 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
-from pallas_softmax.online import Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 
 
 def reduce_logits(
@@ -54,12 +54,12 @@ def reduce_logits(
 
     m = jnp.max(z, axis=1)
     sums_gmem.normalizer.m[own] = m
-    r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
+    r = normalizers.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
     if sums_gmem.t is None:
         e = jnp.exp(z - _broadcast_rows(r, z))
     else:  # for the entropy and the argmax
         sums_gmem.argmax[own] = _first_of_largest(z, m, column)
-        below = online.distance(z, _broadcast_rows(r, z))
+        below = normalizers.distance(z, _broadcast_rows(r, z))
         e = jnp.exp(below)
         sums_gmem.t[own] = jnp.sum(below * e, axis=1)
     sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
@@ -89,7 +89,7 @@ def write_gradients(
     if slope is None:
         dz = of_exp * jnp.exp(z - m)
     else:  # with the entropy
-        below = online.distance(z, m)
+        below = normalizers.distance(z, m)
         dz = (of_exp + slope * below) * jnp.exp(below)
     if constant is not None:
         dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
@@ -265,7 +265,7 @@ def _columns(shape: tuple[int, ...]):
 
 
 def _first_of_largest_in_jax(z, m, column):
-    return jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), 1)
+    return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
 
 
 @twin(_first_of_largest_in_jax)
@@ -292,7 +292,7 @@ def _first_of_largest(z, m, column):
                         is_m = arith.cmpf(arith.CmpFPredicate.UGT, value, below)
                         first = arith.select(is_m, i32(8 * i + j), first)
                 firsts.append(first)
-            first = arith.addi(online.tree(arith.minsi, firsts), in_quad)
+            first = arith.addi(normalizers.tree(arith.minsi, firsts), in_quad)
             for distance in 1, 2:
                 first = arith.minsi(first, utils.shfl_bfly(first, distance))
             registers.append(pack([first]))
@@ -351,7 +351,7 @@ def _slope(z, place: Place, scale_gmem, head: Head):
 def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
     labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
-    tiles = jnp.arange(-(-columns // TILE_N))
+    tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
-from pallas_softmax._src.stats.mesh import merge_shards
-from pallas_softmax.online import Moments, Normalizer
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.stats.mesh import combine_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Statistics(NamedTuple):
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
             columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
-            merged = merge_shards(*columns, mesh_axes=mesh_axes)
+            merged = combine_shards(*columns, mesh_axes=mesh_axes)
             (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
             return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
-        return Statistics(online.combine_shards(self.normalizer, mesh_axes), label_logit, total)
+        return Statistics(normalizers.combine_shards(self.normalizer, mesh_axes), label_logit, total)
 
 
 class Coefficients(NamedTuple):
@@ -151,13 +151,65 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
         m, d = m[..., None], d[..., None]
     finite = jnp.abs(m) < jnp.inf
     # log d is added last: in a peaked row, m - z[label] is exact and log d is small
-    loss = jnp.where(finite, m - label_logit, online.log_of(Normalizer(m, d)) - label_logit)
+    loss = jnp.where(finite, m - label_logit, normalizers.log_of(Normalizer(m, d)) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
     if total is not None:
         loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
     if tokens.z_loss is not None:
-        loss = loss + tokens.z_loss * online.log_of(statistics.normalizer) ** 2
+        loss = loss + tokens.z_loss * normalizers.log_of(statistics.normalizer) ** 2
     return loss
+
+
+def product(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values * weights. The derivatives of a product that is not finite are 0."""
+    result = values * weights
+    finite = jnp.isfinite(result)
+    values, weights = (jnp.where(finite, a, 0) for a in (values, weights))
+    return jnp.where(finite, values * weights, lax.stop_gradient(result))
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """Returns which elements are exactly 0. On the CPU, XLA's comparisons of floats take subnormal numbers for 0."""
+    return _bits(x) == 0
+
+
+def shares(weights: jax.Array) -> jax.Array:
+    """Returns the weights divided by their sum; 0 if the sum is 0, NaN if it is not finite.
+
+    A sum that overflows is computed from smaller weights, and a small sum from larger weights. One reduction computes
+    all sums, so that devices exchange them at once.
+    """
+    large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
+    each = weights / large, weights, _times_power(weights, large**1.5)
+    counts = ~is_zero(weights)
+    of_small, of_given, of_large = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
+    is_small = (jnp.abs(of_given) < 1 / large) & jnp.isfinite(of_large)
+    chosen = jnp.where(jnp.isfinite(of_given), 1 + is_small.astype(jnp.int32), 0)
+    total = lax.select_n(chosen, of_small, of_given, of_large)
+    usable = jnp.isfinite(total) & (total != 0)
+    share = product(lax.select_n(chosen, *each), 1 / jnp.where(usable, total, 1))
+    tiny = lax.stop_gradient(jnp.finfo(share.dtype).tiny - share)  # a share of 0 would leave the token out
+    return jnp.where(usable, share + jnp.where(counts & (share == 0), tiny, 0), total - total)
+
+
+def _times_power(x: jax.Array, power: float) -> jax.Array:
+    """Returns x times a large power of two, or inf for |x| of 1 and more, so that no sum is NaN.
+
+    Subnormal numbers count, although XLA takes them for 0 on the CPU.
+
+    The bits of a subnormal number are an integer, its multiple of the smallest subnormal number.
+    """
+    info, bits = jnp.finfo(x.dtype), _bits(x)
+    scaled = jnp.where(jnp.abs(x) < 1, x * power, jnp.inf)
+    exact = bits.astype(x.dtype) * (float(info.smallest_subnormal) * power)
+    exact = jnp.where(jnp.signbit(x), -exact, exact)
+    is_subnormal = bits < _bits(jnp.asarray(info.tiny, x.dtype))
+    return scaled + lax.stop_gradient(jnp.where(is_subnormal, exact - scaled, 0))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of the absolute values."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
@@ -183,11 +235,11 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     raw = jnp.sum(of_label, 1) if tokens.several else of_label
     of_exp, constant = raw / d, None
     if tokens.z_loss is not None:
-        of_exp = raw * (1 + 2 * tokens.z_loss * online.log_of(statistics.normalizer)) / d
+        of_exp = raw * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
     if tokens.label_smoothing is not None:
         of_label = raw * (1 - tokens.label_smoothing)
         constant = kept(raw * tokens.label_smoothing / vocab)
-    m = jnp.where(out, jnp.inf, online.shift(m))  # with m = inf, exp(z - m) is 0
+    m = jnp.where(out, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
     return Coefficients(m, kept(of_exp), kept(of_label), constant)
 
 
@@ -200,7 +252,7 @@ def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) 
     of_label, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
     of_exp = (of_label + of_logsumexp + of_entropy * (t / d)) / d
     of_exp, of_label, slope = (jnp.where(out, 0, a) for a in (of_exp, of_label, -of_entropy / d))
-    return Coefficients(jnp.where(out, jnp.inf, online.shift(m)), of_exp, of_label, None, slope)
+    return Coefficients(jnp.where(out, jnp.inf, normalizers.shift(m)), of_exp, of_label, None, slope)
 
 
 def left_out(weights: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
@@ -21,7 +21,7 @@ from pallas_softmax._src.linear.chunks import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
-from pallas_softmax.online import Moments, Normalizer
+from pallas_softmax._src.normalizers import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
@@ -117,11 +117,11 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
 
     def once_more(state):
         (reference, sums, _), _ = state
-        m = online.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
+        m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
     guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
-    first = exponentials(online.shift(largest(guess)))
+    first = exponentials(normalizers.shift(largest(guess)))
     state = first, jnp.any(out_of_range(first[1]))
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
 
@@ -142,18 +142,18 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
     m, d = sums.normalizer
     if reference is None:
         tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
-        m, d, *t = online.combine_lanes(tiles, 0, lambda of_row: of_row[None])
+        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda of_row: of_row[None])
         normalizer = Normalizer(m[:rows], d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]
         d = _sum_of_exponentials(sums, rows)
-        normalizer = Normalizer(m, d * jnp.exp(reference - online.shift(m)))
+        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
     label_logit = jnp.sum(sums.label_logit, 0)[:rows]
     found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
     if sums.t is None:
         return found
     first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
-    argmax = jnp.min(online.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
+    argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
     return found._replace(t=t[0][:rows], argmax=argmax[:rows])
 
 

@@ -50,7 +50,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu.interpreter import interpret
-from pallas_softmax._src.gpu.kernel import cost
+from pallas_softmax._src.gpu.kernel import cost, trace_kernel
 from pallas_softmax._src.linear.plan import (
     ATOM_ROWS,
     CTAS,
@@ -158,7 +158,7 @@ def product(
         interpret=interpret(),
         **cost(2 * a.size * columns, a.shape[0] * columns, [*flat_inputs, *flat_outputs]),
     )
-    return out_tree.unflatten(launch(*flat_inputs))
+    return out_tree.unflatten(trace_kernel(launch, *flat_inputs))
 
 
 class _Shape(NamedTuple):

@@ -16,15 +16,15 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
-from pallas_softmax._src.linear.api import WORKSPACE_BYTES, Options, checked_projection
+from pallas_softmax._src.linear.api import WORKSPACE_BYTES, Options, checked_projection, known_softcap
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, over_chunks
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.vmap import as_tokens
 from pallas_softmax._src.linear.xla import logits
-from pallas_softmax._src.topk.api import TopK
+from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.topk.operation import TOPK
-from pallas_softmax.online import widen
+from pallas_softmax._src.topk.xla import TopK
 
 
 def linear_topk(
@@ -63,6 +63,7 @@ def linear_topk(
     """
     name = "linear_topk"
     temperature = arguments.known_temperature(name, temperature, x)
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_topk_of, (x, w, bias, temperature), (k, log, options))
 

@@ -8,6 +8,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.mesh import over_mesh
 from pallas_softmax._src.linear.operation import GRADIENTS
 
@@ -27,6 +28,11 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
+    with stage_constants():
+        return _as_tokens(choice, arrays, static)
+
+
+def _as_tokens(choice: Choice, arrays: tuple, static: dict[str, Any]) -> Any:
     choice.required_cuda()
 
     @custom_vmap

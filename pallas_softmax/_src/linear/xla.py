@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
-from pallas_softmax.online import Moments, Normalizer
+from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.stats.xla import first_of_largest
 
 # On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
 _PRODUCT_BYTES = 32 * 2**20
@@ -43,21 +44,22 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 
 def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
     of: Any = Moments if head.entropy else Normalizer
-    m, d, *t = online.reduce(z, 1, chunk=z.shape[1], of=of)
+    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=of)
     label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
     if not head.entropy:
         return found
-    return found._replace(t=t[0][:, 0], argmax=jnp.argmax(z, 1).astype(jnp.int32))
+    return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
 
 
 def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
     m, of_exp, of_label, constant, slope = jax.tree.map(lambda number: number[:, None], coefficients)
+    z = jnp.where(m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
     if slope is None:
         dz = of_exp * jnp.exp(z - m)
     else:
-        below = online.distance(z, m)
+        below = normalizers.distance(z, m)
         dz = (of_exp + slope * below) * jnp.exp(below)
     if not tokens.several:
         at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]

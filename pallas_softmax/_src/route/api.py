@@ -89,6 +89,7 @@ def route(
         `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
+    bias = None if bias is None else arguments.parameter("route", "bias", bias)
     options = (k, score, groups, top_groups, renormalize, scale, implementation)
     return at_once(_route_of, (logits, bias), options)
 

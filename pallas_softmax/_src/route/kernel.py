@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import sort_keys, tiles
+from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
@@ -20,8 +20,8 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, OfRow, Score
 from pallas_softmax._src.route.plan import winning_lanes
+from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
-from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
 def route(
@@ -50,7 +50,7 @@ def route(
     else:  # experts are chosen by score + bias, in groups that take part
         e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
         steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
-        elements = sort_keys.key(e * factor + steer)
+        elements = sort_keys.key32(e * factor + steer)
         if groups > 1:
             lanes = winning_lanes(plan, groups, top_groups)
             elements = _keep_groups(plan, groups, top_groups, elements)
@@ -99,7 +99,7 @@ def normalizer(x, tile: Tile):
     m = broadcast(
         jnp.max(x, 1).astype(jnp.float32)
     )  # before the cast: one instruction compares two 16-bit elements
-    e = jnp.exp2((x.astype(jnp.float32) - online.shift(m)) * online.LOG2_E)
+    e = jnp.exp2((x.astype(jnp.float32) - normalizers.shift(m)) * normalizers.LOG2_E)
     return m, broadcast(jnp.sum(e, 1)), e
 
 
@@ -127,9 +127,12 @@ def _exponentials(tile: Tile, score: Score, x):
 def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
     of_groups = key.reshape(tile.rows, groups, -1)
     best = -jnp.sort(-of_groups, -1)[..., :2]
-    total = jnp.sum(sort_keys.of_key(best, jnp.float32), -1)
-    _, order = lax.sort((~sort_keys.key(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2)
-    takes_part = jnp.any(order[:, :top_groups, None] == jnp.arange(groups), 1)
+    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
+    _, order = lax.sort(
+        (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2
+    )
+    group = jnp.arange(groups, dtype=order.dtype)[None, None]
+    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
     return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
 
 

@@ -9,7 +9,7 @@ from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import grad_kernel, kernel
 from pallas_softmax._src.route.plan import MAX_EXPERTS, plan_route
-from pallas_softmax._src.topk.tile_plan import plan_topk_grad
+from pallas_softmax._src.topk.plan import plan_topk_grad
 
 
 def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:

@@ -14,7 +14,7 @@ import math
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, row_tile
-from pallas_softmax._src.topk.tile_plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile
+from pallas_softmax._src.topk.plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile
 
 MAX_EXPERTS = 1_024  # more elements of a float32 row do not fit into the registers of a warp
 _FLOAT_BYTES = 4

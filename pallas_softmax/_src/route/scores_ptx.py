@@ -13,10 +13,11 @@ the largest logit subtracted.
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
-from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program, Value
+from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.route.formulas import Score
 from pallas_softmax._src.topk.packed_ptx import TileProgram
-from pallas_softmax.online import LOG2_E
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.

@@ -9,10 +9,10 @@ Arithmetic is in float32, or in the dtype of the logits if that is wider.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.route.formulas import Gate, OfRow
 from pallas_softmax._src.topk.xla import best_order, put
-from pallas_softmax.online import Normalizer, widen
 
 OF_ROW = OfRow(
     lambda a: jnp.max(a, -1, keepdims=True, initial=-jnp.inf), lambda a: jnp.sum(a, -1, keepdims=True)
@@ -22,13 +22,13 @@ OF_ROW = OfRow(
 def route(logits, bias, *, k, gate: Gate, groups, top_groups):
     """Returns the weights and the int32 indices of k experts, (..., k) each, and the logsumexp, (..., 1)."""
     x = widen(logits)
-    normalizer = online.reduce(x)
+    normalizer = normalizers.reduce(x)
     if bias is None:
         indices = best_order(logits, None, k)
     else:
         indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups), k)[1]
     won = jnp.take_along_axis(x, indices, -1)
-    return gate.weights(won, normalizer, OF_ROW), indices, online.log_of(normalizer)
+    return gate.weights(won, normalizer, OF_ROW), indices, normalizers.log_of(normalizer)
 
 
 def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int):
@@ -40,16 +40,17 @@ def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: 
         return keys
     of_groups = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
     best = lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0]
-    rank = _key(jnp.sum(online.of_sort_key(best, x.dtype), -1))
+    rank = _key(jnp.sum(sort_keys.from_key(best, x.dtype), -1))
     chosen = lax.top_k(rank, top_groups)[1]
-    takes_part = jnp.any(chosen[..., None] == jnp.arange(groups), -2)
+    group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
+    takes_part = jnp.any(chosen[..., None] == group, -2)
     lowest = jnp.iinfo(keys.dtype).min
     return jnp.where(takes_part[..., None], of_groups, lowest).reshape(keys.shape)
 
 
 def _key(x):
     """Returns sort keys; all NaNs count as +NaN, since platforms differ in the signs of the NaNs that they compute."""
-    return online.sort_key(jnp.where(jnp.isnan(x), jnp.nan, x))
+    return sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
 
 
 def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
@@ -82,7 +83,7 @@ def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
 def _softmax(logits):
     """Returns the logits in the dtype of the arithmetic, their softmax p, and the normalizer (m, d)."""
     x = widen(logits)
-    m = lax.stop_gradient(online.reduce(x).m)  # p does not depend on m
+    m = lax.stop_gradient(normalizers.reduce(x).m)  # p does not depend on m
     e = jnp.exp(x - m)
     d = jnp.sum(e, -1, keepdims=True)
     return x, e / d, Normalizer(m, d)

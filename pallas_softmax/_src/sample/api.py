@@ -21,6 +21,7 @@ from pallas_softmax._src.dispatch.operation import describe, distance
 from pallas_softmax._src.dispatch.specs import share_sharding
 from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample.operation import SAMPLE
 from pallas_softmax._src.topk.operation import indices_of
 
@@ -35,7 +36,7 @@ class Sample(NamedTuple):
       indices: int32, the positions drawn; -1 where there was nothing to draw from.
       log_probs: log softmax(logits / temperature) at the drawn positions, over the whole row.
       log_mass: the log of the share of the row's mass that the filters kept. The probability of the draw was
-        exp(log_probs - log_mass).
+        exp(log_probs - log_mass), which is never above 1.
     """
 
     indices: jax.Array
@@ -95,9 +96,9 @@ def sample(
     Returns:
       Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row gives -1, NaN
       and NaN if it has an unmasked NaN or +inf, nothing to draw from, or a traced parameter out of range.
-      `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order;
-      at temperature 0 its derivative is 0. `log_mass` has no derivative: reverse mode raises NotImplementedError if a
-      loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
+      `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order.
+      At temperature 0, and in a row without a draw, its derivative is 0. `log_mass` has no derivative: reverse mode
+      raises NotImplementedError if a loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
 
     Raises:
       TypeError: an argument has the wrong dtype or is not an array, `axis` is not an int, or `axis_name` is not a name.
@@ -133,6 +134,7 @@ def _sample_of(
         x = x.astype(
             jnp.float16
         )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
@@ -151,6 +153,7 @@ def _sample_of(
     call = dataclasses.replace(call, inner=inner)
     u, t, *filters = parameters
     (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
+    log_probs = differentiable_if_finite(log_probs)
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
     return Sample(*(a.reshape(batch) for a in (indices_of(bits), log_probs, log_mass)))
 
@@ -198,6 +201,7 @@ def _draw(static: Static, xs, constants):
     logits, temperature = xs
     where, u, *filters = constants
     indices, log_probs, log_mass = as_rows(static.forward, logits, where, u, temperature, *filters)
+    log_mass = jnp.maximum(log_mass, log_probs)  # rounding may make it smaller
     return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
 
 

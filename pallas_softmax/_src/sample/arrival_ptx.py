@@ -50,8 +50,8 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
         p.set(finite_m, finite)
     # the number of elements that each CTA must have above its bound
-    share_of_cta = _divided(p.top_k + (p.ctas - 1), p.ctas)
-    share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
+    share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
+    share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)
     bound = p.var(largest)
     with p.when(small_top_k & (share_of_warp > 1)):
@@ -84,15 +84,14 @@ def bound_of_best(p: RowProgram) -> Value:
     largest = p.var(LEAST_FINITE, "f32")
     with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
-    share_of_warp = _divided(p.top_k + (p.warps - 1), p.warps)
+    share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
     (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 
 
-def _divided(number: Value, by: int) -> Value:
+def _divided(p: RowProgram, number: Value, by: int) -> Value:
     """Returns a small number divided by another one, rounded down."""
-    p = number.program
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 

@@ -35,9 +35,9 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import draw_ptx, xla
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
-from pallas_softmax.online import LOG2_E
 
 _TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
-from pallas_softmax._src.gpu.ptx.cta import CtaProgram, flipped
-from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
 
@@ -90,8 +90,8 @@ class RowProgram(CtaProgram):
         return self.exp2((x - self.top) * self.scale)
 
     def key(self, x: Value) -> Value:
-        """Returns the sort key of an element (see `gpu.sort_keys`), without the bits that only a float32 has."""
-        key = flipped(x.bits("s32"))
+        """Returns the sort key of an element (see `sort_keys.py`), without the bits that only a float32 has."""
+        key = flip_negative(x.bits("s32"))
         spare = _SPARE_BITS[self.elements.name]
         return key >> spare if spare else key
 
@@ -99,7 +99,7 @@ class RowProgram(CtaProgram):
         """Returns the element with this sort key, as a float."""
         spare = _SPARE_BITS[self.elements.name]
         bits = key << spare if spare else key
-        return (bits ^ (bits.sign() & (0x7FFFFFFF >> spare << spare))).bits("f32")
+        return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
 
     # --- Scratch words
 

@@ -96,14 +96,18 @@ def _count(f: FilterSearch, zero: Value) -> None:
     base = p.word(p.plan.histogram)
     of_negative_zero = _negative_zero(zero)
     offset = of_negative_zero | (of_negative_zero << 16)
-    minus_first, last, one = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 1))
+    minus_first, last, one = (
+        p.var((n & 0xFFFF) * 0x10001, kind)
+        for n, kind in ((-_FIRST, "s16x2"), (_LAST, "u16x2"), (1, "s16x2"))
+    )
     for words, _ in p.sweep():
         for word in words:
             not_negative = (~word).bits("s16x2").sign().bits("u32")  # each half all ones, or all zeros
             size = word & 0x7FFF7FFF
             least = p.min(size.bits("s16x2"), one)  # 0 for 0
-            size = p.max(p.op("add", "s16x2", size, minus_first), least).bits("u32")
-            bucket = p.min(p.op("add", "u16x2", size ^ not_negative, offset), last).bits("u32")
+            size = p.max(p.op("add", "s16x2", size.bits("s16x2"), minus_first), least).bits("u16x2")
+            bucket = p.op("add", "u16x2", size ^ not_negative, offset.bits("u16x2"))
+            bucket = p.min(bucket, last).bits("u32")
             p.add_to(base + ((bucket & 0xFFFF) << 2), 1)
             p.add_to(base + ((bucket >> 16) << 2), 1)
 

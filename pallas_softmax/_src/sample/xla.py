@@ -26,7 +26,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 
 # Elements of a block. The search takes the sums of blocks first, so a block has about the square root of a vocabulary.
@@ -68,7 +68,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
     row = _Row(logits.shape[-1], tuple(mesh_axes))
 
     def elements(logits):
-        x = online.widen(online.to_float(logits, (-1,), where, mesh_axes))
+        x = normalizers.widen(normalizers.to_float(logits, (-1,), where, mesh_axes))
         return x if where is None else jnp.where(where, x, -jnp.inf)
 
     x = elements(logits)
@@ -105,7 +105,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
 
 def _keys(logits, where):
     """Returns integers in the order of `lax.top_k`; masked elements get the least one."""
-    key = _ordered(logits)
+    key = sort_keys.key(logits)
     return key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
 
 
@@ -306,11 +306,3 @@ def _position_reaching(weight, target, reached: Callable):
     found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
     before = jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True, dtype=weight.dtype)
     return found, target - before
-
-
-def _ordered(x):
-    """Returns signed integers in the order of `lax.top_k`."""
-    if not jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        return online.sort_key(x)
-    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(x, signed) ^ jnp.iinfo(signed).min

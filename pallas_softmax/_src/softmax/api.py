@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import online
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
 from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
@@ -170,7 +169,8 @@ def logsumexp(
       TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
         `keepdims` or `return_sign` is not a bool.
     """
-    a = float(a) if type(a) is int else a  # as in JAX, of any length
+    a = arguments.real_numbers("logsumexp", "a", a)  # as in JAX, integers of any length
+    b = None if b is None else arguments.real_numbers("logsumexp", "b", b)
     return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
 
 
@@ -184,6 +184,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
         or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
     ):
         check_name(name, implementation)
+        arguments.check_axis_name(name, axis_name)
         for of, value, accepted in (
             ("implementation", implementation, (None, "xla")),
             ("axis_name", axis_name, (None,)),
@@ -195,7 +196,9 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
                 )
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
-    rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
+    dtype = jax.eval_shape(jnp.exp, rows.x).dtype
+    # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
+    rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
     out, _ = _run(_logsumexp, LOGSUMEXP, rows, implementation)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
@@ -213,7 +216,11 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     where = None if where is None else arguments.mask(name, where, a.shape)
     axes = arguments.normalized_axes(name, axis, a.ndim)
     factors = () if b is None else (b,)
-    together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    try:
+        together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    except ValueError as error:
+        dtypes = " and ".join(f"{of} of {x.dtype.name}" for of, x in zip("ab", (a, *factors)))
+        raise ValueError(f"{name}: {dtypes} have no common dtype; cast one of them") from error
     out_dtype = jax.eval_shape(jnp.exp, together).dtype
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
@@ -224,7 +231,8 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     """Returns the arguments, checked; integer logits are made floats with the same softmax."""
     rows = arguments.rows(function, "x", x, axis, where, axis_name)
-    return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
+    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
 
 
 def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):

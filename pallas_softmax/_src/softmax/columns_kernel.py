@@ -72,7 +72,7 @@ def _compute_strip(cta: "_Cta", turn) -> None:
     first = turn * cta.plan.steps
     total = cta.reduce(first)  # the steps, in the order of their arrival
     if cta.plan.count > 1:
-        total = cta.merge_over_cluster(total)  # exchanges reductions; now the total is of whole columns
+        total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
     constants = [_broadcast(constant, cta.plan.block) for constant in cta.formula.constants(total)]
     if cta.formula.value is None:
         cta.write_constants(first, constants)  # for example logsumexp: one number per column
@@ -281,7 +281,7 @@ class _Cta:
             self.load(number + plan.slots)
         return lanes
 
-    def merge_over_cluster(self, total):
+    def combine_over_cluster(self, total):
         """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
 
         Threads read the reductions from the CTAs as the lines of a tile.

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
+from pallas_softmax._src.normalizers import Moments, Normalizer, shift
 from pallas_softmax._src.softmax import moments_ptx
-from pallas_softmax.online import Moments, Normalizer, shift
 
 F32 = jnp.float32
 
@@ -25,14 +25,14 @@ class PerThread(NamedTuple):
 
     Attributes:
       add: as in `Reduction`.
-      merge_threads: (state, scratch) -> one state that merges all threads. `scratch` is shared memory, `SCRATCH` words.
-      merge_ctas: (state, count, scratch) -> one state that merges the CTAs of a cluster. The state given has references
-        to shared memory, see `moments_ptx.merge_ctas`.
+      combine_threads: (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
+      combine_ctas: (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to
+        shared memory, see `moments_ptx.combine_ctas`.
     """
 
     add: Callable[[Any, list, Any], Any]
-    merge_threads: Callable[[Any, Any], Any]
-    merge_ctas: Callable[[Any, int, Any], Any]
+    combine_threads: Callable[[Any, Any], Any]
+    combine_ctas: Callable[[Any, int, Any], Any]
 
 
 class Reduction(NamedTuple):
@@ -63,15 +63,15 @@ class Reduction(NamedTuple):
 ONLINE = Reduction(
     # d is 1 even for -inf: `combine_lanes` multiplies it by 0
     of_terms=lambda x: Normalizer(x, jnp.ones_like(x)),
-    add=lambda lanes, blocks, step: online.add_logits(lanes, blocks),
-    combine_lanes=online.combine_lanes,
-    combine=online.combine,
+    add=lambda lanes, blocks, step: normalizers.add_logits(lanes, blocks),
+    combine_lanes=normalizers.combine_lanes,
+    combine=normalizers.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
 )
 SUM = Reduction(
     of_terms=lambda x: x,
-    add=lambda total, blocks, step: total + online.tree_sum(blocks),
+    add=lambda total, blocks, step: total + normalizers.tree_sum(blocks),
     combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
     combine=operator.add,
     empty=0.0,
@@ -99,24 +99,24 @@ def located(scale=None) -> Reduction:
     """Returns the reduction to `Located`.
 
     Args:
-      scale: 1 / temperature, if there is one; see `online.add_logits`.
+      scale: 1 / temperature, if there is one; see `normalizers.add_logits`.
     """
 
-    def add(lanes: Located, blocks: list, step, add_logits: Callable = online.add_logits) -> Located:
+    def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
         grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
         return Located(moments, jnp.where(grew, jnp.float32(step), lanes.at))
 
     def combine_lanes(lanes: Located, axis=None, broadcast=None) -> Located:
-        moments = online.combine_lanes(lanes.moments, axis, broadcast, scale)
+        moments = normalizers.combine_lanes(lanes.moments, axis, broadcast, scale)
         if lanes.at is None:
             return Located(moments, None)
         m = moments.m if broadcast is None else broadcast(moments.m)
-        return Located(moments, jnp.min(online.if_largest(lanes.at, lanes.moments.m, m), axis))
+        return Located(moments, jnp.min(normalizers.if_largest(lanes.at, lanes.moments.m, m), axis))
 
     def combine(a: Located, b: Located) -> Located:
-        moments = online.combine(a.moments, b.moments, scale=scale)
-        at = (online.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
+        moments = normalizers.combine(a.moments, b.moments, scale=scale)
+        at = (normalizers.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
         return Located(moments, jnp.minimum(*at))
 
     return Reduction(
@@ -129,10 +129,10 @@ def located(scale=None) -> Reduction:
         per_thread=PerThread(
             functools.partial(add, add_logits=moments_ptx.add_logits),
             lambda lanes, scratch: Located(
-                *moments_ptx.merge_threads(lanes.moments, lanes.at, scratch, scale)
+                *moments_ptx.combine_threads(lanes.moments, lanes.at, scratch, scale)
             ),
             lambda sent, count, scratch: Located(
-                *moments_ptx.merge_ctas(sent.moments, sent.at, count, scratch, scale)
+                *moments_ptx.combine_ctas(sent.moments, sent.at, count, scratch, scale)
             ),
         ),
     )

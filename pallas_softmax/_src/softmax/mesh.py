@@ -6,16 +6,16 @@ best kernel on the shard. `logsumexp` is the operation for that step.
 
 import jax.numpy as jnp
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of, masked
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.xla import log_normalized
-from pallas_softmax.online import Normalizer
 
 
 def softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
     """Returns this device's shard of the softmax of whole rows."""
     m, d = _normalizer(run_shard, step, x, where, axes, mesh_axes)
-    return masked(jnp.exp(logits_of(x, where) - online.shift(m)) / d, where, 0).astype(x.dtype)
+    return masked(jnp.exp(logits_of(x, where) - normalizers.shift(m)) / d, where, 0).astype(x.dtype)
 
 
 def log_softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
@@ -26,10 +26,10 @@ def log_softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
 def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
     """Returns logsumexp of whole rows, and their normalizers."""
     normalizer = _normalizer(run_shard, None, x, where, axes, mesh_axes)
-    return online.log_of(normalizer).astype(x.dtype), normalizer
+    return normalizers.log_of(normalizer).astype(x.dtype), normalizer
 
 
 def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
     """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
     _, of_shard = run_shard(step, (x, where), {"axes": axes})
-    return online.combine_shards(of_shard, mesh_axes)
+    return normalizers.combine_shards(of_shard, mesh_axes)

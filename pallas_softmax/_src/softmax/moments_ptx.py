@@ -1,6 +1,6 @@
 """Inline PTX for the moments (m, d, t) of logits in the threads of a CTA: adds logits, and merges threads and CTAs.
 
-`token_stats` of long rows uses it. `online.Moments` explains the numbers.
+`token_stats` of long rows uses it. `normalizers.Moments` explains the numbers.
 
 A thread adds several logits at once. It takes their maximum first, and rescales its old d and t once. Then each logit x
 takes six instructions. Here a = log2(e) / temperature:
@@ -25,8 +25,9 @@ import jax
 from pallas_softmax._src.gpu.hardware import WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax.online import LOG2_E, Moments
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.normalizers import LOG2_E, Moments
 
 # The least u. 2^FAR is 0 in float32. FAR * 0 is 0, and not NaN like -inf * 0: a logit of -inf adds nothing to t.
 FAR = -1e4
@@ -58,7 +59,7 @@ def add_logits(moments: Moments, xs: Sequence[jax.Array], scale=None) -> Moments
     return Moments(*insert_ptx(add_program(len(xs)), {}, {"a": _factor(scale)}, blocks, results))
 
 
-def merge_threads(moments: Moments, place, scratch, scale=None) -> tuple[Moments, Any]:
+def combine_threads(moments: Moments, place, scratch, scale=None) -> tuple[Moments, Any]:
     """Returns the moments of the CTA, and the lowest `place` among threads with the largest m; NaN is the largest.
 
     The results are scalars.
@@ -71,11 +72,11 @@ def merge_threads(moments: Moments, place, scratch, scale=None) -> tuple[Moments
       scale: 1 / temperature, or None.
     """
     blocks = dict(zip(_State._fields, (*moments, place)))
-    return _insert(merge_threads_program(), {"scratch": scratch}, blocks, scale)
+    return _insert(combine_threads_program(), {"scratch": scratch}, blocks, scale)
 
 
-def merge_ctas(moments: Moments, place, count: int, scratch, scale=None) -> tuple[Moments, Any]:
-    """Merges the CTAs of a cluster like `merge_threads` merges threads, and returns the same.
+def combine_ctas(moments: Moments, place, count: int, scratch, scale=None) -> tuple[Moments, Any]:
+    """Merges the CTAs of a cluster like `combine_threads` merges threads, and returns the same.
 
     Afterwards this CTA reads no other CTA: those may exit, or overwrite their words.
 
@@ -83,10 +84,10 @@ def merge_ctas(moments: Moments, place, count: int, scratch, scale=None) -> tupl
       moments, place: references to float32 (128,) in shared memory. In each CTA, all words of a reference hold the
         same number, the CTA's. Lane i of a warp reads word i, in CTA i.
       count: number of CTAs of the cluster, at most one for each lane.
-      scratch, scale: as for `merge_threads`.
+      scratch, scale: as for `combine_threads`.
     """
     refs = dict(zip(_State._fields, (*moments, place))) | {"scratch": scratch}
-    return _insert(merge_ctas_program(count), refs, {}, scale)
+    return _insert(combine_ctas_program(count), refs, {}, scale)
 
 
 def _insert(program: Program, refs: dict, blocks: dict, scale) -> tuple[Moments, Any]:
@@ -125,22 +126,23 @@ def add_program(count: int) -> Program:
     return p
 
 
-def merge_threads_program() -> Program:
-    """Returns the program of `merge_threads`.
+def combine_threads_program() -> Program:
+    """Returns the program of `combine_threads`.
 
     It reads <m>, <d>, <t>, <place>, <a> and the address <scratch>. It writes <new_m>, <new_d>, <new_t> and <new_place>.
     """
     p = CtaProgram()
-    state_of_warp = _merged_lanes(p, _State(*p.operands("f32", *_State._fields)))
+    state_of_warp = _combine_lanes(p, _State(*p.operands("f32", *_State._fields)))
     each_number = p.of_warps(state_of_warp, p.operand("scratch", "u32"), lane=0)  # of all warps
-    _set_results(p, _merged(p, [_State(*of_warp) for of_warp in zip(*each_number)]))
+    _set_results(p, _combine(p, [_State(*of_warp) for of_warp in zip(*each_number)]))
     return p
 
 
-def merge_ctas_program(count: int) -> Program:
-    """Returns the program of `merge_ctas`.
+def combine_ctas_program(count: int) -> Program:
+    """Returns the program of `combine_ctas`.
 
-    It reads <a> and the addresses <m>, <d>, <t>, <place> and <scratch>. It writes what `merge_threads_program` writes.
+    It reads <a> and the addresses <m>, <d>, <t>, <place> and <scratch>. It writes what `combine_threads_program`
+    writes.
     """
     p = CtaProgram(ctas=count)
     scratch = p.operand("scratch", "u32")
@@ -151,7 +153,7 @@ def merge_ctas_program(count: int) -> Program:
             address = p.at(p.operand(name, "u32"), p.lane, 4)
             (number,) = p.of_cta(address, p.lane, "f32", when=has_cta)
             numbers.append(p.select(has_cta, number, empty))
-        p.store(scratch, *_merged_lanes(p, _State(*numbers)), when=p.first_lane)
+        p.store(scratch, *_combine_lanes(p, _State(*numbers)), when=p.first_lane)
     p.barrier()
     _set_results(p, p.load_vector(scratch, "f32", len(_State._fields)))
     return p
@@ -163,13 +165,13 @@ def _set_results(p: Program, state: Iterable[Value]) -> None:
         p.set(p.operand(f"new_{name}", "f32"), value)
 
 
-def _merged_lanes(p: CtaProgram, state: _State) -> _State:
+def _combine_lanes(p: CtaProgram, state: _State) -> _State:
     """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
     (m,) = p.over_warp(["max.NaN"], [state.m])
     return _State(m, *p.over_warp(["add", "add", "min"], _part_of(p, state, m, _shift(p, m))))
 
 
-def _merged(p: Program, states: list[_State]) -> _State:
+def _combine(p: Program, states: list[_State]) -> _State:
     """Merges some states of this thread."""
     m = p.reduce("max.NaN", [state.m for state in states])
     shift = _shift(p, m)
@@ -186,7 +188,7 @@ def _part_of(p: Program, state: _State, m: Value, shift: Value) -> tuple[Value, 
 
 
 def _rescaled(p: Program, m: Value, d: Value, t: Value, shift: Value) -> tuple[Value, Value]:
-    """Returns the sums d and t relative to `shift` instead of to m, as `online.combine` does."""
+    """Returns the sums d and t relative to `shift` instead of to m, as `normalizers.combine` does."""
     u = _distance(p, m, shift)
     factor = p.exp2(u)
     return d * factor, p.multiply_add(u * _LN_2, d, t) * factor

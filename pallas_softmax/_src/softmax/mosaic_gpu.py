@@ -15,11 +15,11 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import TRANSPOSED, fold
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax import columns_kernel, parts_kernel, tile_kernel
 from pallas_softmax._src.softmax.columns_plan import plan_columns
 from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
-from pallas_softmax.online import Normalizer
 
 
 class Columns(NamedTuple):
@@ -46,7 +46,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Re
 
 def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
     """Returns the plan for rows that lie across memory; None if they are contiguous, masked, or must be transposed."""
-    if call.inner in (None, 1) or call.masked:
+    if call.inner in (None, 1) or call.vocab == 1 or call.masked:  # one element has no neighbours in memory
         return None
     view = call.rows // call.inner, call.vocab, call.inner
     found = plan_columns(call.op, *view, call.dtype, capability)

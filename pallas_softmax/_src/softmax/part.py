@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
@@ -138,7 +138,7 @@ class Part:
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
-        total = _merge_threads(reduction, lanes, self.refs.scratch_smem)
+        total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
         return self._located(total) if self.formula.locates else total
 
     @property
@@ -193,8 +193,10 @@ class Part:
             term = self._term([x.astype(jnp.float32)], mask, inside)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
-        found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
-        at = jnp.min(online.tree(jnp.minimum, found))
+        found = [
+            normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)
+        ]
+        at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
     def _wait(self, i) -> None:
@@ -210,7 +212,7 @@ class Part:
                 term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
 
-    def merge_over_cluster(self, total):
+    def combine_over_cluster(self, total):
         """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
         sent_smem, cluster_barrier = self.refs.sent_smem, self.refs.cluster_barrier
         reduction, count = self.formula.reduction, self.job.parts.count
@@ -225,7 +227,7 @@ class Part:
             return blocks.load_from_ctas(smem, count, empty)
 
         if reduction.per_thread:
-            total = reduction.per_thread.merge_ctas(sent_smem, count, self.refs.scratch_smem)
+            total = reduction.per_thread.combine_ctas(sent_smem, count, self.refs.scratch_smem)
         else:
             total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
@@ -238,7 +240,7 @@ class Part:
         """
         plgpu.barrier_wait(self.refs.cluster_barrier)
 
-    def merge_from_device_memory(self):
+    def combine_from_device_memory(self):
         """Returns the merged reductions of the row's parts, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
 
@@ -255,7 +257,7 @@ class Part:
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
 
         lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
-        return reduction.combine_lanes(online.tree(reduction.combine, lanes))
+        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
 
@@ -349,10 +351,10 @@ def _add(reduction: Reduction, lanes, terms: list, step):
 
 
 @twin(lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes))
-def _merge_threads(reduction: Reduction, lanes, scratch_smem):
+def _combine_threads(reduction: Reduction, lanes, scratch_smem):
     """Returns one state that merges the states of all threads."""
     if reduction.per_thread:
-        return reduction.per_thread.merge_threads(lanes, scratch_smem)
+        return reduction.per_thread.combine_threads(lanes, scratch_smem)
     return reduction.combine_lanes(lanes)
 
 

@@ -37,7 +37,7 @@ def _compute(part: Part) -> None:
     """Computes a part that is being loaded."""
     total = part.reduce()  # the steps of the part, in the order of their arrival
     if part.job.clustered:
-        total = part.merge_over_cluster(total)  # exchanges reductions; now the total is of the whole row
+        total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
     if part.formula.value is None:
         part.write_constants(total)  # for example logsumexp: one number per row
         part.free_slots()
@@ -99,7 +99,7 @@ def write_part(job: Job, refs: Refs) -> None:
     It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
     """
     part = _load(job, refs, backwards=True)
-    total = part.merge_from_device_memory()
+    total = part.combine_from_device_memory()
     part.wait_for_body()
     part.write_elements(total, read_mask=job.mask is not None)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
@@ -57,7 +57,7 @@ def _reduce(formula: Formula, tile: Tile, term):
     total = formula.reduction.combine_lanes(formula.reduction.of_terms(term), 1, broadcast)
     if formula.locates:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-        at = online.if_largest(column, term, broadcast(total.moments.m))
+        at = normalizers.if_largest(column, term, broadcast(total.moments.m))
         total = total._replace(at=jnp.min(at, 1))
     return total
 

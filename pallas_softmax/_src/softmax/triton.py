@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch
 from pallas_softmax._src.triton.masks import mask_arguments
 from pallas_softmax._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax, power_of_two
-from pallas_softmax.online import Normalizer
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:

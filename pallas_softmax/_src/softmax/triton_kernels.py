@@ -146,7 +146,7 @@ def rows_kernel(
 
 
 @triton.jit
-def _merge_parts(normalizers_ptr, row, ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
+def _combine_parts(normalizers_ptr, row, ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
     """Loads the normalizers of a row's parts, (2, ROWS, PARTS), and returns the normalizer of the row."""
     slot = tl.arange(0, SLOTS)
     m = tl.load(normalizers_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
@@ -242,7 +242,7 @@ def long_kernel(
             _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, edge, at_edge, OP, WHERE)
             m, d = _absorb(m, d, term, OP, 0)
     else:
-        m, d = _merge_parts(normalizers_ptr, row, ROWS, PARTS, SLOTS)
+        m, d = _combine_parts(normalizers_ptr, row, ROWS, PARTS, SLOTS)
 
     if not WRITE:
         tl.store(out_ptr + row * PARTS + part, m)

@@ -10,9 +10,9 @@ Arithmetic is in float32, or in the dtype of the logits if that is wider.
 
 import jax.numpy as jnp
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of, masked, sum_over
-from pallas_softmax.online import Normalizer, widen
+from pallas_softmax._src.normalizers import Normalizer, widen
 
 
 def softmax(x, where, *, axes):
@@ -73,8 +73,8 @@ def logsumexp(x, where, *, axes):
 
     The logarithm needs no mended sum, and without it XLA fuses a chain of calls better. Derivatives use (m, d).
     """
-    m, total = online.max_and_sum(logits_of(x, where), axes)
-    return (m + jnp.log(total)).astype(x.dtype), online.mended(m, total)
+    m, total = normalizers.max_and_sum(logits_of(x, where), axes)
+    return (m + jnp.log(total)).astype(x.dtype), normalizers.mended(m, total)
 
 
 def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
@@ -96,7 +96,7 @@ def logsumexp_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 
 
 def _exponentials(x, where, m):
-    return jnp.exp(logits_of(x, where) - online.shift(m))
+    return jnp.exp(logits_of(x, where) - normalizers.shift(m))
 
 
 def _finite_d(m, d):

@@ -18,6 +18,7 @@ from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.specs import share_sharding
 from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 
 
@@ -70,7 +71,7 @@ def token_stats(
       are float32, or float64 for float64 logits, and differentiable in `logits` and `temperature`, in both modes and to
       any order. A logit of -inf adds 0 to the entropy. A row with NaN or +inf, or with nothing but -inf and masked
       positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked position
-      has the log-probability -inf. A label out of range has NaN, and makes the gradient NaN unless its cotangent is 0.
+      has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the derivative 0.
 
     Raises:
       TypeError: `logits` or `temperature` is not a real array, `labels` are not integers, `where` is not an array,
@@ -85,7 +86,7 @@ def token_stats(
     if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
         t = None
     if labels is not None:
-        arguments.check_labels(name, labels)
+        labels = arguments.known_labels(name, labels)
     return at_once(_stats_of, (logits, labels, where, t), (axis, axis_name, implementation))
 
 
@@ -109,8 +110,10 @@ def _stats_of(logits, labels, where, temperature, axis, axis_name, implementatio
     x, mask = vary_together(x, mask, over=mesh_axes)
     (logsumexp, entropy, at_label, d, _), (_, bits) = _token_stats(static, (x, t), (mask, column))
     argmax = lax.bitcast_convert_type(bits, jnp.int32)
-    log_probs = None if labels is None else (at_label - jnp.log(d))[..., 0]
-    return TokenStats(log_probs, entropy[..., 0], logsumexp[..., 0], argmax[..., 0])
+    log_probs, entropy, logsumexp = (
+        differentiable_if_finite(a)[..., 0] for a in (at_label - jnp.log(d), entropy, logsumexp)
+    )
+    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, argmax[..., 0])
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.collectives import gather
-from pallas_softmax._src.stats.xla import finished, is_column, logits_at
-from pallas_softmax.online import Moments
+from pallas_softmax._src.normalizers import Moments
+from pallas_softmax._src.stats.xla import finished, is_column, logits_at, value_key
 
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
@@ -15,14 +15,14 @@ def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled
     of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
-    moments, label_logit, argmax = merge_shards(
+    moments, label_logit, argmax = combine_shards(
         of_shard.moments, label_logit, position, mesh_axes, 1 / temperature if scaled else None
     )
     has_label = is_column(labels, vocab * lax.axis_size(mesh_axes))
     return finished(moments, temperature, label_logit, argmax, has_label)
 
 
-def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
+def combine_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
     """Merges what the devices found in their shards of each row; arrays (..., 1).
 
     Args:
@@ -37,7 +37,9 @@ def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None)
     """
     *parts, label_logits, positions = gather((*moments, label_logit, position), mesh_axes)
     parts = Moments(*parts)
-    total = online.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
+    total = normalizers.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
     total = Moments(*(a[..., None] for a in total))
-    first = jnp.min(online.if_largest(positions, parts.m, total.m), -1, keepdims=True)
+    keys = value_key(parts.m)
+    is_largest = keys == jnp.max(keys, -1, keepdims=True)
+    first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
     return total, jnp.sum(label_logits, -1, keepdims=True), first

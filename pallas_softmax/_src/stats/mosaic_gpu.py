@@ -6,11 +6,11 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.softmax import parts_kernel, tile_kernel
 from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
 from pallas_softmax._src.stats.xla import RowStats, is_column, label_distance, logits_at
-from pallas_softmax.online import Moments
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:

@@ -3,12 +3,11 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax._src import arguments
@@ -22,21 +21,7 @@ from pallas_softmax._src.dispatch.specs import share_sharding
 from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.topk.operation import TOPK, indices_of
-
-
-class TopK(NamedTuple):
-    """The winners of each row, best first.
-
-    Attributes:
-      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
-      indices: int32, the positions of the winners in the row; the same shape.
-    """
-
-    values: jax.Array
-    indices: jax.Array
-
-
-export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
+from pallas_softmax._src.topk.xla import TopK
 
 
 def fused_topk(
@@ -112,6 +97,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
     static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
     x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)

@@ -1,4 +1,4 @@
-"""The list of a CTA's candidates: how it lies in shared memory, and how PTX reads and writes it.
+"""Candidates and winners: how they lie in shared memory, and how kernels read and write them.
 
 A candidate is an element that may be among the k best of its row. Each candidate has an entry of 8 bytes:
 
@@ -6,28 +6,38 @@ A candidate is an element that may be among the k best of its row. Each candidat
              |    ~ index    | key ^ 2^31    |
              '--- low word --'-- high word --'
 
-The key is an int32 that orders elements like lax.top_k (`gpu.sort_keys`). With its sign bit inverted, it has the same
+The key is an int32 that orders elements like lax.top_k (`sort_keys.py`). With its sign bit inverted, it has the same
 order as an unsigned number. The index counts in the row. A lower index has a larger complement. So an entry, read as
 one unsigned 64-bit number, orders the candidates: the larger number is the better candidate, and among equal keys the
 lower index wins. No two candidates are equal. An empty entry is 0, and lower than any candidate.
 
 A compact window lists 16-bit positions instead, because entries of 8 bytes would not fit next to the row. When the row
-is no longer needed, `collect_ptx.expand_positions` turns the positions into candidates in the memory of the row.
+is no longer needed, `candidates_ptx.expand_positions` turns the positions into candidates in the memory of the row.
+
+The k best candidates are the winners. `write_winners` writes their values and indices to the output arrays.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax._src import sort_keys
+from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
+LOADED_AT_ONCE = 8  # loads that a thread has in flight
 LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
 
@@ -88,3 +98,78 @@ def sort_winners(ranked, keys, indices, inside, k: int) -> None:
     padded = padded_winners(k)
     ranked[:k] = ~keys[:k]
     ranked[padded : padded + k] = indices[:k]
+
+
+# --- Winners
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The settings of a call of top-k."""
+
+    k: int  # number of winners of a row
+    logits_dtype: Any  # the keys order numbers of this dtype
+    masked: bool  # whether there is a mask; then the lowest key means a masked element
+    log: bool  # whether the values are logs of probabilities
+    dtype: Any  # dtype of the values
+
+
+class WinnerLists(NamedTuple):
+    """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
+
+    `values` are the probabilities of the winners, or their logs. Until the lists of a row are merged into one, they are
+    the winners' keys (int32).
+    """
+
+    values: Any  # (lists, k)
+    indices: Any  # (lists, k) int32, in the row
+    m: Any  # (lists,) float32, the normalizers' maxima
+    d: Any  # (lists,) float32, the normalizers' sums
+
+
+def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
+    """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
+    values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
+    indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
+    per_list = jax.ShapeDtypeStruct((lists,), jnp.float32)
+    return WinnerLists(values, indices, per_list, per_list)
+
+
+def write_winners(
+    lists_gmem: WinnerLists, at, ranked, normalizer: Normalizer, scale, request: Request, final: bool
+):
+    """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
+
+    `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
+    `CandidateList.ranked`, as int32 or float32. `scale` is 1 / temperature of the row. If `final`, the winners' values
+    are written instead of their keys.
+    """
+    k = request.k
+    for first in range(0, k, WARPGROUP):
+        key, index = (
+            blocks.load(ranked.at[pl.ds(start, WARPGROUP)]) for start in (first, padded_winners(k) + first)
+        )
+        if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
+            key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
+        value = key
+        if final:
+            value = probability(
+                key, request.logits_dtype, normalizer, scale, log=request.log, masked=request.masked
+            )
+        for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
+            held = min(WARPGROUP, k - first)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
+    lists_gmem.m[at], lists_gmem.d[at] = normalizer
+
+
+def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked: bool):
+    """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
+
+    d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
+    probability 0.
+    """
+    scaled = (sort_keys.from_key32(key, dtype) - normalizer.m) * scale
+    value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+    if not masked:
+        return value
+    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value)

@@ -17,7 +17,7 @@ An example with lists of 2 and a size of 4:
 A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
 A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
-this is rare in rows in random order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
+this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
 An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
@@ -37,10 +37,11 @@ from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
+from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
-from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
+from pallas_softmax._src.topk.plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16
@@ -57,21 +58,21 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     # as well (`maybe_short`).
     length = list_length(tile, k, itemsize=4, lanes=lanes)
     held = merged_tile(tile, k).vec
-    place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
+    last_winner = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
         listed = packed_ptx.listed_keys(p, row, length)
-        winners = [p.var(word) for word in _merged(p, listed[:size], size)]
+        winners = [p.var(word) for word in _merge_lanes(p, listed[:size], size)]
         pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
-        worst = p.shuffle(winners[place[1]], "idx", place[0])
+        worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
         if length < len(p.columns):
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
         found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
-    number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others is not None]
+    number = p.reduce("add", [p.count_ones(bits) for bits in numbers])
 
     def keep(row):
         for i, word in enumerate(found[row].winners):
@@ -84,14 +85,14 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
         wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(p.rows):
-                _mend(p, row, found[row], place)
+                _mend(p, row, found[row], last_winner)
                 keep(row)
         with p.when(wide):
             for row in range(p.rows):
                 count = power_of_two(tile.steps * tile.vec, 1)
                 keys = packed_ptx.wide_keys(p, row, count)
                 whole = packed_ptx.best(p, keys, min(size, count))
-                for i, word in enumerate(_merged(p, whole, size)):
+                for i, word in enumerate(_merge_lanes(p, whole, size)):
                     p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
@@ -116,8 +117,11 @@ def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value
     return others
 
 
-def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> None:
-    """Orders winners by their whole keys. Larger elements replace the last winner: `place` is its lane and number."""
+def _mend(p: TileProgram, row: int, found: _Found, last_winner: tuple[Value, int]) -> None:
+    """Orders winners by their whole keys. Larger elements replace the last winner.
+
+    `last_winner` is its lane, and its number among the winners of that lane.
+    """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
     if others is None:
@@ -130,12 +134,12 @@ def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> 
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
-        last_lane = p.shuffle(place[0], "idx", lane)  # in the row of `lane`
-        word = packed_ptx.of_lane(p, found.listed, i, lane)
-        last = p.shuffle(winners[place[1]], "idx", last_lane)
+        last_lane = p.shuffle(last_winner[0], "idx", lane)  # in the row of `lane`
+        word = packed_ptx.value_in_lane(p, found.listed, i, lane)
+        last = p.shuffle(winners[last_winner[1]], "idx", last_lane)
         key, last_key = (packed_ptx.whole_key(p, row, w, lane) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
-        p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
+        p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
 
 
 def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
@@ -148,14 +152,14 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         words = _packed_keys(p, row, p.first_column, complements)
         listed = packed_ptx.best(p, words, length)
         best = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
-        for winner, word in zip(best, _merged(p, listed, size), strict=True):
+        for winner, word in zip(best, _merge_lanes(p, listed, size), strict=True):
             p.set(winner, word)
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
         last = p.var(listed[-1])
         with p.loop() as leave:
-            of_lane, place = divmod(k - 1, len(best))
-            worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - p.lane + of_lane)
+            lane_of_last, number_of_last = divmod(k - 1, len(best))
+            worst = p.shuffle(best[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last)
             leave(~p.any(last >= worst))
             # A 0 that the compiler does not know. So it recomputes what follows, instead of keeping it in registers.
             same_column = p.first_column + p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
@@ -164,7 +168,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)
             p.set(last, listed[-1])
-            more = _merged(p, listed, size)
+            more = _merge_lanes(p, listed, size)
             for winner, word in zip(best, _better_half(p, best, more, min(size, tile.lanes)), strict=True):
                 p.set(winner, word)
     return p
@@ -182,15 +186,17 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
-        signs = pair.bits("s16x2").sign()
-        keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
-        words += [p.write("prmt.b32", "s32", keys, complement, which) for which in (_LOWER_WORD, _UPPER_WORD)]
+        keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
+        words += [
+            p.write("prmt.b32", "s32", keys, complement, which, of="b32")
+            for which in (_LOWER_WORD, _UPPER_WORD)
+        ]
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)
     return words
 
 
-def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:
+def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
 
     pad the list of each lane with lowest words to a power of two
@@ -198,66 +204,75 @@ def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:
         exchange with lane ^ run, word i with word -1 - i. Each lane keeps
             as many words as before, either the larger or the smaller ones; or
             half as many, the larger ones
-        for flip of the lanes that hold a half: exchange with lane ^ flip, one lane keeps the larger words
+        for bit of the lanes that hold a half: exchange with lane ^ bit, one lane keeps the larger words
         sort the words of each lane, which are bitonic now
 
-    `flips` are the bits of a lane's number that give the place of its words in the run, the highest first. At the end,
-    their order may differ from the order of bits in the lane's number. A last shuffle corrects this.
+    `run_bits` are the bits of a lane's number that give the position of its words in the run, the highest first.
     """
-    lane, lanes = p.lane, p.tile.lanes
+    lanes = p.tile.lanes
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
-    flips: list[int] = []
+    run_bits: list[int] = []
     run = 1
     while run < lanes:
         # Whether the new run is the second of a pair, and so needs the opposite order.
-        turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
+        opposite = (p.lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(held) // 2
-        if len(held) * run < size:
-            held = _exchanged(p, held, run, turned, mirrored=True)
-            flips, bitonic = [run, *flips], flips
-        elif half:
-            others = [word and p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]]
-            held = [p.max(word, other) if other else word for word, other in zip(held, others)]
-            flips = bitonic = [*flips, run]
-        else:
+        if len(held) * run < size:  # the first run keeps the larger words, the second run the smaller ones
+            held = _exchange(p, held, run, opposite, mirrored=True)
+            run_bits, unsorted_bits = [run, *run_bits], run_bits
+        elif half:  # both runs together keep the larger half
+            others = [
+                None if word is None else p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]
+            ]
+            held = [word if other is None else p.max(word, other) for word, other in zip(held, others)]
+            run_bits = unsorted_bits = [*run_bits, run]
+        else:  # a lane holds one word: both runs keep the same words
             held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
-            bitonic = flips
-        for flip in bitonic:
+            unsorted_bits = run_bits
+        for bit in unsorted_bits:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
-            held = _exchanged(p, held, flip, turned, mirrored=flip == run)
+            held = _exchange(p, held, bit, opposite, mirrored=bit == run)
         held = packed_ptx.sorted_bitonic(p, held)
         run *= 2
-    if flips == sorted(flips, reverse=True):
-        return held
-    source = p.operand("thread", "u32") - lane
-    for i, flip in enumerate(reversed(flips)):
-        moved = flip.bit_length() - 1 - i
-        bit = lane & 1 << i
+    return _in_order_of_lanes(p, held, run_bits)
+
+
+def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) -> list[Value]:
+    """Moves words between lanes, so that the lanes hold them in order. `_merge_lanes` explains `run_bits`."""
+    if run_bits == sorted(run_bits, reverse=True):
+        return words
+    source = p.operand("thread", "u32") - p.lane
+    for i, run_bit in enumerate(reversed(run_bits)):
+        moved = run_bit.bit_length() - 1 - i
+        bit = p.lane & 1 << i
         source = source + (bit << moved if moved >= 0 else bit >> -moved)
-    return [p.shuffle(word, "idx", source) for word in held]
+    return [p.shuffle(word, "idx", source) for word in words]
 
 
-def _exchanged(
-    p: TileProgram, words: Sequence[Value | None], flip: int, turned: Value | None, *, mirrored: bool
+def _exchange(
+    p: TileProgram, words: Sequence[Value | None], flip: int, opposite: Value | None, *, mirrored: bool
 ) -> list[Value]:
-    """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `turned`, the other one.
+    """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `opposite`, the other one.
 
     Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
     never compared with None.
     """
-    others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    others = [
+        None if word is None else p.shuffle(word, "bfly", flip)
+        for word in (words[::-1] if mirrored else words)
+    ]
     larger = (p.lane & flip).equals(0)
-    if turned is not None:
-        larger = larger ^ turned
+    if opposite is not None:
+        larger = larger ^ opposite
     out = []
     for word, other in zip(words, others):
-        if word and other:
+        if word is None or other is None:
+            out.append(p.select(larger, other if word is None else word, LOWEST))
+        else:
             out.append(p.var(word))
             p.update(out[-1], "max", other, when=larger)
             p.update(out[-1], "min", other, when=~larger)
-        else:
-            out.append(p.select(larger, word or other, LOWEST))
     return out
 
 
@@ -267,6 +282,6 @@ def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: 
     words = [p.max(word, other) for word, other in zip(a, opposite)]
     flip = lanes // 2
     while flip:
-        words = _exchanged(p, words, flip, None, mirrored=False)
+        words = _exchange(p, words, flip, None, mirrored=False)
         flip //= 2
     return packed_ptx.sorted_bitonic(p, words)

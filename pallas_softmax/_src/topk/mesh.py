@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.collectives import gather
 from pallas_softmax._src.masks import mask_at
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import best_order
-from pallas_softmax.online import Normalizer
 
 
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, mesh_axes):
@@ -19,8 +19,8 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
-    of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
-    (_, indices), (top, d) = run_shard(None, (logits, where, temperature), of_shard)
+    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
+    (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
     won = _widen(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))
@@ -29,7 +29,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
         position = jnp.where(mask_at(where, logits, indices), position, ~position)
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, tops, d = gather((won, position, top, d), mesh_axis)
-        _, d = online.combine_parts(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+        _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
         top = jnp.max(tops, -1, keepdims=True)
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
@@ -51,7 +51,7 @@ def _widen(x):
     """Returns `x` in 32 bits or more, in the same order; float16 by its bits, since a GPU's cast loses a NaN's sign."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-    wide = online.widen(x)
+    wide = normalizers.widen(x)
     if x.dtype != jnp.float16:
         return wide
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

@@ -10,10 +10,9 @@ from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.hardware import DTYPES
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
-from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk
-from pallas_softmax._src.topk.tile_plan import plan_topk_grad
-from pallas_softmax.online import Normalizer
+from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster

@@ -22,7 +22,8 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread, words
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.candidates import LOWEST_KEY
 
 LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the column of positions beyond the row
@@ -126,8 +127,8 @@ def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     Words for positions beyond the row, and words that pad to `count`, are lower than all others.
     """
     wide = []
-    for of_element, start in zip(p.keys(row), p.columns):
-        key, column = p.var(of_element), p.first_column + start
+    for whole, start in zip(p.keys(row), p.columns):
+        key, column = p.var(whole), p.first_column + start
         if p.tile.shape[1] > p.vocab:
             beyond = column >= p.vocab
             p.set(key, LOWEST, when=beyond)
@@ -141,8 +142,8 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
 
     A comparison computes its minimum and its maximum only if a result depends on them.
     """
-    comparisons, places = network(len(words), count)
-    out, needed, steps = list(words), set(places), []
+    comparisons, positions = network(len(words), count)
+    out, needed, steps = list(words), set(positions), []
     for i, j in reversed(comparisons):
         if {i, j} & needed:
             steps.append((i, j, i in needed, j in needed))
@@ -153,7 +154,7 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
             out[j] = p.min(a, b)
         if upper:
             out[i] = p.max(a, b)
-    return [out[i] for i in places] + [p.var(LOWEST, "s32") for _ in range(count - len(places))]
+    return [out[i] for i in positions] + [p.var(LOWEST, "s32") for _ in range(count - len(positions))]
 
 
 def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
@@ -169,22 +170,22 @@ def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns the comparisons that find the best `count` of n elements, and their final places, the best first.
+    """Returns the comparisons that find the best `count` of n elements, and their final positions, the best first.
 
-    A comparison (i, j) leaves the larger element in place i. This is Batcher's odd-even merge sort (Knuth, volume 3,
+    A comparison (i, j) leaves the larger element in position i. This is Batcher's odd-even merge sort (Knuth, volume 3,
     5.3.4), but each list keeps only `count` elements. The best 8 of 32 elements take 248 minima and maxima. A whole
     sort without the unneeded ones takes 280.
     """
     comparisons: list[tuple[int, int]] = []
 
-    def merged(a: list[int], b: list[int]) -> list[int]:
-        """Merges two lists of places that hold sorted elements."""
+    def merge(a: list[int], b: list[int]) -> list[int]:
+        """Merges two lists of positions that hold sorted elements."""
         if not (a and b):
             return a + b
         if len(a) == len(b) == 1:
             comparisons.append((a[0], b[0]))
             return a + b
-        even, odd = merged(a[::2], b[::2]), merged(a[1::2], b[1::2])
+        even, odd = merge(a[::2], b[::2]), merge(a[1::2], b[1::2])
         out = even[:1]
         for i, j in zip(odd, even[1:]):
             comparisons.append((i, j))
@@ -192,9 +193,11 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
         pairs = min(len(odd), len(even) - 1)
         return out + odd[pairs:] + even[1 + pairs :]
 
-    def best(places: list[int]) -> list[int]:
-        half = (len(places) + 1) // 2
-        return merged(best(places[:half]), best(places[half:]))[:count] if half < len(places) else places
+    def best(positions: list[int]) -> list[int]:
+        half = (len(positions) + 1) // 2
+        if half == len(positions):
+            return positions
+        return merge(best(positions[:half]), best(positions[half:]))[:count]
 
     return comparisons, best(list(range(n)))
 
@@ -209,9 +212,9 @@ def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
     Only the first `count` pairs of neighbours of each row are compared.
     """
     bits = p.var(0, "u32")
-    of_next_lane = p.shuffle(words[0], "down", 1)
+    first_of_next_lane = p.shuffle(words[0], "down", 1)
     remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
-    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
+    for i, (word, other) in enumerate(zip(words, [*words[1:], first_of_next_lane])):
         near = (word ^ other).bits("u32") <= p.ones
         p.update(bits, "or", 1 << i, when=near & (remaining > i))
     return bits
@@ -243,7 +246,7 @@ def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> 
             p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
-            word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
+            word, next_word = value_in_lane(p, words, i, lane), value_in_lane(p, words, next_i, next_lane)
             key, next_key = (whole_key(p, row, w, lane) for w in (word, next_word))
             with p.when(key < next_key):
                 put(i, lane, next_word)
@@ -252,7 +255,7 @@ def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> 
         again(exchanged & meet)
 
 
-def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+def value_in_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
     """Returns value i of a lane. `i` and `lane` must be the same in all lanes of the warp."""
     while len(values) > 1:  # selects by one bit of i at a time
         odd = (i & 1).differs(0)
@@ -271,8 +274,8 @@ def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
         piece = column * -(-(1 << 20) // tile.piece_columns) >> 20
         column = column - piece * tile.piece_columns
         owner = owner + piece * (tile.lanes // tile.pieces)
-    of_step = column & (tile.step_columns - 1)
+    in_step = column & (tile.step_columns - 1)
     step = column >> tile.step_columns.bit_length() - 1
-    i = step * tile.vec + (of_step & (tile.vec - 1))
-    owner = owner + (of_step >> tile.vec.bit_length() - 1)
-    return of_lane(p, p.keys(row), i, owner)
+    i = step * tile.vec + (in_step & (tile.vec - 1))
+    owner = owner + (in_step >> tile.vec.bit_length() - 1)
+    return value_in_lane(p, p.keys(row), i, owner)

@@ -1,28 +1,33 @@
 """The program that finds the k best of the part of a row in a window, and puts them in order.
 
     stage                                                          file
-    a bound that k elements should reach, and few more             bound_ptx
-    the elements that reach it: the candidates                     collect_ptx
+    a bound that k elements should reach, and few more             candidates_ptx
+    the elements that reach it: the candidates                     candidates_ptx
     if they are fewer than k, or do not fit: an exact bound        here
-    the order of the candidates                                    ranking_ptx, buckets_ptx
+    the order of the candidates                                    ranking_ptx
 
-`search.py` explains the search. All stages use `window_ptx`.
+`window_kernel.py` explains the search.
 """
 
 import functools
 
 import numpy as np
 
-from pallas_softmax._src.gpu import sort_keys
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk.bound_ptx import find_bound
 from pallas_softmax._src.topk.candidates import CandidateList, clear
-from pallas_softmax._src.topk.collect_ptx import collect, collect_ties, expand_positions
+from pallas_softmax._src.topk.candidates_ptx import (
+    SCRATCH_BYTE,
+    WindowProgram,
+    collect,
+    collect_ties,
+    expand_positions,
+    find_bound,
+)
 from pallas_softmax._src.topk.plan import bound_rank, ordering_words
 from pallas_softmax._src.topk.ranking_ptx import rank
-from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
 
 
 @functools.lru_cache(maxsize=16)
@@ -40,7 +45,7 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
         _find_exactly(p, bound, highest, n)
-    if window.compact:  # the list takes the place of the row
+    if window.compact:  # the list replaces the row
         words, bucket_words, _ = ordering_words(k)
         buckets = p.x + 4 * words
         ranked = buckets + 4 * bucket_words
@@ -70,7 +75,12 @@ def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Val
     lowest = sort_keys.lowest_key(dtype)
     # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
     # than k unmasked elements, or NaNs.
-    likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
+    likely_keys = (
+        failed,
+        lowest + 1,
+        sort_keys.key_of_number(np.nan, dtype),
+        sort_keys.key_of_number(-np.nan, dtype),
+    )
     low, high = p.var(lowest, "s32"), p.var(highest)
     reach, exceed = (p.var(p.high - p.low) for _ in range(2))
     turn = p.var(0, "u32")
@@ -120,12 +130,12 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
-    of_warp = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    # Calls alternate between two places, so that each needs one barrier only.
-    place = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
-    reaches, exceeds = p.of_warps(of_warp, place, lane=0)
+    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
+    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
+    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
     # Positions outside the part hold -inf, and are counted as well.
-    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of(-np.inf, element.dtype)
+    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
     outside_reach = p.select(bound <= neg_inf, around, 0)
     outside_exceed = p.select(bound < neg_inf, around, 0)
     return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed

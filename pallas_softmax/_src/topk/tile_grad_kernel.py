@@ -46,25 +46,25 @@ def topk_grad(
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
-    def of_row(gmem):
+    def load_per_row(gmem):
         if gmem.shape[0] == 1 < x_gmem.shape[0]:
             return _over(winners, jnp.full((plan.rows,), gmem[0]))
         return tiles.load(gmem, winners, row)
 
-    def spread(of_winners):
-        return tiles.spread(of_winners, winners, plan)
+    def spread(per_winner):
+        return tiles.spread(per_winner, winners, plan)
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
     index = tiles.load(indices_gmem, winners, row, 0)
     g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
-    m, d, scale = of_row(m_gmem), of_row(d_gmem), of_row(scale_gmem)
+    m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
     x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
 
     # the winners
     scaled_won = (x_won - m) * scale
     p_won = jnp.exp(scaled_won) / d
     direct = g if log else g * p_won
-    rest = of_row(g_d_gmem) * d - _over(winners, jnp.sum(direct, 1))  # r
+    rest = load_per_row(g_d_gmem) * d - _over(winners, jnp.sum(direct, 1))  # r
     dx_won = (direct + p_won * rest) * scale
     # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
     slope_won = _over(winners, jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))

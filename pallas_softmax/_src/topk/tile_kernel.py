@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import sort_keys, tiles
+from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.topk.candidates import probability
 from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
 from pallas_softmax._src.topk.packed_ptx import insert_in_tile
-from pallas_softmax._src.topk.tile_plan import merged_tile
-from pallas_softmax._src.topk.winners import probability
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax._src.topk.plan import merged_tile
+from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
@@ -61,7 +62,7 @@ def softmax_topk(
 
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
-) -> tuple[Candidates, Normalizer]:
+) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
     rows = x.shape[0]
     values, indices, m, d = gpu_kernel(
@@ -76,7 +77,7 @@ def topk_rows(
         name="softmax_topk",
         approximate=True,
     )(x, 1 / temperature, None if mask is None else mask.array)
-    return Candidates(values, indices), Normalizer(m, d)
+    return TopK(values, indices), Normalizer(m, d)
 
 
 def _by_words(dtype) -> bool:
@@ -102,7 +103,7 @@ def search_input(x, by_words: bool) -> tuple[Any, int]:
     """Returns the elements as the search takes them, and the value of a masked one: bits if `by_words`, else keys."""
     if by_words:
         return lax.bitcast_convert_type(x, jnp.int16), -1
-    return sort_keys.key(x), sort_keys.lowest_key(x.dtype)
+    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
@@ -117,13 +118,15 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any
         row_scale = tiles.load(scale_gmem, plan, row)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-    m, d = map(broadcast, online.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
+    m, d = map(
+        broadcast, normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
+    )
     return m, d, row_scale
 
 
 def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
     """Reads the winners again, from the cache, and returns their keys."""
-    key = sort_keys.key(tiles.load(x_gmem, winners, row, column=index))
+    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))
     if mask is None:
         return key
     keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
@@ -155,7 +158,7 @@ def take_words(tile: Tile, vocab: int, k: int, bits):
 
 
 def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
-    key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
     words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
     best = ~lax.sort(~words)[:, :k]
     return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
+from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.topk.xla import TopK
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch
 from pallas_softmax._src.triton.masks import mask_arguments
 from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_in, merge_warps, plan_topk
-from pallas_softmax.online import Candidates, Normalizer
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
@@ -48,7 +49,7 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype):
     while lists > 1:
         found, lists = _launch_merge(lists, (x, temperatures), found, dtype, constants)
     values, indices, (m, d) = found
-    return Candidates(unfold(values), unfold(indices)), Normalizer(unfold(m), unfold(d))
+    return TopK(unfold(values), unfold(indices)), Normalizer(unfold(m), unfold(d))
 
 
 def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):

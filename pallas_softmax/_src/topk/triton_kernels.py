@@ -22,11 +22,11 @@ import triton.language as tl
 from pallas_softmax._src.triton.language import (
     LOG2E,
     exp,
+    from_sort_key,
     kept,
     log_sum,
     lowest_key,
     mask_start,
-    of_sort_key,
     shift,
     sort_key,
 )
@@ -76,8 +76,8 @@ def _members(
     unused below a used one. In this order, no reduction over a smaller group does. With arrays of several dimensions
     the bug might still occur, so the result has only one.
     """
-    place = _index(best) - start
-    first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
+    offset = _index(best) - start
+    first = offset // (WIDTH * SLABS) * (WIDTH * SLABS) + offset % WIDTH // VEC * VEC
     first = tl.where(best == _NOTHING, stop, start + first)
     at = tl.arange(0, SLABS)
     GROUPS: tl.constexpr = SLABS * VEC // SIZE if SIZE > VEC else SLABS
@@ -104,7 +104,7 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _merge(m, d, scale):
+def _combine_lanes(m, d, scale):
     """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
     return largest, tl.sum(d * exp((m - shift(largest)) * scale), 0)
@@ -151,7 +151,7 @@ def _store(
         tl.store(indices_ptr.to(tl.pointer_type(tl.int64)) + at * best.numel + slot, best)
     else:
         key = (best >> 32).to(tl.int32)
-        scaled = (of_sort_key(key, DTYPE) - m) * scale
+        scaled = (from_sort_key(key, DTYPE) - m) * scale
         value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
             value = tl.where(key == lowest_key(DTYPE), float("-inf") if LOG else 0.0, value)
@@ -214,7 +214,7 @@ def topk_kernel(
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
-    m, d = _merge(m, d, scale)
+    m, d = _combine_lanes(m, d, scale)
 
     best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
     for level in tl.static_range(len(LEVELS)):
@@ -260,10 +260,10 @@ def merge_kernel(
     which = part * FAN_IN + tl.arange(0, FAN_IN)
     m = tl.load(list_normalizers_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
     d = tl.load(list_normalizers_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
-    m, d = _merge(m, d, scale)
+    m, d = _combine_lanes(m, d, scale)
     slot = part * (FAN_IN * SLOTS) + tl.arange(0, FAN_IN * SLOTS)
-    of_row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
-    best = tl.topk(tl.load(of_row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
+    row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
+    best = tl.topk(tl.load(row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
         best, m, d, scale, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
         x_ptr.dtype.element_ty,

@@ -13,8 +13,24 @@ of 4:
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. If there are too many for the list, or fewer than k, bisection over the
-keys finds another bound (see `search.py`).
+Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
+another bound. There are two kinds of failure:
+
+  * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
+    concentrated in a few groups.
+  * Fewer than k elements reach the bound. One cause is that group maxima count a NaN as the highest key, and a masked
+    element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
+    chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
+
+The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
+holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
+
+    key     low                 middle                high
+             |--------------------|--------------------|         at least k elements reach low,
+             >= k elements        how many?            < k       fewer than k reach high + 1
+
+If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
+candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
 If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
 drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of the list of candidates.
@@ -22,24 +38,34 @@ drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of t
 
 import dataclasses
 import functools
+import itertools
+import math
+from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.interpreter import interpret
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import merge_kernel
-from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items
-from pallas_softmax._src.topk.search import SearchMemory, add_step, clear, find_winners, pieces
-from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.normalizers import Normalizer, shift
+from pallas_softmax._src.topk import candidates, merge_kernel
+from pallas_softmax._src.topk.candidates import Request, WinnerLists, lists_type, write_winners
+from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items, ordering_words
+from pallas_softmax._src.topk.search_ptx import search_program
+from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
@@ -62,15 +88,27 @@ def softmax_topk(
     scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
 
     normalizer = _arrive(window, part, memory, arrived, scale)  # and the largest key of each group
-    ranked_smem = find_winners(window, memory, part, request.k)  # bound, collect, rank
+    ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
     number = part.place.row * window.count + part.place.index
     lists, final = WinnerLists(*lists_gmem), window.count == 1
     write_winners(lists, number, ranked_smem, normalizer, scale, request, final)
 
 
+class SearchMemory(NamedTuple):
+    """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
+
+    # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
+    x: Any
+    # int32, the largest key of each group. A NaN counts as the highest key. Later the winners, unless compact.
+    group_keys: Any
+    candidates: Any  # the list of candidates, int32; in a compact window a list of positions, int16
+    hits: Any  # scratch of the same dtype: the numbers of the groups that reach the bound
+    counts: Any  # (128,) int32: the numbers of candidates and of groups in `hits`; the rest is scratch
+
+
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
-) -> tuple[Candidates, Normalizer]:
+) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
@@ -79,7 +117,7 @@ def topk_rows(
     request = Request(k, x.dtype, mask is not None, log, dtype)
     scale = 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
-    return merge_kernel.merge(lists, scale, plan.count, request)
+    return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
 
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
@@ -106,8 +144,8 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
 
 def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
     """Returns the shared memory of the search, in pieces."""
-    group_keys_smem, counts_smem = pieces(groups_smem, group_words(window, k), WARPGROUP)
-    candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
+    group_keys_smem, counts_smem = split(groups_smem, group_words(window, k), WARPGROUP)
+    candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
     return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
 
 
@@ -115,7 +153,7 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
     window_arrival.start_copies(window, part, memory.x, arrived)
     window_arrival.fill_edges(window, part, memory.x)
-    clear(memory)
+    _clear_list(memory)
 
     def take_step(i, carry, count, copied):
         lane, keep = carry
@@ -126,7 +164,7 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
         masked = part.mask is not None
-        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked)
+        lane = _add_step(window, memory, i, count, lane, scale * normalizers.LOG2_E, masked)
         return lane, next_keep
 
     empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
@@ -136,4 +174,106 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
         carry = lax.fori_loop(0, window.full, full_step, carry)
     if window.rest:
         carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
-    return online.combine_lanes(carry[0], scale=scale)
+    return normalizers.combine_lanes(carry[0], scale=scale)
+
+
+# --- The search
+
+
+@twin(lambda memory: None)
+def _clear_list(memory: SearchMemory) -> None:
+    """Empties the list of candidates."""
+    p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
+    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
+
+
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+    """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
+    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = shift(m)
+    terms = jnp.exp2((x - s[None, :, None]) * scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+
+
+@twin(_add_step_in_jax)
+def _add_step(
+    window: Window,
+    memory: SearchMemory,
+    step,
+    count: int,
+    lane: Normalizer,
+    scale,
+    masked: bool,
+) -> Normalizer:
+    """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
+
+    Thread t has vector t of every block. All its elements share one rescaling of d:
+
+    new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
+    s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
+    new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
+
+    `lane` has the normalizer of each thread (128,) before the step. If there is a mask (`masked`), an element with the
+    lowest key is masked, and counts as -inf.
+    """
+    element, p = Elements(memory.x.dtype), Program()
+    m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
+    block_bytes = window.block * element.itemsize
+    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
+    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(count)]
+    # If some elements are masked, their floats differ from the words.
+    floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = []
+    for i, start in enumerate(range(0, count, window.group_blocks)):
+        group = slice(start, start + window.group_blocks)
+        value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
+        largest.append(value)
+    p.set(new_m, p.max(p.reduce("max", largest), m))
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+    terms = []
+    for b, words in enumerate(vectors):
+        for x in floats[b] if floats else element.floats(p, words, marked=False):
+            terms.append(p.exp2((x - s) * scale_of_row))
+    rescale = p.exp2((m - s) * scale_of_row)
+    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    new = insert_ptx(
+        p,
+        {"x": memory.x, "group_keys": memory.group_keys},
+        {"step": step, "scale": scale},
+        {"m": lane.m, "d": lane.d},
+        {"new_m": "f32", "new_d": "f32"},
+    )
+    return Normalizer(*new)
+
+
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
+    inside = (position >= part.low) & (position < part.high)
+    candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    return memory.group_keys
+
+
+@twin(_find_winners_in_jax)
+def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
+    """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
+
+    All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
+    """
+    program = search_program(window, jnp.dtype(memory.x.dtype), k)
+    insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
+    return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
+
+
+def split(ref, *sizes: int) -> list:
+    """Splits a one-dimensional array: returns references to consecutive ranges with these lengths."""
+    return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]

@@ -9,20 +9,36 @@ Arithmetic is in float32, or in the dtype of the logits if that is wider.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import logits_of, mask_at, masked, sum_over
-from pallas_softmax.online import Candidates, Normalizer, widen
+from pallas_softmax._src.normalizers import Normalizer, widen
+
+
+class TopK(NamedTuple):
+    """The winners of each row, best first.
+
+    Attributes:
+      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
+      indices: int32, the positions of the winners in the row; the same shape.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+
+
+export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
-    """Returns the k winners of the last axis, as `Candidates`, and the normalizer of logits / temperature.
+    """Returns the k winners of the last axis, as `TopK`, and the normalizer of logits / temperature.
 
     The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
     rounds x first. It is the first winner. If the first winner is -NaN, d is NaN anyway.
@@ -32,7 +48,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
       log: whether the values are logs of probabilities.
       dtype: the dtype of the values.
     """
-    x = logits_of(online.to_float(logits, (-1,), where), where)
+    x = logits_of(normalizers.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
     winners = jnp.take_along_axis(x, indices, -1)
     some = isinstance(k, int) and k > 0  # a symbolic k may be 0
@@ -40,7 +56,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
     kept = None if where is None else mask_at(where, logits, indices)
-    return Candidates(_values(winners, kept, normalizer, temperature, log, dtype), indices), normalizer
+    return TopK(_values(winners, kept, normalizer, temperature, log, dtype), indices), normalizer
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
@@ -54,12 +70,12 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
       temperature, k, log, dtype: as for `topk`.
     """
     tops, d = parts
-    normalizer = online.combine_parts(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+    normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
     order = best_order(won, kept, k)
     kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
-    winners = online.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
+    winners = normalizers.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
     values = _values(winners, kept, normalizer, temperature, log, dtype)
-    return Candidates(values, jnp.take_along_axis(indices, order, -1)), normalizer
+    return TopK(values, jnp.take_along_axis(indices, order, -1)), normalizer
 
 
 def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
@@ -83,7 +99,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
       dx, and the derivative with respect to the temperature, (..., 1).
     """
     logits, temperature, m, d, indices = residuals
-    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     own = None  # which winners lie in this device's shard of the row
     if mesh_axes:
         indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
@@ -118,7 +134,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
     """
     logits, temperature, m, d, indices = residuals
-    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     own = None
     if mesh_axes:
         indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
@@ -194,7 +210,7 @@ def best_order(logits, where, k):
         return top_k(x, k)[1]
 
     def by_key(x):
-        return top_k(online.sort_key(x), k)[1]
+        return top_k(sort_keys.key(x), k)[1]
 
     def on_cuda(x):
         # XLA's kernel for k <= 16 is faster in float32; its sort, for larger k, is faster for 16-bit dtypes

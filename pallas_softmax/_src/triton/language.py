@@ -1,7 +1,7 @@
 """Functions that the Triton kernels share: ⊕, the mask, the order of top-k, and exponentials.
 
-The operator ⊕, `shift` and the sort key are defined in pallas_softmax/online.py. Triton compiles its own language,
-without jax.numpy, so this file restates them. tests/programs/triton_interpreter.py checks them against online.py.
+The operator ⊕, `shift` and the sort key are defined in normalizers.py and sort_keys.py. Triton compiles its own
+language, without jax.numpy, so this file restates them. tests/programs/triton_interpreter.py compares the definitions.
 
 Kernels inline the functions that they call. Arguments marked as `tl.constexpr` are Python values that are known when a
 kernel is compiled. All other arguments are Triton tensors of any shape: the arrays of one program.
@@ -33,7 +33,7 @@ def exp(x):
 
 @triton.jit
 def shift(m):
-    """Returns the number to subtract before exp: m, but 0 for m = -inf. See `online.shift`."""
+    """Returns the number to subtract before exp: m, but 0 for m = -inf. See `normalizers.shift`."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -45,7 +45,7 @@ def larger(a, b):
 
 @triton.jit
 def combine(m1, d1, m2, d2):
-    """Applies the paper's operator ⊕ to the normalizers (m1, d1) and (m2, d2), like `online.combine`."""
+    """Applies the paper's operator ⊕ to the normalizers (m1, d1) and (m2, d2), like `normalizers.combine`."""
     m = larger(m1, m2)
     s = shift(m)
     return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
@@ -94,7 +94,7 @@ def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
 
 @triton.jit
 def sort_key(x):
-    """Returns int32 keys in the total order of lax.top_k, like `online.sort_key`: the larger key wins."""
+    """Returns int32 keys in the total order of lax.top_k, like `sort_keys.key32`: the larger key wins."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         return bits ^ ((bits >> 31) & 0x7FFF)
@@ -104,7 +104,7 @@ def sort_key(x):
 
 
 @triton.jit
-def of_sort_key(key, DTYPE: tl.constexpr):
+def from_sort_key(key, DTYPE: tl.constexpr):
     """Returns the elements of this dtype that have these keys, converted to float32."""
     if DTYPE.primitive_bitwidth == 16:
         bits = key ^ ((key >> 31) & 0x7FFF)

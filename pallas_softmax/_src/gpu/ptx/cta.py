@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
-from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+from pallas_softmax._src.gpu.ptx.elements import flip_negative
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 # These two synchronize all threads of the cluster, and show them what the others wrote to their own shared memory. The
 # fences cover shared memory only: `barrier.cluster.arrive.release` would also wait for device memory. The fences do not
@@ -68,8 +70,8 @@ class CtaProgram(Program):
                 out[i] = self.over_lanes(op, value)
             elif op != "add":
                 # One integer instruction reduces the sort keys. The NaN that max.NaN returns has the highest key.
-                bits = self.over_lanes(op.removesuffix(".NaN"), flipped(value.bits("s32")))
-                out[i] = flipped(bits).bits("f32")
+                bits = self.over_lanes(op.removesuffix(".NaN"), flip_negative(value.bits("s32")))
+                out[i] = flip_negative(bits).bits("f32")
         return out
 
     def scan(self, value: Value) -> tuple[Value, Value]:
@@ -133,8 +135,3 @@ class CtaProgram(Program):
             there = self.op("mapa.shared::cluster", "u32", at, cta)
             self.load_into(out, there, when=when, space="shared::cluster")
         return out
-
-
-def flipped(bits: Value) -> Value:
-    """Returns the sort key of a float's bits, or the bits of a sort key."""
-    return bits ^ (bits.sign() & 0x7FFFFFFF)

@@ -4,17 +4,34 @@ A word holds one float32, or two 16-bit elements with the first one in the lower
 
     bits     the bits of its dtype, as a signed number ("s32"); a 16-bit element is extended by its sign
     float    the same number in float32 ("f32")
-    key      its sort key (see `sort_keys`), as a signed number ("s32")
+    key      its sort key (see `sort_keys.py`), as a signed number ("s32")
+
+`flip_negative` is the one definition of sort keys in inline PTX; `flip_negative_at_once` is another form of it.
 """
 
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
-from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 # The bits of -inf, by the name of the dtype in PTX and MLIR.
 NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 _UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
+MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 except the sign
+
+
+def flip_negative(bits: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Returns the sort key of a float with these bits, or the bits of the float with this sort key.
+
+    It inverts the bits `magnitude` of negative numbers. For a 16-bit float, extended by its sign, they are 0x7fff.
+    """
+    return bits ^ (bits.sign() & magnitude)
+
+
+def flip_negative_at_once(p: Program, bits: Value, signs: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Does the same in one instruction, given the `sign()` of the bits or of each half of them."""
+    return p.bitwise3(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, signs, magnitude)
 
 
 class Elements:
@@ -46,7 +63,7 @@ class Elements:
 
     def key(self, bits: Value) -> Value:
         """Returns the sort key of an element's bits. It is its own inverse, so it also returns the bits of a key."""
-        return bits ^ (bits.sign() & self.magnitude)
+        return flip_negative(bits, self.magnitude)
 
     def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
         """Returns each element as a float. If `marked`, elements with all bits set become -inf."""

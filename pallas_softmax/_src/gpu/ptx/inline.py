@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.ptx.program import Program
 
 # Typed Any, since pyright does not know that the decorator adds the function's first parameter.
 inline: Any = plgpu.inline_mgpu

@@ -44,8 +44,10 @@ def narrow(
         leave(keys.extent.equals(0))
         if stop is not None:
             leave(stop())
-        # A bucket has 2^shift keys: as few as the number of buckets allows.
-        shift = p.max(p.highest_bit(keys.extent).bits("s32") - (buckets.bit_length() - 2), 0).bits("u32")
+        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket,
+        # so a bucket has 2^shift keys.
+        log2_buckets = buckets.bit_length() - 1
+        shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
 
         def bucket_of(key):
             distance = keys.distance(key)

@@ -11,8 +11,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
 from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
-from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.ptx.program import Program
 
+_WORD_BYTES = 4
 # The number and the kind of the registers that move so many bytes, and the MLIR types of such registers.
 _WORDS = {1: (1, "u8"), 2: (1, "u16"), 4: (1, "u32"), 8: (2, "u32"), 16: (4, "u32")}
 _REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}
@@ -96,14 +97,16 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     The last word is read only if the bytes reach it. No read leaves the array's buffer, which starts and ends at a
     multiple of four bytes.
     """
-    p, count = Program(), vec // 4
+    p, count = Program(), vec // _WORD_BYTES
     at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
-    first = at & -4
-    shift = (p.convert(at, "u32") & 3) << 3
+    first = at & -_WORD_BYTES
+    shift = (p.convert(at, "u32") & (_WORD_BYTES - 1)) << 3  # from bytes to bits
     reads_last = reads & shift.differs(0)
     words = [p.var(0, "u32") for _ in range(count + 1)]
     for i, word in enumerate(words):
-        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+        p.load_into(
+            [word], first, offset=_WORD_BYTES * i, when=reads if i < count else reads_last, space="global"
+        )
     for i, (low, high) in enumerate(zip(words, words[1:])):
         p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
     registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})

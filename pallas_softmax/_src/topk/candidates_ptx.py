@@ -1,7 +1,17 @@
-"""Inline PTX that lists the candidates of a part, with the 128 threads of a CTA.
+"""Inline PTX that finds the candidates for the k best elements of a part, with the 128 threads of a CTA.
 
-The groups that reach the bound are listed, and each thread takes every 128th group of the list. It handles 32 elements
-at once, and makes a mask with one bit for each. An example with four groups of 8 elements:
+`find_bound` finds a lower bound for the k best elements. It looks only at the largest key of each group. The range of
+these keys is cut into buckets of equal length, a power of two, and the keys are counted by bucket. One bucket holds the
+k-th largest key. At least k keys reach the least key of that bucket, which is the bound. If many more than k keys reach
+it, `narrow` cuts the bucket into buckets again:
+
+    keys       2 9 4 8 7 4 7 1      k = 3
+    bucket     3 0 2 0 1 2 1 4      (9 - key) / 2
+    counts     2 2 2 1 1            the third largest key is in bucket 1, keys 6 and 7: four keys reach 6
+
+`collect` lists the candidates, the elements that reach the bound. First it lists the groups that reach the bound. Each
+thread takes every 128th group of that list. It handles 32 elements at once, and makes a mask with one bit for each. An
+example with four groups of 8 elements:
 
     its groups    12         71         130        388
     mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
@@ -11,21 +21,162 @@ at once, and makes a mask with one bit for each. An example with four groups of 
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, narrow
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
+    LOADED_AT_ONCE,
     LOWEST_KEY,
     POSITION_BYTES,
     CandidateList,
     candidate_of,
 )
-from pallas_softmax._src.topk.window_ptx import HITS_BYTE, SCRATCH_BYTE, WindowProgram, log2
+from pallas_softmax._src.topk.plan import listed_items
+
+# Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
+HITS_BYTE, SCRATCH_BYTE = 4, 16
+
+
+class WindowProgram(CtaProgram):
+    """A program for the part of a row in a `Window`, with k winners.
+
+    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `Part`.
+    """
+
+    def __init__(self, window: Window, dtype, k: int):
+        super().__init__()
+        self.window, self.element, self.k = window, Elements(dtype), k
+        # The lists have room for `capacity` candidates, in `list_bytes` bytes, and for `hits_capacity` groups.
+        items, self.hits_capacity = listed_items(window, k)
+        self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
+        self.x, self.group_keys = self.operands("u32", "x", "group_keys")
+        self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
+        self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+        self.block_bytes = window.block * self.element.itemsize
+
+    def address(self, position: Value) -> Value:
+        """Returns the address of a position."""
+        return self.at(self.x, position, self.element.itemsize)
+
+    def first_position(self, group: Value) -> Value:
+        """Returns the first position of a group."""
+        window = self.window
+        first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
+
+    def hit(self, at: Value) -> Value:
+        """Returns the address of entry `at` of the list of groups that reach the bound."""
+        return self.at(self.hits, at, 2 if self.window.compact else 4)
+
+    def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
+        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
+        address = self.hit(at)
+        if self.window.compact:
+            return self.convert(self.load(address, "u16", when=when, default=default), "u32")
+        if default is not None:
+            return self.load(address, "u32", when=when, default=default)
+        self.load_into([address], address, when=when)  # overwriting the address saves a register
+        return address
+
+
+def log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+# --- The bound
+
+_EACH = 4  # counters per thread
+_BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
+
+
+def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
+    """Returns a key that at least `rank` group_keys reach, and the highest group_key.
+
+    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. Each round counts the
+    group_keys in the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The
+    counters use the list of candidates, which must be empty, and every round clears them.
+    """
+    p.barrier()  # all threads have written their group_keys
+    own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
+    keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
+    left = _bracket(p, keys, rank, scratch)
+    highest = p.var(left.high)
+    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
+    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
+
+    def one_round(bucket_of):
+        for key in keys:
+            bucket, inside = bucket_of(key)
+            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
+        return _find_bucket(p, above, reach, rank, scratch)
+
+    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
+    return left.high - left.extent.bits("s32"), highest
+
+
+def most_at_bound(rank: int) -> int:
+    """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
+    return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
+
+
+def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> KeyRange:
+    """Returns the range from a key that at least `rank` group_keys reach to the largest group_key.
+
+    Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
+    sets' maxima is a key that every set reaches.
+    """
+    sets = -(-rank // WARPGROUP)
+    largest = p.reduce("max", keys)
+    least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
+    least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
+    lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
+    return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+
+
+def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
+    """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
+
+    `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the
+    number of keys that reach the least key of the bucket.
+
+    A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than `rank` keys
+    lie before that bucket, and at least `rank` keys reach it. That thread publishes its result in the scratch:
+
+        word of scratch   0 to 3               4        6        7
+                          totals of the warps  bucket   before   reach
+    """
+    p.barrier()
+    mine = p.at(p.candidates, p.thread, 4 * _EACH)
+    counts = p.load_vector(mine, "s32", _EACH)
+    p.store(mine, *[0] * _EACH)
+    start, total = p.scan(p.reduce("add", counts))
+    (totals,) = p.of_warps([total], scratch, lane=LANES - 1)
+    p.add_lower_warps(start, totals)
+    first = end = start + above
+    bucket, before, upto = p.fresh("u32"), p.fresh("s32"), p.fresh("s32")
+    for i, count in enumerate(counts):
+        start, end = end, end + count
+        is_before = start < rank  # the last counter that starts before `rank` may be the one
+        for register, value in zip((bucket, before, upto), (i, start, end)):
+            p.set(register, value, when=is_before)
+    found = (first < rank) & (end >= rank)
+    p.store(scratch, p.multiply_add(p.thread, _EACH, bucket), offset=_BUCKET_BYTE, when=found)
+    p.store(scratch, before, upto, offset=_BEFORE_BYTE, when=found)
+    p.barrier()
+    p.load_into([above, reach], scratch, offset=_BEFORE_BYTE)
+    return p.load(scratch, "u32", offset=_BUCKET_BYTE)
+
+
+# --- The candidates
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
 # Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
 _FEW_CANDIDATES = 256
-_LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
 
 def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
@@ -34,8 +185,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
     n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
     for turn = 0, 128 * groups at once, ... below n:
         mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
-        place = reserve as many places as mask has bits
-        while mask: clear its lowest bit, write that element to entry `place`, place += 1
+        entry = reserve as many entries as mask has bits
+        while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
 
     The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
     further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
@@ -48,8 +199,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
         with p.repeat() as again:
             mask = _mask_turn(p, bound, turn, n, listed=not all_groups)
             count = p.count_ones(mask)
-            place = p.take_from(p.counts, count, when=count.differs(0))
-            _append(p, mask, turn, place, listed=not all_groups)
+            entry = p.take_from(p.counts, count, when=count.differs(0))
+            _append(p, mask, turn, entry, listed=not all_groups)
             p.increase(turn, _BITS // p.window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
@@ -58,14 +209,14 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
     """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
 
-    A warp counts its groups that reach the bound, and reserves as many places. If the groups of all warps do not fit,
+    A warp counts its groups that reach the bound, and reserves as many entries. If the groups of all warps do not fit,
     all threads jump to the end of `collect` by give_up().
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
     each = p.window.groups_per_thread
-    for start in range(0, each, _LOADED_AT_ONCE):
-        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+    for start in range(0, each, LOADED_AT_ONCE):
+        turns = range(start, min(start + LOADED_AT_ONCE, each))
         keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
         count, before, reach = p.var(0, "u32"), [], []
         for key in keys:
@@ -75,8 +226,8 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
             count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
-            place = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
-            first = p.shuffle(place, "idx", 0)
+            reserved = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
+            first = p.shuffle(reserved, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
                 at, group = lower + first, p.thread + WARPGROUP * i
                 group = p.convert(group, "u16") if p.window.compact else group
@@ -128,8 +279,8 @@ def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Val
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
-        turned = word ^ flip
-        elements += [turned << 16, turned] if p.element.halves else [turned]
+        flipped = word ^ flip
+        elements += [flipped << 16, flipped] if p.element.halves else [flipped]
     bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
     for i, x in enumerate(elements):
         p.update(bits[i // each], "or", 1 << i, when=x >= bound)
@@ -160,14 +311,14 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
 
 
-def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed: bool) -> None:
-    """Appends the elements with bits in `mask` at `place`, two or four at once. Clears `mask` and advances `place`."""
+def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
+    """Appends the elements with bits in `mask` at `entry`, two or four at once. Clears `mask` and advances `entry`."""
     window = p.window
     with p.loop() as leave:
-        leave(mask.equals(0) | (place >= p.capacity))
+        leave(mask.equals(0) | (entry >= p.capacity))
         chosen, bits, groups = [], [], []
         for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
-            inside = place + i < p.capacity
+            inside = entry + i < p.capacity
             chosen.append(inside & mask.differs(0))
             bits.append(p.lowest_bit(mask))
             p.update(mask, "and", mask - 1)
@@ -182,20 +333,20 @@ def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed:
                 elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
         for i, (choose, position) in enumerate(zip(chosen, positions)):
             key = None if window.compact else p.element.key(elements[i])
-            _store_entry(p, place, key, position, choose)
-            p.increase(place, 1)
+            _store_entry(p, entry, key, position, choose)
+            p.increase(entry, 1)
 
 
 def _store_entry(
-    p: WindowProgram, place: Value, key: Value | None, position: Value, when: Condition = None
+    p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
 ) -> None:
-    """Writes an element as entry `place` of the list: as a candidate, or in a compact window as its position."""
+    """Writes an element as entry `entry` of the list: as a candidate, or in a compact window as its position."""
     if p.window.compact:
-        p.store(p.at(p.candidates, place, POSITION_BYTES), p.convert(position, "u16"), when=when)
+        p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:
         assert key is not None
         candidate = candidate_of(p, key, position.bits("s32") + p.origin)
-        p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
+        p.store(p.at(p.candidates, entry, CANDIDATE_BYTES), candidate, when=when)
 
 
 def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
@@ -225,7 +376,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
             ballot = p.ballot(tied[-1])
             p.increase(in_warp, p.count_ones(ballot))
             p.increase(before, p.count_ones(ballot & lower_lanes))
-        # Two places alternate, so that one barrier for each block suffices.
+        # Two parts of the scratch alternate, so that one barrier for each block suffices.
         (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
         p.increase(before, base)
         p.add_lower_warps(before, totals)
@@ -251,10 +402,10 @@ def expand_positions(p: WindowProgram, of: CandidateList) -> None:
     own = p.at(p.candidates, p.thread, POSITION_BYTES)
     values = [p.var(0, "u64") for _ in range(of.capacity // WARPGROUP)]
     with p.block() as leave:
-        for first in range(0, each, _LOADED_AT_ONCE):
+        for first in range(0, each, LOADED_AT_ONCE):
             leave(of.n <= WARPGROUP * first)
             loaded = []
-            for i in range(first, min(first + _LOADED_AT_ONCE, each)):
+            for i in range(first, min(first + LOADED_AT_ONCE, each)):
                 listed = p.thread + WARPGROUP * i < of.n
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")

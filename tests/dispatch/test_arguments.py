@@ -1,0 +1,338 @@
+"""Arrays, integers and options of NumPy's and Python's types, strict promotion, and x64, in all public functions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax._src.dispatch import eager
+from tests.support.covering import first, first_values, pairs
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 8
+W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+LABELS = np.arange(6, dtype=np.int32).reshape(2, 3) % 4
+ROWS = np.ones((2, 3), np.float32)
+MASK = X > 0.2
+KEY = np.zeros(2, np.uint32)
+PROJECTION = {"x": X, "w": W, "bias": W[0]}
+WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
+
+# name: (function, its static arguments, its arrays)
+FUNCTIONS = {
+    "softmax": (ps.softmax, {}, {"x": X, "where": MASK}),
+    "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}),
+    "logsumexp": (ps.logsumexp, {}, {"a": X, "b": X, "where": MASK}),
+    "fused_topk": (ps.fused_topk, {"k": 2}, {"logits": X, "where": MASK, "temperature": ROWS}),
+    "sample": (
+        ps.sample,
+        {},
+        {
+            **{"key": KEY, "logits": X, "where": MASK, "temperature": ROWS},
+            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+        },
+    ),
+    "token_stats": (ps.token_stats, {}, {"logits": X, "labels": LABELS, "where": MASK, "temperature": ROWS}),
+    "route": (ps.route, {"k": 1, "groups": 2, "top_groups": 1}, {"logits": X, "bias": W[0, :4]}),
+    "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, PROJECTION),
+    "linear_cross_entropy": (
+        ps.linear_cross_entropy,
+        {},
+        PROJECTION
+        | {"labels": LABELS, "where": MASK[..., 0], "token_weights": ROWS}
+        | {"label_smoothing": ROWS, "z_loss": ROWS},
+    ),
+    "linear_log_probs": (
+        ps.linear_log_probs,
+        {},
+        PROJECTION | {"labels": LABELS, "where": MASK[..., 0], "temperature": ROWS},
+    ),
+    "linear_token_stats": (
+        ps.linear_token_stats,
+        {},
+        PROJECTION | {"labels": LABELS, "temperature": ROWS},
+    ),
+    "linear_topk": (ps.linear_topk, {"k": 2}, PROJECTION | {"temperature": ROWS}),
+}
+ARRAYS = [(name, argument) for name, (_, _, arrays) in FUNCTIONS.items() for argument in arrays]
+each = pytest.mark.parametrize("name", FUNCTIONS)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def call(name, **changed):
+    """Calls a function with its arguments above, except for those that are given."""
+    function, static, arrays = FUNCTIONS[name]
+    return function(**(static | arrays | changed))
+
+
+def plainly(name, **options):
+    """Calls a function with the arrays that it needs, so that other options fit."""
+    function, static, arrays = FUNCTIONS[name]
+    needed = ("key", "x", "w", "a", "logits", "labels")
+    return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
+
+
+def assert_equal(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def assert_close(got, expected):
+    """Compares results of jit and of a call outside: XLA folds known arrays with other roundings."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
+
+
+# --- Arrays that JAX would misread ----------------------------------------------------------------------
+
+# name: (an array in place of another, the error, what it says)
+MISFITS = {
+    "masked": (np.ma.array, ValueError, "must be an array without a mask, got a masked array of numpy.ma"),
+    "structured": (lambda a: np.zeros(a.shape, [("f", "f4")]), TypeError, "must be of numbers that JAX has"),
+    "bytes": (lambda a: np.zeros(a.shape, "V4"), TypeError, "must be of numbers that JAX has"),
+    "byte order": (
+        lambda a: np.zeros(a.shape, np.dtype(np.float32).newbyteorder()),
+        TypeError,
+        "must be of numbers that JAX has in the byte order of the machine, got dtype",
+    ),
+    "string": (lambda a: a.astype(str).astype(np.dtypes.StringDType()), TypeError, "must be of numbers"),
+    "float0": (lambda a: np.zeros(a.shape, jax.dtypes.float0), TypeError, "must be of numbers that JAX has"),
+}
+
+
+@pytest.mark.parametrize(("case", "argument"), first(24, pairs(MISFITS, ARRAYS)), ids=str)
+def test_misfits_are_refused_by_name(case, argument):
+    name, of = argument
+    make, error, match = MISFITS[case]
+    misfit = make(FUNCTIONS[name][2][of])
+    for _ in range(2):  # the second call would use what the first one compiled
+        with pytest.raises(error, match=f"^{name}: {of} {match}"):
+            call(name, **{of: misfit})
+    with pytest.raises(error, match=f"^{name}: {of} {match}"):
+        jax.eval_shape(lambda: call(name, **{of: misfit}))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2])
+def test_floats_of_8_bits_are_no_misfits(dtype):
+    """float8_e4m3fnuz and NumPy's complex long doubles share the code G."""
+    assert_equal(ps.softmax(X.astype(dtype)), ps.softmax(jnp.asarray(X.astype(dtype))))
+
+
+def test_factors_without_a_common_dtype_are_named():
+    with pytest.raises(
+        ValueError, match="^logsumexp: a of float32 and b of float8_e5m2 have no common dtype"
+    ):
+        ps.logsumexp(X, b=X.astype(ml_dtypes.float8_e5m2))
+
+
+# --- Integers of 64 bits --------------------------------------------------------------------------------
+
+REAL = ("a", "b", "temperature", "top_p", "min_p", "token_weights", "label_smoothing", "z_loss")
+INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "top_k")]
+INTEGERS.remove(("route", "bias"))
+
+
+@pytest.mark.parametrize(("name", "of"), first(8, INTEGERS))
+@pytest.mark.parametrize("dtype", [int, np.int64, np.uint64])
+def test_integers_that_would_wrap_are_named(name, of, dtype):
+    wide = dtype(WIDE) if dtype is int else np.full(FUNCTIONS[name][2][of].shape, WIDE, dtype)
+    for f in (call, lambda *args, **changed: jax.eval_shape(lambda: call(*args, **changed))):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: {of} must be from -?\d+ to \d+ \(u?int32\), got {WIDE}"
+        ):
+            f(name, **{of: wide})
+
+
+@pytest.mark.parametrize("dtype", first_values(1, [np.int64, np.uint64, jnp.int64]))
+@pytest.mark.parametrize("name", [name for name, of in ARRAYS if of == "labels"])
+def test_labels_never_wrap(name, dtype):
+    """A label that int32 cannot hold is out of range."""
+    labels, out = LABELS.astype(np.int64), LABELS.copy()
+    labels[0, 1], out[0, 1] = WIDE, -1
+    if dtype is jnp.int64:
+        with jax.enable_x64(True):
+            labels = jnp.asarray(labels)
+    else:
+        labels = labels.astype(dtype)
+    assert_equal(call(name, labels=labels), call(name, labels=out))
+    assert_close(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out))
+    with pytest.raises(ValueError, match=rf"^{name}: labels must be from -\d+ to \d+ \(int32\), got {WIDE}"):
+        call(name, labels=WIDE)
+
+
+TAKEN = [
+    (name, of) for name, of in ARRAYS if of in ("a", "b", "temperature", "token_weights", "z_loss", "top_k")
+]
+
+
+@pytest.mark.parametrize(("name", "of"), TAKEN)
+@pytest.mark.parametrize("dtype", first_values(2, [int, np.int64, np.uint64]))
+def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
+    shape = () if dtype is int else FUNCTIONS[name][2][of].shape
+    wide = 2**40 if dtype is int else np.full(shape, 2**40, dtype)
+    same = np.full(shape, 2**31 - 1) if of == "top_k" else np.full(shape, 2.0**40, np.float32)
+    expected = plainly(name, **{of: same})
+    assert_equal(plainly(name, **{of: wide}), expected)
+    if name != "sample":  # it takes long to compile
+        assert_close(jax.jit(lambda: plainly(name, **{of: wide}))(), expected)
+
+
+def test_a_wide_bias_of_the_router_steers():
+    assert ps.route(X, 1, bias=np.array([0, 2**32, 0, 0])).indices.tolist() == [[[1]] * 3] * 2
+
+
+@pytest.mark.parametrize("argument", ["top_p", "min_p", "label_smoothing"])
+def test_wide_integers_are_out_of_range(argument):
+    name = "linear_cross_entropy" if argument == "label_smoothing" else "sample"
+    with pytest.raises(ValueError, match=f"^{name}: {argument} must be from 0 to 1, got {WIDE}"):
+        call(name, **{argument: np.int64(WIDE)})
+
+
+def test_integers_of_64_bits_that_fit_are_as_before():
+    assert_equal(ps.softmax(np.array([1, 2**31 - 1])), jax.nn.softmax(np.array([1, 2**31 - 1])))
+    with jax.enable_x64(True):
+        x = np.array([2**40, 2**40 + 1])
+        assert_equal(ps.softmax(x), ps.softmax(np.array([0, 1])))
+        assert np.isnan(ps.token_stats(X[0, 0], np.int64(WIDE)).log_probs)
+
+
+@pytest.mark.parametrize(
+    "temperature", [np.float16(0), ml_dtypes.bfloat16(0), jnp.zeros((), jnp.int4)], ids=str
+)
+def test_the_range_of_a_narrow_number_is_checked_in_float64(temperature):
+    """1e-37 is 0 in float16."""
+    with pytest.raises(ValueError, match="temperature must be from 1e-37 to 1e37"):
+        call("linear_log_probs", temperature=temperature)
+
+
+# --- Options --------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "softmax": {"axis": [np.int64(0), (0, 1), 0, np.int32(1), (np.int64(0), 1)]},
+    "log_softmax": {"axis": [np.int64(0), (0, 1), 0]},
+    "logsumexp": {"axis": [np.int64(0), (0, 1), None], "keepdims": [np.bool_(True), False, True]},
+    "fused_topk": {
+        "k": [np.int64(1), 1, np.uint8(2)],
+        "log": [np.bool_(True), False, True],
+        "dtype": [np.dtype(np.float32), "float16", jnp.bfloat16],
+    },
+    "sample": {"axis": [np.int64(0), 0, np.int32(-1)]},
+    "token_stats": {"axis": [np.int64(-1), -1, np.int32(-1)]},
+    "route": {
+        "k": [np.int64(1), 1, np.int8(2)],
+        "score": [np.str_("sigmoid"), "softmax", "sigmoid"],
+        "groups": [np.int64(2), 2],
+        "renormalize": [np.bool_(True), True, False],
+        "scale": [np.float32(2), 2, 2.0],
+    },
+    "linear_logsumexp": {"softcap": [np.float32(30), None, 30, 30.0]},
+    "linear_cross_entropy": {"reduction": [np.str_("mean"), None, "sum"], "softcap": [np.float32(30), 30]},
+    "linear_log_probs": {"workspace_bytes": [np.int64(2**20), 2**20, np.int32(2**19)]},
+    "linear_token_stats": {"implementation": [np.str_("xla"), None, "xla"]},
+    "linear_topk": {"k": [np.int64(1), 1, 2], "log": [np.bool_(True), False]},
+}
+CHOSEN = [(name, option) for name, options in OPTIONS.items() for option in options]
+
+
+@pytest.mark.parametrize(("name", "option"), first(12, CHOSEN))
+def test_options_of_any_type_in_any_order(name, option):
+    """JAX compares the options of several calls. A NumPy number, compared with a tuple, has no truth value."""
+    values = OPTIONS[name][option]
+    expected = [jax.jit(functools.partial(plainly, name, **{option: value}))() for value in values]
+    for value, result in [*zip(values, expected), *zip(values[::-1], expected[::-1])]:
+        assert_close(plainly(name, **{option: value}), result)
+    # each of these is accepted, or refused by name
+    for value in (np.float32(0.5), np.longdouble(1), np.array([1, 2]), np.ones(3), [None], (0, 1)):
+        try:
+            plainly(name, **{option: value})
+        except (TypeError, ValueError) as error:
+            assert str(error).startswith(f"{name}: {option}")
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1, 2]), np.array(["xla"]), jnp.ones(2), {}, [], 1, b"xla"], ids=repr
+)
+@each
+def test_an_array_is_no_implementation(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: implementation must be None or one of"):
+        plainly(name, implementation=value)
+
+
+@pytest.mark.parametrize("value", [np.array(["mean", "sum"]), ["mean"], 1], ids=repr)
+def test_an_array_is_no_reduction(value):
+    with pytest.raises(ValueError, match="^linear_cross_entropy: reduction must be 'mean', 'sum' or None"):
+        plainly("linear_cross_entropy", reduction=value)
+
+
+def test_an_array_is_no_axis_name():
+    for options in ({}, {"b": X}):
+        with pytest.raises(TypeError, match="^logsumexp: axis_name must be None, a str or a tuple of str"):
+            ps.logsumexp(X, axis_name=np.array(["v", "w"]), **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("linear_logsumexp", "softcap", [30, 30.0, np.float32(30), jnp.float32(30)]),
+        ("linear_topk", "softcap", [20, np.float64(20)]),
+        ("fused_topk", "k", [3, np.int64(3), np.int8(3)]),
+        ("softmax", "axis", [(0, 1), (np.int64(0), np.int32(1))]),
+        ("logsumexp", "keepdims", [True, np.bool_(True)]),
+        ("linear_log_probs", "workspace_bytes", [12345, np.int64(12345)]),
+    ],
+)
+def test_equal_options_compile_once(name, option, values):
+    before = eager._compiled._cache_size()
+    for value in values:
+        plainly(name, **{option: value})
+    assert eager._compiled._cache_size() <= before + 1
+
+
+# --- Strict promotion -----------------------------------------------------------------------------------
+
+PROMOTION = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+
+
+@pytest.fixture(params=PROMOTION)
+def strictly(request):
+    before = getattr(jax.config, request.param)
+    jax.config.update(request.param, PROMOTION[request.param])
+    yield
+    jax.config.update(request.param, before)
+
+
+def total(results):
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in jax.tree.leaves(results) if a.dtype != jnp.int32)
+
+
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@each
+def test_strict_promotion(name, dtype, wide, strictly):
+    """Each argument has a dtype and a rank of its own: the call promotes none without a cast."""
+    narrow = {
+        **{
+            "where": MASK[0, 0],
+            "temperature": np.float16(2),
+            "bias": np.arange(8),
+            "labels": LABELS.astype(np.uint8),
+        },
+        **{"top_k": np.int8(2), "top_p": np.float16(0.5), "min_p": np.float64(0.1)},
+        **{"token_weights": np.arange(3), "label_smoothing": np.float16(0.5), "z_loss": np.int32(1)},
+    }
+    narrow |= {"bias": np.arange(4)} if name == "route" else {"bias": W[0].astype(np.float16)}
+    narrow |= {"where": MASK[0, :, 0]} if name.startswith("linear") else {}
+    function, static, arrays = FUNCTIONS[name]
+    changed = {of: narrow[of] for of in arrays if of in narrow}
+    dtypes = {of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits") if of in arrays}
+    of = next(iter(dtypes.keys() & {"x", "a", "logits"}))
+
+    def value(x):
+        results = call(name, **{**dtypes, **changed, of: x})
+        return results[:2] if name == "sample" else results
+
+    with jax.enable_x64(wide):
+        jax.eval_shape(value, dtypes[of])
+        if name != "linear_topk":  # it has no gradient
+            jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])

@@ -1,0 +1,106 @@
+"""Every function lowers for CUDA under jax_enable_x64, to the kernels that it has without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support.covering import first
+from tests.support.lowering import array, kernel_names, lowered
+
+
+def per_row(x, value):
+    """Returns a number for each row, of 64 bits under x64."""
+    return jnp.asarray(np.full(x.shape[:-1], value))
+
+
+KEY = jax.random.key(0)
+ROWS = {
+    "softmax": lambda x, **where: ps.softmax(x, **where),
+    "columns": lambda x, **where: ps.softmax(x, 0, **where),
+    "log_softmax": lambda x, **where: ps.log_softmax(x, **where),
+    "logsumexp": lambda x, **where: ps.logsumexp(x, -1, **where),
+    "fused_topk": lambda x, **where: ps.fused_topk(x, 5, temperature=per_row(x, 2.0), **where),
+    "long lists": lambda x, **where: ps.fused_topk(x, 200, log=True, **where),
+    "token_stats": lambda x, **where: ps.token_stats(x, per_row(x, 1), **where),
+    "hot stats": lambda x, **where: ps.token_stats(x, temperature=per_row(x, 2.0), **where),
+    "draw": lambda x, **where: ps.sample(KEY, x, **where)[:2],
+    "filters": lambda x, **where: ps.sample(
+        KEY, x, top_k=50, top_p=per_row(x, 0.9), min_p=0.1, temperature=per_row(x, 2.0), **where
+    )[:2],
+}
+ROUTERS = {
+    "route": lambda x: ps.route(x, 4),
+    "groups": lambda x: ps.route(
+        x, 4, score="sigmoid", bias=jnp.zeros(x.shape[-1]), groups=4, top_groups=2, renormalize=True
+    ),
+}
+N, D, V = 2048, 512, 32000
+PROJECTIONS = {
+    "linear_logsumexp": lambda x, w, labels: ps.linear_logsumexp(x, w, softcap=30),
+    "linear_cross_entropy": lambda x, w, labels: ps.linear_cross_entropy(
+        x, w, labels, where=labels > 0, label_smoothing=0.1, z_loss=1e-4, token_weights=jnp.ones(N)
+    ),
+    "linear_log_probs": lambda x, w, labels: ps.linear_log_probs(x, w, labels, temperature=jnp.full(N, 2.0)),
+    "several labels": lambda x, w, labels: ps.linear_log_probs(x, w, jnp.stack([labels] * 3, -1)),
+    "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
+    "linear_topk": lambda x, w, labels: ps.linear_topk(x, w, 7),
+}
+CASES = [(name, "float32", shape, "call") for name in ROWS for shape in [(128, 16384)]]
+CASES += [("token_stats", "float32", (8, 16384), "call"), ("columns", "float32", (4096, 256), "gradient")]
+CASES += [
+    (name, dtype, shape, way)
+    for name in ROWS
+    for dtype in ("float32", "bfloat16", "float16", "int32")
+    for shape in [(5, 64), (4096, 256), (8, 131072), (1, 2**20), (8, 50257)]
+    for way in ("call", "where", "gradient")
+    if not (name == "long lists" and shape[1] < 200) and not (way == "gradient" and dtype == "int32")
+    if not (name == "columns" and shape[0] == 1)
+]
+
+
+def total(results):
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in jax.tree.leaves(results) if a.dtype != jnp.int32)
+
+
+def assert_the_same_kernels(f, *arrays):
+    expected = kernel_names(lowered(f, *arrays))
+    with jax.enable_x64(True):
+        assert kernel_names(lowered(f, *arrays)) == expected
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape", "way"), first(len(ROWS) + 2, CASES))
+def test_rows(name, dtype, shape, way):
+    f = {
+        "call": ROWS[name],
+        "where": lambda x: ROWS[name](x, where=x > 0),
+        "gradient": jax.grad(lambda x: total(ROWS[name](x)[: 1 if name in ("draw", "filters") else None])),
+    }[way]
+    assert_the_same_kernels(f, array(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    first(
+        1, [(d, s) for d in ("float32", "bfloat16", "int32") for s in ((4096, 128), (5, 64), (16384, 256))]
+    ),
+)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers(name, dtype, shape):
+    x = array(*shape, dtype=dtype)
+    assert_the_same_kernels(ROUTERS[name], x)
+    if dtype != "int32":
+        assert_the_same_kernels(jax.grad(lambda x: total(ROUTERS[name](x))), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    first(1, [(name, d) for d in ("bfloat16", "float32", "float16") for name in PROJECTIONS]),
+)
+def test_projections(name, dtype):
+    f = PROJECTIONS[name]
+    arrays = array(N, D, dtype=dtype), array(D, V, dtype=dtype), array(N, dtype="int32")
+    assert_the_same_kernels(f, *arrays)
+    if name != "linear_topk":  # it has no gradient
+        assert_the_same_kernels(jax.grad(lambda *arrays: total(f(*arrays)), (0, 1)), *arrays)

@@ -1,0 +1,40 @@
+"""The kernel of sample with a given plan."""
+
+import jax.numpy as jnp
+
+from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.interpreter import interpreted
+from pallas_softmax._src.sample import mosaic_gpu
+from pallas_softmax._src.sample.plan import plan_sample
+from tests.support.cases import BF16, F16, F32
+from tests.support.kernels import INTERPRET
+from tests.support.plans import HOPPER
+
+
+def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
+    """Returns index, log probability and log of the kept share of a draw from each row.
+
+    Args:
+      x: (rows, V).
+      u: (rows,).
+      parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
+      where: None, or (rows or 1, V or 1).
+      plan: how a row lies over CTAs; by default the package's choice.
+    """
+    x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, (u, *parameters)))
+    mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
+    plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
+    with interpreted(interpret):
+        return mosaic_gpu.sample_rows(x, mask, request, plan)
+
+
+# (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short
+# step, or none.
+SAMPLE_LAYOUTS = [
+    (1003, BF16, 2),
+    (1024, F32, 1),
+    (129, F16, 4),
+    (2, BF16, 1),
+    (4099, F32, 2),
+    (4104, F16, 2),
+]

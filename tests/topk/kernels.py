@@ -1,0 +1,200 @@
+"""The kernels of top-k with a given plan, and rows that are hard for them."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.interpreter import interpreted
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk import plan as topk_plan
+from tests.support import bounds, cases, oracle
+from tests.support.cases import ALL, BF16, F16, F32, FEW
+from tests.support.kernels import INTERPRET, fewer_rows
+from tests.support.plans import HOPPER
+
+plan_topk = functools.partial(topk_plan.plan_topk, capability=HOPPER)
+ONE = np.ones(1, F32)
+
+
+def merge_so_many_lists(monkeypatch, lists):
+    """Makes a launch merge this many lists of winners into one."""
+    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
+
+
+def launches_that_merge(plan, k):
+    """Returns how many launches merge the winners of the parts of a row."""
+    lists, launches = plan.count if isinstance(plan, Window) else 1, 0
+    while lists > 1:
+        lists, launches = -(-lists // topk_plan.lists_per_merge(k)), launches + 1
+    return launches
+
+
+def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
+    """Returns the kernel's winners and normalizers along the last axis of x, with the other axes flattened into one."""
+    *batch, v = x.shape
+    mask = None
+    if where is not None:
+        rows = folding.mask_rows(where.shape[:-1], tuple(batch))
+        mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
+    kernel = tile_kernel if isinstance(plan, Tile) else window_kernel
+    x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
+    with interpreted(interpret):
+        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype)
+
+
+def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
+    """Returns the cotangents of the logits and of each row's temperature. The interpreter gets a tile of few rows."""
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    assert plan is not None
+    arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
+    plan = plan if interpret is None else fewer_rows(plan)
+    with interpreted(interpret):
+        return tile_grad_kernel.topk_grad_rows(*arrays, plan, log=log)
+
+
+def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
+    """Returns the kernel's merge of the winners and normalizers of several devices."""
+    t = jnp.asarray(temperature)
+    with interpreted(interpret):
+        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
+
+
+def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):
+    """Asserts that the kernel's winners are right."""
+    got = topk_rows(x, k, plan, where, temperature, log, dtype)
+    judge_topk(got, x, k, names, where, temperature, log, dtype)
+
+
+def judge_topk(got, x, k, names, where, temperature, log, dtype):
+    """Asserts that indices and m are exact, and values and d within the units of float32."""
+    winners, (m, d) = got
+    if where is not None:
+        where = np.broadcast_to(where, x.shape).reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    t = temperature[0] if len(temperature) == 1 else temperature
+    want, indices = oracle.fused_topk(x, k, where, t, log)
+    assert winners.indices.dtype == jnp.int32 and winners.values.dtype == dtype
+    assert winners.indices.shape == winners.values.shape == (len(x), k)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(winners.indices[i], indices[i], err_msg=name)
+    # 1 / temperature is rounded once, and multiplied: one more unit each way
+    bounds.assert_close(winners.values, want, 1.5 * bounds.fused_topk_unit(x, k, where, t, log), names)
+    assert m.shape == d.shape == (len(x), 1)
+    want_m = oracle.normalizer(x, where)[0]
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN for any m and d
+    np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=bounds.slack(F32))
+    assert np.isfinite(np.asarray(d)[ordinary]).all()
+
+
+TOPK_SHORT = [
+    (2, F16, 2, FEW),
+    (8, BF16, 5, ALL),
+    (100, F32, 64, FEW),
+    (129, F16, 33, FEW),
+    (512, BF16, 8, FEW),
+    (1003, F32, 5, FEW),
+    (1003, BF16, 30, FEW),
+    (1, F32, 1, FEW),
+    (2, BF16, 1, FEW),
+    (7, F32, 7, ALL),
+    (8, F16, 8, FEW),
+    (128, F32, 5, ALL),
+    (128, BF16, 64, FEW),
+    (512, F32, 1, FEW),
+    (1024, F32, 2, FEW),
+    (64, F32, 64, ALL),
+    (512, F32, 100, FEW),
+    (1000, BF16, 200, FEW),
+]
+
+
+def neighbours(v):
+    """Returns float32 rows, by name, with numbers that differ in their lowest bits only: all, some, or with ties."""
+    rng = np.random.default_rng(v)
+    ulps = (1 + rng.permutation(v) * float(np.finfo(F32).eps)).astype(F32)
+    pairs = rng.standard_normal(v).astype(F32)
+    pairs[1::2] = np.nextafter(pairs[: v // 2 * 2 : 2], np.float32(np.inf))
+    short = cases.rows(["normal"], v, BF16)[0].astype(F32)
+    return {
+        "all apart by ulps": ulps,
+        "negative": -ulps,
+        "some, the larger later": pairs,
+        "some, the larger earlier": pairs[::-1].copy(),
+        "ties of odd numbers": rng.choice(np.array([0.1, 0.3, 0.7], F32), v),
+        "16 bits": short,
+        "16 bits but for one": np.where(np.arange(v) == v // 2, np.nextafter(short, np.float32(9)), short),
+    }
+
+
+def bunched(v):
+    """Returns float32 rows, by name. All elements but one share a bucket: they differ in their lowest bits only."""
+    ulps, first = neighbours(v)["all apart by ulps"], np.arange(v) == v // 3
+    return {
+        "one far above": np.where(first, np.float32(1e30), ulps),
+        "inf above": np.where(first, np.float32(np.inf), -ulps),
+        "one far above ties": np.where(first, np.float32(9), np.float32(1.5)),
+        "none above": ulps,
+    }
+
+
+# (plan, dtype, k, rows). One part: several steps; groups smaller than a step; rows that are not aligned to 16 bytes,
+# single and several to a row of the view; whole blocks; a short rest. Several parts: merged by one launch, and by two
+# (1400 winners).
+WINDOWS = [
+    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
+    (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
+    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
+    (Window(1024, 4, 2, 2), F32, 64, FEW),
+    (Window(2007, 4, 1, 1), F32, 5, FEW),
+    (Window(1021, 4, 2, 1), F32, 128, ALL),
+    (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
+    (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
+    (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
+]
+
+
+def crowded(v, k, dtype):
+    """Returns rows, by name, where more keys than the list has slots reach any bound near the k-th best."""
+    at = np.arange(v)
+    middle = (at > v // 3) & (at < v - 8)
+    few = np.where(middle, 1.0, 0.0)
+    few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the end, and one among the ties
+    late = np.where(at >= v - topk_plan.candidate_capacity(k) - 1, 3.0, 0.0)
+    lane = at // 4 % 128
+    return {
+        "constant": np.full(v, 1.5),
+        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key, except for masked elements
+        "k-1 winners after the ties": few,
+        "one tie more than slots, at the end": late,
+        "two values": np.where(at % 2, 1.0, -1.0),
+        "a third NaN": np.where(at % 3, 1.0, np.nan),
+        "half NaN, half -NaN": np.where(at % 2, cases.NEG_NAN, np.nan),
+        "+0 and -0": np.where(at % 3, -0.0, 0.0),
+        "-inf after one number": np.where(at == v - 1, 0.0, -np.inf),
+        "k - 1 numbers, the rest -NaN": np.where(at < k - 1, 1.0, cases.NEG_NAN),
+    }, {
+        # distinct, but the best are in few groups: bisection over keys
+        "sorted by lane": -lane * 64.0 - at // 512,
+        "sorted by lane, rising": lane * 64.0 + at // 512,
+        "ascending": at - v / 2,
+        "descending": v / 2 - at,
+    }
+
+
+CROWDED = [
+    (Window(1003, 8, 4, 4), BF16, 5),
+    (Window(2007, 4, 8, 4, 2), F32, 64),
+    (Window(1203, 4, 8, 8), F32, 128),
+]
+
+
+def exceeds_capacity(x, k):
+    """Returns whether, in every row, more elements reach the k-th best than a list of candidates has room for."""
+    keys = oracle.order_key(x)
+    bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
+    return (np.sum(keys >= bound, -1) > topk_plan.candidate_capacity(k)).all()
