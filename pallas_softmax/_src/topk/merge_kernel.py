@@ -5,8 +5,7 @@ A CTA merges up to `lists_per_merge(k)` lists. They lie in device memory one aft
     list 0                list 1                list 2          n = 3 lists of k keys
     | a0 a1 a2 ... |      | b0 b1 b2 ... |      | c0 c1 ... |   a0 >= a1 >= ..., b0 >= b1 >= ...
 
-A few lists are ranked by binary searches (`search_lists_program`). More lists are merged with a bound that at least k
-keys reach, like a row in `window_kernel.py`. Two such keys are known:
+The lists are merged with a bound that at least k keys reach, like a row in `window_kernel.py`. Two such keys are known:
 
   * Let s be k / n, rounded up. The n lists have at least k keys at ranks 1 to s. All of them reach the smallest key at
     rank s.
@@ -14,21 +13,15 @@ keys reach, like a row in `window_kernel.py`. Two such keys are known:
 
 The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
 
-A winner's rank is the number of better winners in all lists. A binary search counts them in each list. For k = 4:
-
-    lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is better
-    rank      0 3 4 6 | 1 2 5  7        6: one better winner in its own list, two in the other
-    ranked    9 8 7 6
-
-The operands of both PTX programs:
+The operands of the PTX program:
 
     <keys>, <indices>       (rows, all winners of a row) int32, device memory
     <row>                   the number of the row
-    <candidates>            shared memory for the winners that are ranked
+    <first>, <n>            the first winner in the row, and the number of winners
+    <bound>                 a key that at least k of them reach
+    <candidates>            shared memory for the winners that reach the bound
     <ranked>                the k best, see `CandidateList`
-    <first>, <n>            with a bound: the first winner in the row, and the number of winners
-    <bound>                 with a bound: a key that at least k of them reach
-    <counts>, <buckets>     with a bound: scratch in shared memory
+    <counts>, <buckets>     scratch in shared memory
 """
 
 import functools
@@ -59,10 +52,9 @@ from pallas_softmax._src.topk.candidates import (
     clear,
     lists_type,
     sort_winners,
-    store_winners,
     write_winners,
 )
-from pallas_softmax._src.topk.plan import SEARCHED_LISTS, SEARCHED_WINNERS, lists_per_merge, padded_winners
+from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
 from pallas_softmax._src.topk.ranking_ptx import rank
 from pallas_softmax._src.topk.xla import TopK
 
@@ -79,7 +71,7 @@ def topk_merge(
     scale = scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0]
 
     normalizer = _combine_normalizers(lists_gmem, group, scale)
-    _rank(lists_gmem, memory, group, request, final and _searched(fan_in, request.k))
+    _rank(lists_gmem, memory, group, request)  # bound, collect, rank
     number = group.row * -(-count // fan_in) + group.number
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
 
@@ -117,12 +109,7 @@ def _combine_normalizers(lists_gmem: WinnerLists, group: _Group, scale) -> Norma
     return normalizers.combine_lanes(lane, scale=scale)
 
 
-def _searched(fan_in: int, k: int) -> bool:
-    """Returns whether so few lists are ranked by binary searches."""
-    return fan_in <= SEARCHED_LISTS and fan_in * k <= SEARCHED_WINNERS
-
-
-def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request, searched) -> None:
+def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
     k, keys = request.k, lists_gmem.values[group.row]
     at = jnp.arange(keys.shape[0])
     inside = (at >= group.first * k) & (at < (group.first + group.held) * k)
@@ -130,21 +117,14 @@ def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, reques
 
 
 @twin(_rank_in_jax)
-def _rank(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request, searched: bool) -> None:
-    """Writes the k best of the lists to `memory.best`, in order. `searched`: by binary searches, else by a bound."""
-    k, winners = request.k, lists_gmem.values.shape[1]
-    refs = {"candidates": memory.candidates, "ranked": memory.best}
-    refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
-    if searched:
-        insert_ptx(search_lists_program(winners // k, k), refs, {"row": group.row})
-        return
-    refs |= {"counts": memory.counts, "buckets": memory.buckets}
-    bound = _bound(lists_gmem.values, group.row, group.first, group.held, k)
-    capacity = memory.buckets.shape[0]
-    program = rank_lists_program(winners, capacity, k, jnp.dtype(request.logits_dtype))
-    insert_ptx(
-        program, refs, {"row": group.row, "first": group.first * k, "n": group.held * k, "bound": bound}
-    )
+def _rank(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
+    """Writes the k best of the lists to `memory.best`, in order."""
+    k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]
+    refs = {"candidates": memory.candidates, "ranked": memory.best, "keys": keys}
+    refs |= {"indices": lists_gmem.indices, "counts": memory.counts, "buckets": memory.buckets}
+    bound = _bound(keys, group.row, group.first, group.held, k)
+    numbers = {"row": group.row, "first": group.first * k, "n": group.held * k, "bound": bound}
+    insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
 def _bound(keys_gmem, row, first, held, k: int):
@@ -219,62 +199,6 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
 
 
 @functools.lru_cache(maxsize=16)
-def search_lists_program(lists: int, k: int) -> CtaProgram:
-    """Returns the program that ranks a few lists. Each thread handles every 128th winner."""
-    p = CtaProgram()
-    candidates, ranked = p.operands("u32", "candidates", "ranked")
-    turns = range(-(-lists * k // WARPGROUP))
-    first = p.multiply_wide(p.operand("row", "u32"), lists * k)
-    listed, *keys_and_indices = zip(*_load_winners(p, first, turns, lists * k))
-    values = [candidate_of(p, key, index) for key, index in zip(*keys_and_indices)]
-    own_candidate = p.at(candidates, p.thread, CANDIDATE_BYTES)
-    for i, value in enumerate(values):
-        p.store(own_candidate, value, offset=CANDIDATE_BYTES * WARPGROUP * i, when=listed[i])
-    p.barrier()
-    ranks = [p.var(0, "u32") for _ in turns]
-    for number in range(lists):
-        _add_better(p, candidates + CANDIDATE_BYTES * k * number, k, values, ranks)
-    for value, rank_, is_listed in zip(values, ranks, listed):
-        store_winners(p, ranked, [value], rank_, k, when=is_listed)
-    p.barrier()
-    return p
-
-
-def _load_winners(
-    p: CtaProgram, first: Value, turns: range, n: Value | int
-) -> list[tuple[Value, Value, Value]]:
-    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
-
-    Returns for each turn whether there is such a winner, and its key and index.
-    """
-    own = first + p.convert(p.thread, "u64") << 2  # bytes
-    listed = [p.thread + i * WARPGROUP < n for i in turns]
-    keys, indices = (
-        [
-            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
-            for i, is_listed in zip(turns, listed)
-        ]
-        for at in p.operands("u64", "keys", "indices")
-    )
-    return list(zip(listed, keys, indices))
-
-
-def _add_better(p: CtaProgram, start: Value, k: int, values: list[Value], ranks: list[Value]) -> None:
-    """Adds to each value's rank the number of greater entries in a sorted list of k at address `start`."""
-    ends = [p.var(start) for _ in values]  # end of the entries that are known to be greater
-    step = 1 << k.bit_length() - 1
-    while step:
-        last = start + CANDIDATE_BYTES * (k - step)
-        for end, value in zip(ends, values):
-            inside = end <= last
-            other = p.load(end, "u64", offset=CANDIDATE_BYTES * (step - 1), when=inside)
-            p.increase(end, CANDIDATE_BYTES * step, when=inside & (other > value))
-        step //= 2
-    for rank_, end in zip(ranks, ends):
-        p.increase(rank_, (end - start) >> (CANDIDATE_BYTES.bit_length() - 1))
-
-
-@functools.lru_cache(maxsize=16)
 def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
     """Returns the program that ranks the winners that reach a bound: at most `capacity` of them."""
     p = CtaProgram()
@@ -298,3 +222,20 @@ def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Val
                 entry = p.take_from(counts, 1)
                 p.store(p.at(candidates, entry, CANDIDATE_BYTES), candidate_of(p, key, index))
     p.barrier()
+
+
+def _load_winners(p: CtaProgram, first: Value, turns: range, n: Value) -> list[tuple[Value, Value, Value]]:
+    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
+
+    Returns for each turn whether there is such a winner, and its key and index.
+    """
+    own = first + p.convert(p.thread, "u64") << 2  # bytes
+    listed = [p.thread + i * WARPGROUP < n for i in turns]
+    keys, indices = (
+        [
+            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+            for i, is_listed in zip(turns, listed)
+        ]
+        for at in p.operands("u64", "keys", "indices")
+    )
+    return list(zip(listed, keys, indices))

@@ -57,10 +57,6 @@ MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with
 # leaves room for one CTA only, unless the window is compact.
 MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a multiprocessor
 
-# Ranking by binary search takes fewer steps than ranking the winners that reach a bound.
-SEARCHED_LISTS = 2  # most lists
-SEARCHED_WINNERS = 512  # most winners, 4 for each thread
-
 # A compact window is used only if it lets a second CTA share the multiprocessor; otherwise it is no faster.
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
 MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `find_bound`
