@@ -17,17 +17,11 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """How logits become weights.
+    """How logits become weights."""
 
-    Attributes:
-      score: the name of the score.
-      renormalize: whether the weights of the winners are divided by their sum.
-      scale: the factor of all weights.
-    """
-
-    score: Score
-    renormalize: bool
-    scale: float
+    score: Score  # the name of the score
+    renormalize: bool  # whether the weights of the winners are divided by their sum
+    scale: float  # the factor of all weights
 
     @property
     def needs_normalizer(self) -> bool:

@@ -157,23 +157,14 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class _Refs(NamedTuple):
-    """The memory and barriers that a CTA uses.
+    """The memory and barriers that a CTA uses."""
 
-    Attributes:
-      x_gmem: the input arrays (outer, vocab, inner).
-      out_gmem: the results.
-      x_smem: for each array, all its slots in a row. The slots of the last array also stage the output.
-      arrived: for each array, one barrier per slot. It completes when a step has arrived in the slot.
-      sent_smem: in a cluster, this CTA's reduction of each column, which the other CTAs read.
-      cluster_barrier: in a cluster, the barrier that synchronizes its CTAs.
-    """
-
-    x_gmem: list
-    out_gmem: tuple
-    x_smem: list
-    arrived: list
-    sent_smem: Any = None
-    cluster_barrier: Any = None
+    x_gmem: list  # the input arrays (outer, vocab, inner)
+    out_gmem: tuple  # the results
+    x_smem: list  # for each array, all its slots in a row. The slots of the last array also stage the output.
+    arrived: list  # for each array, one barrier per slot. It completes when a step has arrived in the slot.
+    sent_smem: Any = None  # in a cluster, this CTA's reduction of each column, which the other CTAs read
+    cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,25 +172,16 @@ class _Cta:
     """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
     Step numbers run on from one strip to the next. Steps take the slots in a circle.
-
-    Attributes:
-      formula, plan: as for `launch`.
-      refs: memory and barriers.
-      team: number of this cluster. The cluster takes strips team, team + teams, and so on.
-      teams: number of clusters.
-      turns: number of strips that this cluster takes.
-      part: number of this CTA in the cluster.
-      across: number of strips side by side.
     """
 
-    formula: Formula
+    formula: Formula  # as for `launch`
     plan: Strips
-    refs: _Refs
-    team: Any
-    teams: int
-    turns: Any
-    part: Any
-    across: int
+    refs: _Refs  # memory and barriers
+    team: Any  # number of this cluster. The cluster takes strips team, team + teams, and so on.
+    teams: int  # number of clusters
+    turns: Any  # number of strips that this cluster takes
+    part: Any  # number of this CTA in the cluster
+    across: int  # number of strips side by side
 
     # --- Loads
 

@@ -113,25 +113,17 @@ class Strips:
         slot 1     |   read 0,1 | reduce       write 0,1 | read 1,1          |   reduce       write 1,1 | ...
         slot 2     |     read 0,2 | reduce       write 0,2 | read 1,2        |     reduce       write 1,2 | ...
                                            ^ (m, d) merged              (strip, step)
-
-    Attributes:
-      vocab: number of lines.
-      width: number of columns of a strip, less than `inner`. A strip as wide as the array would be copied as one
-        contiguous run, and such a copy is not cut off where the array ends.
-      vec: number of elements of a thread in a line.
-      count: number of CTAs of a cluster.
-      step_rows: number of lines of a step.
-      slots: number of steps that shared memory holds.
-      turns: most strips that a cluster takes, one after the other.
     """
 
-    vocab: int
+    vocab: int  # number of lines
+    # Number of columns of a strip, less than `inner`. A strip as wide as the array would be copied as one
+    # contiguous run, and such a copy is not cut off where the array ends.
     width: int
-    vec: int
-    count: int
-    step_rows: int
-    slots: int
-    turns: int = 1
+    vec: int  # number of elements of a thread in a line
+    count: int  # number of CTAs of a cluster
+    step_rows: int  # number of lines of a step
+    slots: int  # number of steps that shared memory holds
+    turns: int = 1  # most strips that a cluster takes, one after the other
 
     @property
     def block(self) -> Tile:

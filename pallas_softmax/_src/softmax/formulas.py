@@ -21,42 +21,31 @@ F32 = jnp.float32
 
 
 class PerThread(NamedTuple):
-    """Inline PTX of a reduction.
+    """Inline PTX of a reduction."""
 
-    Attributes:
-      add: as in `Reduction`.
-      combine_threads: (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
-      combine_ctas: (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to
-        shared memory, see `moments_ptx.combine_ctas`.
-    """
-
-    add: Callable[[Any, list, Any], Any]
+    add: Callable[[Any, list, Any], Any]  # as in `Reduction`
+    # (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
     combine_threads: Callable[[Any, Any], Any]
+    # (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to shared
+    # memory, see `moments_ptx.combine_ctas`.
     combine_ctas: Callable[[Any, int, Any], Any]
 
 
 class Reduction(NamedTuple):
-    """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays.
+    """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays."""
 
-    Attributes:
-      of_terms: x -> an array of states, one for each element of x.
-      add: (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is the
-        number of the step that the blocks are, counted from 0.
-      combine_lanes: state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis
-        of a tile; `broadcast` expands a per-row value to the shape of the tile.
-      combine: (state, state) -> the merged state; this is the reduction's operator.
-      empty: the state of an empty set.
-      neutral: an element that leaves every state unchanged.
-      per_thread: None, or how long rows are reduced with one state for each thread, instead of one for each element of
-        a vector. A large state then takes fewer registers and instructions.
-    """
-
-    of_terms: Callable[[Any], Any]
+    of_terms: Callable[[Any], Any]  # x -> an array of states, one for each element of x
+    # (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is
+    # the number of the step that the blocks are, counted from 0.
     add: Callable[[Any, list, Any], Any]
+    # state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
+    # tile; `broadcast` expands a per-row value to the shape of the tile.
     combine_lanes: Callable[..., Any]
-    combine: Callable[[Any, Any], Any]
-    empty: Any
-    neutral: float
+    combine: Callable[[Any, Any], Any]  # (state, state) -> the merged state; this is the reduction's operator
+    empty: Any  # the state of an empty set
+    neutral: float  # an element that leaves every state unchanged
+    # None, or how long rows are reduced with one state for each thread, instead of one for each element of a
+    # vector. A large state then takes fewer registers and instructions.
     per_thread: "PerThread | None" = None
 
 
@@ -80,15 +69,11 @@ SUM = Reduction(
 
 
 class Located(NamedTuple):
-    """Moments of logits, and where the first of the largest logits is.
+    """Moments of logits, and where the first of the largest logits is."""
 
-    Attributes:
-      moments: (m, d, t).
-      at: its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a whole
-        number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
-    """
-
-    moments: Moments
+    moments: Moments  # (m, d, t)
+    # Its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a
+    # whole number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
     at: Any
 
 
@@ -139,25 +124,18 @@ def located(scale=None) -> Reduction:
 
 
 class Formula(NamedTuple):
-    """An operation of the softmax family, on the rows of one or two arrays.
+    """An operation of the softmax family, on the rows of one or two arrays."""
 
-    Attributes:
-      reduction: the reduction along a row.
-      term: (*elements), one from each array -> the element to reduce.
-      constants: the row's reduction -> the per-row constants.
-      value: (*elements, *constants) -> the output element. None if the outputs are the constants themselves, each in
-        an array with one number per row.
-      masked_value: the output element where the mask is False.
-      row_dtypes: the dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
-      of_scale: 1 / temperature of a row -> the formula with this temperature; None if it has none.
-    """
-
-    reduction: Reduction
-    term: Callable[..., Any]
-    constants: Callable[[Any], tuple]
+    reduction: Reduction  # the reduction along a row
+    term: Callable[..., Any]  # (*elements), one from each array -> the element to reduce
+    constants: Callable[[Any], tuple]  # the row's reduction -> the per-row constants
+    # (*elements, *constants) -> the output element. None if the outputs are the constants themselves, each in
+    # an array with one number per row.
     value: Callable[..., Any] | None = None
-    masked_value: float = 0.0
+    masked_value: float = 0.0  # the output element where the mask is False
+    # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     row_dtypes: tuple = ()
+    # 1 / temperature of a row -> the formula with this temperature; None if it has none.
     of_scale: "Callable[[Any], Formula] | None" = None
 
     def scaled(self, scale) -> "Formula":

@@ -23,15 +23,10 @@ from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
 
 
 class Columns(NamedTuple):
-    """The plan for rows that lie across memory, and stay there.
+    """The plan for rows that lie across memory, and stay there."""
 
-    Attributes:
-      view: the shape (outer, vocab, inner), where each row is a column.
-      plan: the result of `plan_columns`.
-    """
-
-    view: tuple[int, int, int]
-    plan: Any
+    view: tuple[int, int, int]  # the shape (outer, vocab, inner), where each row is a column
+    plan: Any  # the result of `plan_columns`
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Refusal:

@@ -318,19 +318,12 @@ class Part:
 
 
 class _Edge(NamedTuple):
-    """The first or the last EDGE elements of a part, in registers, one for each thread.
+    """The first or the last EDGE elements of a part, in registers, one for each thread."""
 
-    Attributes:
-      start: the position of the first of these elements in the part.
-      arrays: a block from each array, as loaded: converting it early would wait for the load.
-      mask: a block of the mask, as int8, or None.
-      counted: which elements count here, and not in the body or in the next part.
-    """
-
-    start: int
-    arrays: list[jax.Array]
-    mask: jax.Array | None
-    counted: jax.Array
+    start: int  # the position of the first of these elements in the part
+    arrays: list[jax.Array]  # a block from each array, as loaded: converting it early would wait for the load
+    mask: jax.Array | None  # a block of the mask, as int8, or None
+    counted: jax.Array  # which elements count here, and not in the body or in the next part
 
     @property
     def x(self) -> list[jax.Array]:

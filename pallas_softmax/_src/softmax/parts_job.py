@@ -100,28 +100,18 @@ class Job:
 
 
 class Refs(NamedTuple):
-    """The memory and barriers that a CTA uses.
+    """The memory and barriers that a CTA uses."""
 
-    Attributes:
-      x_gmem: the input arrays, in the shape `Job.view`.
-      mask_gmem: the mask, (mask rows, vocab or 1), or None.
-      scale_gmem: 1 / temperature, (rows,) or (1,), or None.
-      reductions_gmem: the reductions of the parts, as references (rows, parts), or None.
-      out_gmem: the results.
-      x_smem: for each array, the body of the CTA's part. The buffer of the last array also stages the output.
-      arrived: for each array, one barrier per step, or per slot. It completes when the step has arrived.
-      scratch_smem: with one state for each thread, memory to merge the threads.
-      sent_smem: in a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread has a copy.
-      cluster_barrier: in a cluster, the barrier that synchronizes its CTAs.
-    """
-
-    x_gmem: list
-    mask_gmem: Any
-    scale_gmem: Any
-    reductions_gmem: Any
-    out_gmem: tuple
+    x_gmem: list  # the input arrays, in the shape `Job.view`
+    mask_gmem: Any  # the mask, (mask rows, vocab or 1), or None
+    scale_gmem: Any  # 1 / temperature, (rows,) or (1,), or None
+    reductions_gmem: Any  # the reductions of the parts, as references (rows, parts), or None
+    out_gmem: tuple  # the results
+    # For each array, the body of the CTA's part. The buffer of the last array also stages the output.
     x_smem: list
+    # For each array, one barrier per step, or per slot. It completes when the step has arrived.
     arrived: list
-    scratch_smem: Any = None
+    scratch_smem: Any = None  # with one state for each thread, memory to merge the threads
+    # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread has a copy.
     sent_smem: Any = None
-    cluster_barrier: Any = None
+    cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs

@@ -175,26 +175,19 @@ class Parts:
     All parts have the `length` of the longest part, so that the kernel's shapes are static. A part owns the elements
     up to the start of the next part. Each element is reduced once: in the body that holds it, else in an edge of the
     part that owns it. An element that is held twice is written twice, with the same value.
-
-    Attributes:
-      vocab: number of elements of a row.
-      vec: number of elements in 16 bytes.
-      step_blocks: number of blocks of a step; see `Walk`.
-      count: number of parts of a row.
-      cluster: whether the CTAs of a row form a cluster; True for a single part.
-      teams: number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
-        if each row has its own CTAs.
-      slots: if rows are taken in turns, the number of steps that shared memory holds. Slots that the part does not
-        need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see `StagedRow`.
-        None if each row has its own CTAs.
     """
 
-    vocab: int
-    vec: int
-    step_blocks: int
-    count: int
-    cluster: bool
+    vocab: int  # number of elements of a row
+    vec: int  # number of elements in 16 bytes
+    step_blocks: int  # number of blocks of a step; see `Walk`
+    count: int  # number of parts of a row
+    cluster: bool  # whether the CTAs of a row form a cluster; True for a single part
+    # Number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
+    # if each row has its own CTAs.
     teams: int | None = None
+    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the part does not
+    # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
+    # `StagedRow`. None if each row has its own CTAs.
     slots: int | None = None
 
     @property
@@ -262,32 +255,20 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The numbers that a plan depends on.
+    """The numbers that a plan depends on."""
 
-    Attributes:
-      rows: number of rows.
-      vocab: number of elements of a row.
-      itemsize: bytes of an element.
-      arrays: number of arrays that the operation reads, the mask not counted.
-      only_read: whether the results are per-row numbers, so that no elements are written.
-      located: whether the operation is token_stats. With its larger state, steps of LONG_STEP_BLOCKS would take so
-        many registers that fewer CTAs share a multiprocessor.
-      masked: whether there is a mask.
-      hopper: whether the GPU is a Hopper. FULL_CLUSTERS is known only for these.
-      smem: bytes of shared memory of a CTA.
-      max_cluster: most CTAs of a cluster.
-    """
-
-    rows: int
-    vocab: int
-    itemsize: int
-    arrays: int
-    only_read: bool
+    rows: int  # number of rows
+    vocab: int  # number of elements of a row
+    itemsize: int  # bytes of an element
+    arrays: int  # number of arrays that the operation reads, the mask not counted
+    only_read: bool  # whether the results are per-row numbers, so that no elements are written
+    # Whether the operation is token_stats. With its larger state, steps of LONG_STEP_BLOCKS would take so
+    # many registers that fewer CTAs share a multiprocessor.
     located: bool
-    masked: bool
-    hopper: bool
-    smem: int
-    max_cluster: int
+    masked: bool  # whether there is a mask
+    hopper: bool  # whether the GPU is a Hopper. FULL_CLUSTERS is known only for these.
+    smem: int  # bytes of shared memory of a CTA
+    max_cluster: int  # most CTAs of a cluster
 
     @property
     def vec(self) -> int:

@@ -98,57 +98,36 @@ LEVEL_RATIO = 8  # number of smaller groups that a level cuts a group into
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A program holds whole rows in registers.
+    """A program holds whole rows in registers."""
 
-    Attributes:
-      rows: number of rows of a program, a power of two.
-      width: number of elements that each row is padded to, a power of two.
-      warps: number of warps of a program.
-    """
-
-    rows: int
-    width: int
-    warps: int
+    rows: int  # number of rows of a program, a power of two
+    width: int  # number of elements that each row is padded to, a power of two
+    warps: int  # number of warps of a program
 
 
 @dataclasses.dataclass(frozen=True)
 class Long:
-    """A program walks over a part of a row in steps.
+    """A program walks over a part of a row in steps."""
 
-    Attributes:
-      parts: number of parts of a row, which is the number of its programs.
-      length: number of elements of a part, a multiple of depth x width; the last part of a row may have fewer.
-      depth: number of lines of a step, a power of two.
-      width: number of elements of a line, a power of two; each keeps a normalizer of its own.
-      warps: number of warps of a program.
-    """
-
-    parts: int
+    parts: int  # number of parts of a row, which is the number of its programs
+    # Number of elements of a part, a multiple of depth x width; the last part of a row may have fewer.
     length: int
-    depth: int
-    width: int
-    warps: int
+    depth: int  # number of lines of a step, a power of two
+    width: int  # number of elements of a line, a power of two; each keeps a normalizer of its own
+    warps: int  # number of warps of a program
 
 
 @dataclasses.dataclass(frozen=True)
 class Slabs:
-    """A program finds the winners of a part of a row, slab by slab.
+    """A program finds the winners of a part of a row, slab by slab."""
 
-    Attributes:
-      parts: number of parts of a row, which is the number of its programs.
-      length: number of elements of a part, a multiple of groups x vec; the last part of a row may have fewer.
-      slots: number of winners that are kept, a power of two that is at least k.
-      groups: number of groups of a part, a power of two that is at least `slots`.
-      vec: number of neighbouring elements that a group has in each slab, a power of two.
-      warps: number of warps of a program.
-    """
-
-    parts: int
+    parts: int  # number of parts of a row, which is the number of its programs
+    # Number of elements of a part, a multiple of groups x vec; the last part of a row may have fewer.
     length: int
-    slots: int
-    groups: int
-    vec: int
-    warps: int
+    slots: int  # number of winners that are kept, a power of two that is at least k
+    groups: int  # number of groups of a part, a power of two that is at least `slots`
+    vec: int  # number of neighbouring elements that a group has in each slab, a power of two
+    warps: int  # number of warps of a program
 
     @property
     def levels(self) -> tuple[tuple[int, int], ...]:
