@@ -44,15 +44,10 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
 
 
 def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate):
-    """Returns the cotangents of the logits (rows, experts).
+    """Returns the cotangents of the logits x (rows, experts).
 
-    Args:
-      x: (rows, experts), the logits.
-      indices: (rows, k) int32, the winners.
-      g: (rows, k), the cotangents of the weights.
-      g_logsumexp: (rows,), the cotangents of the logsumexp.
-      plan: how a row lies over the lanes.
-      gate: how logits become weights.
+    The winners are `indices` (rows, k) int32. g (rows, k) and g_logsumexp (rows,) are the cotangents of the weights and
+    of the logsumexp.
     """
     (dx,) = gpu_kernel(
         functools.partial(route_grad, plan, gate),

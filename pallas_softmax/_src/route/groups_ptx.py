@@ -18,13 +18,8 @@ from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 
 def keep_groups(tile: Tile, groups: int, top_groups: int, key):
-    """Returns a tile of sort keys, with LOWEST for elements of groups that take no part.
-
-    Args:
-      key: tile of the sort keys of float32 numbers, without padding.
-    """
-    layout = tiles.layout(tile)
-    program = groups_program(tile, groups, top_groups)
+    """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
+    layout, program = tiles.layout(tile), groups_program(tile, groups, top_groups)
 
     @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "int32"))
     def keep(_, key):
@@ -100,16 +95,10 @@ def _two_best_of_pairs(
 def _count_better(
     p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
 ) -> Value:
-    """Returns how many groups of the row are better than this group of the lane, as a float.
+    """Returns how many groups of the row are better than the lane's group number `group`, as a float.
 
-    Floats are added in another pipe than integers are compared.
-
-    Args:
-      sums: the sort keys of the sums of the lane's groups.
-      group: the group's number in its lane.
-      own_piece: the number of the lane's piece of the row.
-      pieces: the number of pieces.
-      lanes: the number of lanes of each.
+    Floats are added in another pipe than integers are compared. `sums` has the sort keys of the sums of the lane's
+    groups. The row has `pieces` pieces of `lanes` lanes each; the lane belongs to piece `own_piece`.
     """
     own, better = sums[group], p.var(0.0, "f32")
     for other, sum_ in enumerate(sums):

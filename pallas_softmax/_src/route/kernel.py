@@ -69,15 +69,10 @@ def route(
 
 
 def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
-    """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1).
+    """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1) of the logits x (rows, experts).
 
-    Args:
-      x: (rows, experts), the logits.
-      bias: None, or (bias rows, experts) float32, with the map from a row to its row of the bias.
-      k: the number of winners.
-      plan: how a row lies over the lanes.
-      gate: how logits become weights.
-      groups, top_groups: the number of groups, and of those that take part. With groups there must be a bias.
+    `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. Of the `groups`,
+    `top_groups` take part. With groups there must be a bias.
     """
     rows = x.shape[0]
     return gpu_kernel(
@@ -96,9 +91,8 @@ def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1
 def normalizer(x, tile: Tile):
     """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
     broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
-    m = broadcast(
-        jnp.max(x, 1).astype(jnp.float32)
-    )  # before the cast: one instruction compares two 16-bit elements
+    # The maximum comes before the cast: one instruction compares two 16-bit elements.
+    m = broadcast(jnp.max(x, 1).astype(jnp.float32))
     e = jnp.exp2((x.astype(jnp.float32) - normalizers.shift(m)) * normalizers.LOG2_E)
     return m, broadcast(jnp.sum(e, 1)), e
 

@@ -28,13 +28,7 @@ GROUPED_LANE_ELEMENTS = 24
 
 
 def plan_route(rows: int, experts: int, k: int, itemsize: int, *, steered: bool, groups: int) -> Tile | None:
-    """Returns the tile of a router's forward, or None if no tile fits.
-
-    Args:
-      itemsize: bytes of a logit.
-      steered: whether there is a bias.
-      groups: the number of groups.
-    """
+    """Returns the tile of a router's forward, or None if no tile fits. A logit has `itemsize` bytes."""
     if experts > MAX_EXPERTS:
         return None
     if groups > 1:

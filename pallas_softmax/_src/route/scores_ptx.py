@@ -27,11 +27,9 @@ LARGEST_EXPONENT = 126.0
 
 
 def exponentials(tile: Tile, score: Score, x):
-    """Returns e, m and d as float32 tiles.
+    """Returns e, m and d as float32 tiles, for a tile of float32 logits x, -inf beyond the row.
 
-    Args:
-      score: for "softmax", e is exp(x - m); for "sigmoid", e is exp(x), or large if that is large.
-      x: tile of float32 logits, -inf beyond the row.
+    For "softmax", e is exp(x - m). For "sigmoid", e is exp(x), or large if that is large.
     """
     layout, program, count = tiles.layout(tile), exponentials_program(tile, score), tile.steps * tile.vec
     rows = program.rows
@@ -43,18 +41,14 @@ def exponentials(tile: Tile, score: Score, x):
         operands = {f"x{place}": word for place, word in zip(places, held, strict=True)}
         names = [f"e{place}" for place in places] + [f"{name}{row}" for name in "md" for row in range(rows)]
         found = emit_ptx(program, {"thread": thread(), **operands}, dict.fromkeys(names, "f32"))
-        m, d = (
-            [each for each in found[i : i + rows] for _ in range(count)]
-            for i in (len(held), len(held) + rows)
-        )
-        return tuple(
-            array(
-                layout.to_mgpu(),
-                tile.shape,
-                [pack(each[i : i + tile.vec]) for i in range(0, len(held), tile.vec)],
-            )
-            for each in (found, m, d)
-        )
+        ends = len(held), len(held) + rows
+        m, d = ([number for number in found[end : end + rows] for _ in range(count)] for end in ends)
+
+        def as_tile(numbers):
+            registers = [pack(numbers[i : i + tile.vec]) for i in range(0, len(held), tile.vec)]
+            return array(layout.to_mgpu(), tile.shape, registers)
+
+        return tuple(map(as_tile, (found, m, d)))
 
     return emit(x)
 

@@ -56,9 +56,8 @@ def _key(x):
 def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
     """Returns the cotangent of the logits: p rest, and at the winners p rest + direct; see `Gate.cotangents`.
 
-    Args:
-      residuals: the logits and the winners' indices.
-      g, g_logsumexp: the cotangents of the weights, (..., k), and of the logsumexp, (..., 1).
+    The residuals are the logits and the winners' indices. g (..., k) and g_logsumexp (..., 1) are the cotangents of the
+    weights and of the logsumexp.
     """
     del mesh_axes  # a row is never spread by a user
     logits, indices = residuals

@@ -236,13 +236,9 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
 
 
 def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):
-    """Chooses and runs an operation; returns its results that have derivatives.
+    """Chooses an implementation and runs an operation; returns its results that have derivatives.
 
-    Args:
-      function: the operation, made differentiable.
-      operation: the operation. It has the name of the public function.
-      rows: the checked arguments.
-      implementation: as the user passed it.
+    `function` is the operation, made differentiable. The operation has the name of the public function.
     """
     name = operation.name
     call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)

@@ -59,7 +59,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     The parts pass through shared memory step by step. The first steps of the next strip are loaded while this one is
     merged and written.
     """
-    cta = _cta_of(formula, plan, _Refs(x_gmem, out_gmem, **scratch))
+    cta = _Cta(formula, plan, _Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
     if plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
@@ -97,41 +97,25 @@ def launch(
     name: str,
     approximate: bool,
 ) -> list[jax.Array]:
-    """Computes a formula along the middle axis of the arrays.
+    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `tile_kernel.launch`.
 
-    Args:
-      formula: the formula to compute.
-      arrays: the arrays that the formula reads, all of one shape (outer, vocab, inner).
-      plan: a tile (its rows are lines of the array), or strips.
-      name: the kernel's name in profiles.
-      approximate: whether exp may be approximate; see `plan.approximate`.
-
-    Returns:
-      One array (outer, vocab, inner) of the last array's dtype. If the formula has per-row outputs: arrays
-      (outer, 1, inner).
+    The rows of a tile are lines of the array. Returns one array (outer, vocab, inner) of the last array's dtype, or if
+    the formula has per-row outputs, arrays (outer, 1, inner).
     """
     outer, _, inner = arrays[0].shape
-    if formula.value is None:
-        out_type = formula.row_results((outer, 1, inner), arrays[-1].dtype)
-    else:
-        out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[-1].dtype)]
-    settings = {"out_type": out_type, "name": name, "approximate": approximate}
+    settings: dict[str, Any] = {
+        "out_type": formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
+        "name": name,
+        "approximate": approximate,
+    }
     if isinstance(plan, Tile):
-        return _launch_tiles(formula, arrays, plan, settings)
-    return _launch_strips(formula, arrays, plan, settings)
-
-
-def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, settings: dict[str, Any]):
-    """Launches a kernel where each CTA holds whole columns in registers."""
-    outer, _, inner = arrays[0].shape
-    grid = {"tile": outer * -(-inner // tile.shape[1])}
-    scratch = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
-    body = functools.partial(compute_tile, formula, tile)
-    return gpu_kernel(body, grid=grid, scratch_types=scratch, **settings)(arrays)
-
-
-def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
-    """Launches a kernel where each cluster takes one strip, or several in turns, through shared memory."""
+        reserved = plan.reserved_bytes
+        return gpu_kernel(
+            functools.partial(compute_tile, formula, plan),
+            grid={"tile": outer * -(-inner // plan.shape[1])},
+            scratch_types={"reserved": plgpu.SMEM((reserved,), jnp.int8)} if reserved else (),
+            **settings,
+        )(arrays)
     _, teams = _strips_and_teams(plan, arrays[0].shape)
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
@@ -141,9 +125,13 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
-    grid = {"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams}
-    body = functools.partial(compute_strips, formula, plan)
-    return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
+    return gpu_kernel(
+        functools.partial(compute_strips, formula, plan),
+        grid={"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams},
+        cluster=plan.count,
+        scratch_types=scratch,
+        **settings,
+    )(arrays)
 
 
 def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -167,21 +155,21 @@ class _Refs(NamedTuple):
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
 
 
-@dataclasses.dataclass(frozen=True)
 class _Cta:
     """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
     Step numbers run on from one strip to the next. Steps take the slots in a circle.
     """
 
-    formula: Formula  # as for `launch`
-    plan: Strips
-    refs: _Refs  # memory and barriers
-    team: Any  # number of this cluster. The cluster takes strips team, team + teams, and so on.
-    teams: int  # number of clusters
-    turns: Any  # number of strips that this cluster takes
-    part: Any  # number of this CTA in the cluster
-    across: int  # number of strips side by side
+    def __init__(self, formula: Formula, plan: Strips, refs: _Refs):
+        self.formula, self.plan, self.refs = formula, plan, refs
+        shape = refs.x_gmem[0].shape
+        # The cluster takes strips team, team + teams, and so on: `turns` of them.
+        strips, self.teams = _strips_and_teams(plan, shape)
+        self.team = lax.axis_index("team")
+        self.part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+        self.turns: Any = lax.div(strips - 1 - self.team, self.teams) + 1 if plan.turns > 1 else 1
+        self.across = -(-shape[2] // plan.width)  # strips side by side
 
     # --- Loads
 
@@ -234,14 +222,12 @@ class _Cta:
     def reduce(self, first):
         """Returns the reduction of each column of the part. Its steps begin with number `first`."""
         plan, reduction = self.plan, self.formula.reduction
-        lanes = jax.tree.map(self._filled, reduction.empty)
+        layout = tiles.layout(plan.block)
+        lanes = jax.tree.map(
+            lambda x: laid_out(jnp.full(plan.block.shape, x, jnp.float32), layout), reduction.empty
+        )
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
         return reduction.combine_lanes(lanes, 0, functools.partial(_broadcast, tile=plan.block))
-
-    def _filled(self, value):
-        """Returns a float32 block filled with `value`."""
-        full = jnp.full(self.plan.block.shape, value, jnp.float32)
-        return laid_out(full, tiles.layout(self.plan.block))
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -329,13 +315,3 @@ class _Cta:
             def _():
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 self.load(number - 1 + plan.slots)
-
-
-def _cta_of(formula: Formula, plan: Strips, refs: _Refs) -> _Cta:
-    """Returns this CTA, with its cluster's share of the strips."""
-    shape = refs.x_gmem[0].shape
-    strips, teams = _strips_and_teams(plan, shape)
-    team = lax.axis_index("team")
-    part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-    turns = lax.div(strips - 1 - team, teams) + 1 if plan.turns > 1 else 1
-    return _Cta(formula, plan, refs, team, teams, turns, part, -(-shape[2] // plan.width))

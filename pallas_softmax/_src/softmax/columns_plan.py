@@ -145,12 +145,9 @@ class Strips:
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
 ) -> Tile | Strips | None:
-    """Returns the plan for the columns of an operation; None if transposing is better.
+    """Returns the plan for an operation along the middle axis of arrays (outer, vocab, inner).
 
-    Args:
-      op: the name of the operation.
-      outer, vocab, inner, dtype: shape and dtype of the arrays; the operation runs along the middle axis.
-      capability: compute capability of the GPU.
+    It returns None if transposing is better. `op` is the name of the operation.
     """
     if outer * vocab >= INT32_LIMIT or inner >= INT32_LIMIT:
         return None

@@ -81,11 +81,7 @@ MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
 def located(scale=None) -> Reduction:
-    """Returns the reduction to `Located`.
-
-    Args:
-      scale: 1 / temperature, if there is one; see `normalizers.add_logits`.
-    """
+    """Returns the reduction to `Located`. `scale` is 1 / temperature, or None; see `normalizers.add_logits`."""
 
     def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
@@ -150,9 +146,11 @@ class Formula(NamedTuple):
         """Whether the formula needs the position of the largest element; see `Located`."""
         return isinstance(self.reduction.empty, Located)
 
-    def row_results(self, shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """Returns shapes and dtypes of the constants of all rows; `dtype` is the dtype of the elements."""
-        return [jax.ShapeDtypeStruct(shape, own or dtype) for own in self.row_dtypes]
+    def out_type(self, whole: tuple, per_row: tuple, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the outputs: elements in the shape `whole`, or constants in the shape `per_row`."""
+        if self.value is not None:
+            return [jax.ShapeDtypeStruct(whole, dtype)]
+        return [jax.ShapeDtypeStruct(per_row, own or dtype) for own in self.row_dtypes]
 
 
 def _logsumexp(total: Normalizer) -> tuple:
@@ -179,7 +177,7 @@ FORMULAS = {
         ONLINE,
         term=lambda x: x,
         constants=lambda total: (shift(total.m), 1 / total.d),
-        value=lambda x, m, scale: jnp.exp(x - m) * scale,
+        value=lambda x, m, inverse_d: jnp.exp(x - m) * inverse_d,
     ),
     "log_softmax": Formula(
         ONLINE,

@@ -47,12 +47,9 @@ SCRATCH = len(_State._fields) * WARPS  # float32 words of shared memory that the
 
 
 def add_logits(moments: Moments, xs: Sequence[jax.Array], scale=None) -> Moments:
-    """Adds logits to the moments of each thread. Threads do not exchange anything.
+    """Adds logits `xs` to the moments of each thread, all arrays (128,), for the CTA's only warpgroup.
 
-    Args:
-      moments: arrays (128,), one number for each thread of the CTA's only warpgroup.
-      xs: arrays (128,), the new logits of each thread.
-      scale: 1 / temperature, or None.
+    Threads do not exchange anything. `scale` is 1 / temperature, or None.
     """
     blocks = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
     results = {f"new_{name}": "f32" for name in Moments._fields}
@@ -62,14 +59,9 @@ def add_logits(moments: Moments, xs: Sequence[jax.Array], scale=None) -> Moments
 def combine_threads(moments: Moments, place, scratch, scale=None) -> tuple[Moments, Any]:
     """Returns the moments of the CTA, and the lowest `place` among threads with the largest m; NaN is the largest.
 
-    The results are scalars.
-
-    Args:
-      moments: arrays (128,), one number for each thread.
-      place: float32 (128,), a number that says where a thread's largest logit is.
-      scratch: a reference to SCRATCH float32 in shared memory, aligned to 16 bytes. All threads must synchronize before
-        it is used again.
-      scale: 1 / temperature, or None.
+    The results are scalars. `moments` and `place` are float32 (128,); `place` says where a thread's largest logit is.
+    `scratch` refers to SCRATCH float32 in shared memory, aligned to 16 bytes. All threads must synchronize before it is
+    used again. `scale` is 1 / temperature, or None.
     """
     blocks = dict(zip(_State._fields, (*moments, place)))
     return _insert(combine_threads_program(), {"scratch": scratch}, blocks, scale)
@@ -78,13 +70,9 @@ def combine_threads(moments: Moments, place, scratch, scale=None) -> tuple[Momen
 def combine_ctas(moments: Moments, place, count: int, scratch, scale=None) -> tuple[Moments, Any]:
     """Merges the CTAs of a cluster like `combine_threads` merges threads, and returns the same.
 
-    Afterwards this CTA reads no other CTA: those may exit, or overwrite their words.
-
-    Args:
-      moments, place: references to float32 (128,) in shared memory. In each CTA, all words of a reference hold the
-        same number, the CTA's. Lane i of a warp reads word i, in CTA i.
-      count: number of CTAs of the cluster, at most one for each lane.
-      scratch, scale: as for `combine_threads`.
+    Afterwards this CTA reads no other CTA: those may exit, or overwrite their words. The cluster has `count` CTAs, at
+    most one for each lane. `moments` and `place` refer to float32 (128,) in shared memory. In each CTA, all words of a
+    reference hold the CTA's number. Lane i of a warp reads word i, in CTA i.
     """
     refs = dict(zip(_State._fields, (*moments, place))) | {"scratch": scratch}
     return _insert(combine_ctas_program(count), refs, {}, scale)

@@ -62,17 +62,10 @@ def softmax_rows(
     axes: tuple[int, ...],
     plan: Columns | Tile | Parts,
 ) -> list[jax.Array]:
-    """Returns the results of an operation over `axes` of the arrays.
+    """Returns the results of an operation of `FORMULAS` over the ascending `axes` of arrays of one shape.
 
-    Args:
-      name: the name of the operation, in `FORMULAS`.
-      arrays: the inputs, of one shape.
-      where: None, or a boolean of the rank of the arrays that broadcasts to them.
-      axes: the reduced axes, ascending.
-      plan: how rows lie over the GPU.
-
-    Returns:
-      Arrays of the shape of `arrays`; or of that shape with the reduced axes of size 1.
+    `where` is None, or a boolean of their rank that broadcasts to them. The results have their shape, or with per-row
+    outputs, that shape with the reduced axes of size 1.
     """
     shape = arrays[0].shape
     keywords: dict[str, Any] = {

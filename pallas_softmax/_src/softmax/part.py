@@ -244,19 +244,13 @@ class Part:
         """Returns the merged reductions of the row's parts, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
 
-        def of_parts(first: int):
-            def load(gmem, empty):
-                return blocks.load_from_row(
-                    gmem,
-                    self.place.row,
-                    start=first,
-                    held=count - first,
-                    fill=empty,
-                )
+        def load(first: int, gmem, empty):
+            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
 
-            return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
-
-        lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
+        lanes = [
+            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
+            for first in range(0, count, WARPGROUP)
+        ]
         return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
@@ -291,9 +285,7 @@ class Part:
     def write_elements(self, total, *, read_mask: bool) -> None:
         """Writes the elements of the part: the edges from registers, and the body through shared memory.
 
-        Args:
-          total: the reduction of the row.
-          read_mask: whether to read the mask for the body.
+        `total` is the reduction of the row. `read_mask` says whether to read the mask for the body.
         """
         formula, refs, place = self.formula, self.refs, self.place
         constants = formula.constants(total)

@@ -64,13 +64,9 @@ class Job:
     def launch(
         self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
     ) -> list[jax.Array]:
-        """Launches a kernel on all rows and returns its results.
+        """Launches kernel(job, refs) on all rows, and returns its results.
 
-        Args:
-          kernel: the work of a CTA, a function of the job and its `Refs`.
-          name: the kernel's name in profiles.
-          out_type: shapes and dtypes of the results.
-          reductions: the reductions of the parts, arrays (rows, parts), from a launch before; or None.
+        `reductions` has the reductions of the parts, arrays (rows, parts), if a launch before made them.
         """
         parts, count = self.parts, self.parts.count
         scratch: dict[str, Any] = {

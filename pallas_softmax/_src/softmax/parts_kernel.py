@@ -129,24 +129,11 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes a part of a row.
 
-    Args:
-      formula: the formula to compute.
-      arrays: the arrays that the formula reads, all of one shape.
-      mask: which elements count, or None.
-      parts: how rows are cut into parts.
-      scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
-      name: the kernel's name in profiles. If there are two launches, the first has the suffix "_reduce".
-      approximate: whether exp may be approximate; see `plan.approximate`.
-
-    Returns:
-      One array with all elements of the result, in the last array's dtype. If the formula has per-row outputs: arrays
-      (rows,).
+    The arguments are as for `tile_kernel.launch`. If there are two launches, the first has the suffix "_reduce".
+    Returns one array with all elements of the result, or if the formula has per-row outputs, arrays (rows,).
     """
     job = Job(formula, arrays, mask, parts, scale, approximate)
-    if formula.value is None:
-        results = formula.row_results((job.rows,), job.dtype)
-    else:
-        results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
+    results = formula.out_type(job.view, (job.rows,), job.dtype)
     if parts.cluster:
         return job.launch(compute_row if parts.slots is None else compute_rows_in_turns, name, results)
 

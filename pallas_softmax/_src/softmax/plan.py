@@ -218,11 +218,9 @@ class Parts:
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part, wherever it starts
 
     def body_start(self, row, start):
-        """Returns the element at which the body of a part starts, aligned to LINE_BYTES of device memory.
+        """Returns the element of a part at which its body starts, aligned to LINE_BYTES of device memory.
 
-        Args:
-          row: number of the row.
-          start: the element of the row at which the part starts.
+        `row` is the number of the row, and `start` the element of the row at which the part starts.
         """
         line = LINE_BYTES // ACCESS_BYTES * self.vec
         return EDGE - (row * (self.vocab % line) + start) % line if self.edges else 0
@@ -305,11 +303,7 @@ def plan_softmax(
         reading again       the same, but shared memory does not hold all steps
         in two launches     any number of CTAs; the second read comes partly from the L2 cache
 
-    Args:
-      op: the name of the operation.
-      rows, vocab, dtype: shape and dtype of the arrays that the operation reads.
-      capability: compute capability of the GPU.
-      masked: whether there is a mask.
+    `op` is the name of the operation. It reads arrays (rows, vocab).
     """
     major = capability[0]
     problem = _Problem(

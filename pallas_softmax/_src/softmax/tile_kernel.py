@@ -78,27 +78,15 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
-    Args:
-      formula: the formula to compute.
-      arrays: the arrays that the formula reads, all of one shape.
-      mask: which elements count, or None.
-      tile: how rows are laid out over a CTA.
-      scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
-      name: the kernel's name in profiles.
-      approximate: whether exp may be approximate; see `plan.approximate`.
-
-    Returns:
-      One array (rows, vocab) of the last array's dtype. If the formula has per-row outputs: arrays (rows, 1).
+    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `name` is the kernel's name in
+    profiles. `approximate` says whether exp may be approximate (`plan.approximate`). Returns one array (rows, vocab) of
+    the last array's dtype, or if the formula has per-row outputs, arrays (rows, 1).
     """
-    rows, vocab = arrays[0].shape
-    if formula.value is None:
-        out_type = formula.row_results((rows, 1), arrays[-1].dtype)
-    else:
-        out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
+    rows = arrays[0].shape[0]
     return gpu_kernel(
         functools.partial(compute_rows, formula, tile, mask),
         grid={"row": -(-rows // tile.rows)},
-        out_type=out_type,
+        out_type=formula.out_type(arrays[0].shape, (rows, 1), arrays[-1].dtype),
         name=name,
         approximate=approximate,
     )(arrays, None if mask is None else mask.array, scale)

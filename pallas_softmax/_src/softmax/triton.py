@@ -27,17 +27,9 @@ def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
 
 
 def softmax_rows(op: str, arrays: Sequence[jax.Array], where, axes, plan: Block | Long):
-    """Computes a softmax operation over `axes`.
+    """Computes an operation over `axes` of the arrays: x for a forward, y and dy for a backward.
 
-    Args:
-      op: "softmax", "log_softmax", "logsumexp", "softmax_grad" or "log_softmax_grad".
-      arrays: x for a forward, y and dy for a backward, of one shape and dtype.
-      where: a boolean mask that broadcasts to them, or None.
-      axes: the axes of a row.
-      plan: how rows lie over programs.
-
-    Returns:
-      An array like x. For logsumexp, the result, m and d: a tuple of float32 arrays with size 1 along `axes`.
+    Returns an array like x. For logsumexp: (logsumexp, m, d), float32 arrays with size 1 along `axes`.
     """
     folded, mask, unfold = fold(arrays, where, axes)
     x = folded[-1]

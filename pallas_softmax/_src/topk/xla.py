@@ -42,11 +42,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
 
     The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
     rounds x first. It is the first winner. If the first winner is -NaN, d is NaN anyway.
-
-    Args:
-      k: the number of winners.
-      log: whether the values are logs of probabilities.
-      dtype: the dtype of the values.
+    With `log`, the values are logs of probabilities.
     """
     x = logits_of(normalizers.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
@@ -60,14 +56,11 @@ def topk(logits, where, temperature, *, k, log, dtype):
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
-    """Returns the winners of rows, like `topk`, given the winners of each part of a row.
+    """Returns the winners of rows, like `topk`, given the n winners of each part of a row.
 
-    Args:
-      won: (..., parts * n), the logits of the n winners of each part, best first, part after part.
-      kept: which of them are not masked, or None.
-      indices: (..., parts * n), their indices in the row.
-      parts: m (of integer logits, the largest one) and d of each part, (..., parts) each.
-      temperature, k, log, dtype: as for `topk`.
+    `won` and `indices` (..., parts * n) are their logits and their indices in the row, best first, part after part.
+    `kept` says which of them are not masked; None for all. `parts` are m (of integer logits, the largest one) and d of
+    each part, (..., parts) each.
     """
     tops, d = parts
     normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
@@ -88,15 +81,10 @@ def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype
 def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
-    It is elementwise, except at the winners, which are written afterwards: one read and one write.
-
-    Args:
-      residuals: logits, temperature T, m, d and the winners' indices in the whole row.
-      g, g_d: the cotangents of the winners' values, and of d, which the second derivative asks for.
-      log: whether the values are logs.
-
-    Returns:
-      dx, and the derivative with respect to the temperature, (..., 1).
+    Returns dx, and the derivative with respect to the temperature, (..., 1). It is elementwise, except at the winners,
+    which are written afterwards: one read and one write. The residuals are the logits, the temperature T, m, d and the
+    winners' indices in the whole row. g and g_d are the cotangents of the winners' values, and of d, which the second
+    derivative asks for.
     """
     logits, temperature, m, d, indices = residuals
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)

@@ -60,13 +60,8 @@ def incompatible(
     """Returns why versions do not work together; None if they do.
 
     jax-triton 0.3.1 lowers with triton 3.6 to 3.9, and 0.4.1 with triton 3.7 to 3.9, both with jax 0.10.2 to
-    0.12.0.1.
-
-    Args:
-      jax_triton: the version of jax-triton, or None if it is not installed.
-      triton: the version of triton, or None if it is not installed.
-      python: the version of Python (major, minor).
-      cuda: whether JAX has its CUDA plugin. jax-triton makes custom calls with it.
+    0.12.0.1. A version is None if the package is not installed. `cuda` says whether JAX has its CUDA plugin, which
+    jax-triton makes custom calls with.
     """
     install = f"pip install 'jax-triton>={_dotted(MIN_JAX_TRITON)}'"
     required = (("jax-triton", jax_triton, MIN_JAX_TRITON), ("triton", triton, MIN_TRITON))

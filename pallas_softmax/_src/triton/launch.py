@@ -31,15 +31,10 @@ def launch(
     warps: int,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Launches `kernel(*inputs, *outputs, **constants)` and returns its outputs.
+    """Launches `kernel(*inputs, *outputs, **constants)`, a function decorated with `triton.jit`; returns its outputs.
 
-    Args:
-      kernel: a function decorated with `triton.jit`.
-      inputs: the arrays that the kernel reads.
-      out_type: shapes and dtypes of the arrays that the kernel writes.
-      grid: number of programs in each dimension.
-      warps: number of warps of a program.
-      **constants: the arguments that the kernel takes as `tl.constexpr`. The kernel is compiled for each combination.
+    `grid` is the number of programs in each dimension, and `warps` the number of warps of a program. The kernel takes
+    the constants as `tl.constexpr`, and is compiled for each combination of them.
     """
     return launch_p.bind(
         *inputs,

@@ -155,15 +155,7 @@ def power_of_two(least: int) -> int:
 
 
 def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
-    """Decides how the rows of a softmax operation lie over programs.
-
-    Args:
-      op: the name of the operation.
-      rows: number of rows.
-      vocab: number of elements of a row.
-      dtype: dtype of the elements.
-      masked: whether there is a mask.
-    """
+    """Returns how the rows of the softmax operation named `op` lie over programs."""
     is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
 
@@ -220,14 +212,7 @@ def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
 
 
 def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
-    """Decides how the rows of top-k lie over programs.
-
-    Args:
-      rows: number of rows.
-      vocab: number of elements of a row.
-      k: number of winners, from 1 to MAX_K.
-      dtype: dtype of the elements.
-    """
+    """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
     slots = max(2, power_of_two(k))  # tl.topk makes lists of a power of two, at least two
     vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
     # Winning groups are read again, so their size has a limit.
