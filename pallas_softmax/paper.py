@@ -46,27 +46,13 @@ class _Row:
     """The row of this thread block in an array (rows, V) in device memory.
 
     The row is read in blocks of 128 elements, one for each thread. Beyond its end, blocks hold -inf.
-
-    Attributes:
-      gmem: the array.
-      index: number of the row.
-      vocab: number of its elements.
-      loads: number of blocks in flight at once.
     """
 
     def __init__(self, gmem, loads: int):
         self.gmem = gmem
         self.index = lax.axis_index("row")
         self.vocab = gmem.shape[1]
-        self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))
-
-    def filled(self, value, dtype=jnp.float32):
-        """Returns a block with all elements equal to `value`."""
-        return blocks.filled(value, dtype=dtype)
-
-    def positions(self, start):
-        """Returns an int32 block of the 128 positions from `start` on."""
-        return start + blocks.positions()
+        self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))  # number of blocks in flight at once
 
     def sweep(self, step, state):
         """Calls state = step(starts, x_blocks, state) along the row, with the start of each block: one access."""
@@ -81,23 +67,13 @@ class _Row:
 
     def maximum(self):
         """Returns the maximum of the row: one access."""
-        lane = self.sweep(lambda _, x, m: functools.reduce(jnp.maximum, x, m), self.filled(-jnp.inf))
+        lane = self.sweep(lambda _, x, m: functools.reduce(jnp.maximum, x, m), blocks.filled(-jnp.inf))
         return jnp.max(lane)
 
     def total(self, term):
         """Returns the sum of term(x) over the row: one access."""
-        lane = self.sweep(lambda _, x, d: d + normalizers.tree_sum(map(term, x)), self.filled(0.0))
+        lane = self.sweep(lambda _, x, d: d + normalizers.tree_sum(map(term, x)), blocks.filled(0.0))
         return jnp.sum(lane)
-
-    def normalizer(self):
-        """Returns the normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
-        return normalizers.combine_lanes(
-            self.sweep(lambda _, x, lane: normalizers.add_logits(lane, x), self.empty())
-        )
-
-    def empty(self):
-        """Returns the normalizers of threads that have seen nothing, a block of each field."""
-        return Normalizer(self.filled(-jnp.inf), self.filled(0.0))
 
     def write(self, value, gmem):
         """Writes value(x) to the row of `gmem`: two accesses, since x is read again."""
@@ -111,24 +87,30 @@ class _Row:
         self.sweep(step, jnp.int32(0))
 
 
+def _no_logits() -> Normalizer:
+    """Returns the normalizers of threads that have seen nothing (algorithm 3, lines 1 and 2), a block of each field."""
+    return Normalizer(blocks.filled(-jnp.inf), blocks.filled(0.0))
+
+
 def _naive(x: _Row, y_gmem):
     """Algorithm 1: naive softmax."""
-    scale = 1 / x.total(jnp.exp)
-    x.write(lambda x: jnp.exp(x) * scale, y_gmem)
+    inverse = 1 / x.total(jnp.exp)
+    x.write(lambda x: jnp.exp(x) * inverse, y_gmem)
 
 
 def _safe(x: _Row, y_gmem):
     """Algorithm 2: safe softmax, which subtracts the maximum."""
     m = x.maximum()
-    scale = 1 / x.total(lambda x: jnp.exp(x - m))
-    x.write(lambda x: jnp.exp(x - m) * scale, y_gmem)
+    inverse = 1 / x.total(lambda x: jnp.exp(x - m))
+    x.write(lambda x: jnp.exp(x - m) * inverse, y_gmem)
 
 
 def _online(x: _Row, y_gmem):
     """Algorithm 3: safe softmax with an online normalizer."""
-    m, d = x.normalizer()
-    scale = 1 / d
-    x.write(lambda x: jnp.exp(x - m) * scale, y_gmem)
+    lane = x.sweep(lambda _, x, lane: normalizers.add_logits(lane, x), _no_logits())  # lines 3 to 6
+    m, d = normalizers.combine_lanes(lane)
+    inverse = 1 / d
+    x.write(lambda x: jnp.exp(x - m) * inverse, y_gmem)
 
 
 class _Best(NamedTuple):
@@ -138,17 +120,17 @@ class _Best(NamedTuple):
     indices: list[jax.Array]
 
 
-def _nothing(x: _Row, k: int) -> _Best:
+def _no_winners(k: int) -> _Best:
     """Returns the k best before any logit is seen (algorithm 4, lines 3 and 4)."""
-    return _Best([x.filled(-jnp.inf)] * k, [x.filled(-1, jnp.int32)] * k)
+    return _Best([blocks.filled(-jnp.inf)] * k, [blocks.filled(-1, dtype=jnp.int32)] * k)
 
 
-def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
+def _insert(starts, x_blocks, best: _Best) -> _Best:
     """Inserts the elements of the blocks into the k best of each thread (algorithm 4, lines 8 to 15)."""
     values, indices = map(list, best)
     for start, new in zip(starts, x_blocks, strict=True):
         beaten = [new > value for value in values]
-        entries = (values, new), (indices, x.positions(start))
+        entries = (values, new), (indices, start + blocks.positions())
         for i in reversed(range(len(values))):  # the last one drops out first, and frees its register
             for kept, entry in entries:
                 above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
@@ -168,13 +150,10 @@ def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
 
         def without_winner(entries, last):
             """Moves the entries of the thread that has the winner up by one."""
-            moved_up = [*entries[1:], last]
+            moved_up = [*entries[1:], blocks.filled(last, dtype=entries[0].dtype)]
             return [jnp.where(its_index == index, *pair) for pair in zip(moved_up, entries)]
 
-        return _Best(
-            without_winner(best.values, x.filled(-jnp.inf)),
-            without_winner(best.indices, x.filled(-1, jnp.int32)),
-        )
+        return _Best(without_winner(best.values, -jnp.inf), without_winner(best.indices, -1))
 
     lax.fori_loop(0, len(best.values), step, best)
 
@@ -182,7 +161,7 @@ def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
 def _topk(x: _Row, values_gmem, indices_gmem):
     """Top-k of the row itself, without a softmax."""
     k = values_gmem.shape[1]
-    best = x.sweep(functools.partial(_insert, x), _nothing(x, k))
+    best = x.sweep(_insert, _no_winners(k))
     _rank(x, best, lambda y: y, values_gmem, indices_gmem)
 
 
@@ -193,11 +172,11 @@ def _safe_fused(x: _Row, values_gmem, indices_gmem):
     def step(starts, x_blocks, state):
         d, best = state
         d = d + normalizers.tree_sum(jnp.exp(block - m) for block in x_blocks)
-        return d, _insert(x, starts, x_blocks, best)
+        return d, _insert(starts, x_blocks, best)
 
-    d, best = x.sweep(step, (x.filled(0.0), _nothing(x, values_gmem.shape[1])))
-    scale = 1 / jnp.sum(d)
-    _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
+    d, best = x.sweep(step, (blocks.filled(0.0), _no_winners(values_gmem.shape[1])))
+    inverse = 1 / jnp.sum(d)
+    _rank(x, best, lambda u: jnp.exp(u - m) * inverse, values_gmem, indices_gmem)
 
 
 def _online_fused(x: _Row, values_gmem, indices_gmem):
@@ -205,37 +184,26 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, x_blocks, state):
         lane, best = state
-        return normalizers.add_logits(lane, x_blocks), _insert(x, starts, x_blocks, best)
+        return normalizers.add_logits(lane, x_blocks), _insert(starts, x_blocks, best)
 
-    lane, best = x.sweep(step, (x.empty(), _nothing(x, values_gmem.shape[1])))
+    lane, best = x.sweep(step, (_no_logits(), _no_winners(values_gmem.shape[1])))
     m, d = normalizers.combine_lanes(lane)
-    scale = 1 / d
-    _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
+    inverse = 1 / d
+    _rank(x, best, lambda u: jnp.exp(u - m) * inverse, values_gmem, indices_gmem)
 
 
 def _launch(algorithm, x, outputs, k, interpret):
-    """Returns the outputs of an algorithm on the rows of x, with the paper's fast exp (__expf of CUDA).
+    """Runs algorithm(row, *outputs) on the rows of x, with the paper's fast exp (__expf of CUDA).
 
-    Args:
-      algorithm: a function of a `_Row` and of references to the outputs.
-      x: float32, (rows, V).
-      outputs: shapes and dtypes of the outputs.
-      k: number of winners that a thread keeps, or 1.
-      interpret: as for `pallas_call`.
+    A thread keeps k winners; k is 1 without top-k.
     """
 
     def body(x_gmem, *out_gmem):
         algorithm(_Row(x_gmem, _loads(len(x), k)), *out_gmem)
 
-    kernel = gpu_kernel(
-        body,
-        grid={"row": len(x)},
-        out_type=outputs,
-        name=f"paper{algorithm.__name__}",
-        approximate=True,
-    )
+    name = f"paper{algorithm.__name__}"
     with interpreted(interpret):
-        return kernel(x)
+        return gpu_kernel(body, grid={"row": len(x)}, out_type=outputs, name=name, approximate=True)(x)
 
 
 def _loads(rows: int, k: int) -> int:
@@ -266,11 +234,7 @@ def _safe_unfused(x, k, *, interpret=None):
 
 
 def _rows(x) -> jax.Array:
-    """Returns `x` as an array, if the kernels accept it.
-
-    Raises:
-      ValueError: `x` is not float32 of shape (rows, V), or is empty.
-    """
+    """Returns `x` as an array. Raises ValueError if it is not float32 of shape (rows, V), or is empty."""
     x = jnp.asarray(x)
     if x.ndim != 2 or x.size == 0 or x.dtype != jnp.float32:
         raise ValueError(f"x must be float32 of shape (rows, V), both at least 1; got {x.dtype}{x.shape}")
@@ -278,12 +242,7 @@ def _rows(x) -> jax.Array:
 
 
 def _static_k(x, k) -> int:
-    """Returns `k` as an int, if the kernels can find so many winners in the rows of x.
-
-    Raises:
-      TypeError: `k` is not a static integer.
-      ValueError: `k` is out of range.
-    """
+    """Returns `k` as an int. Raises if the kernels cannot find so many winners in the rows of x."""
     k = static_int("paper", "k", k)
     if not 1 <= k <= min(MAX_K, x.shape[1]):
         raise ValueError(f"k must be from 1 to {MAX_K}, and at most V={x.shape[1]}; got {k}")
