@@ -13,9 +13,9 @@ from tests.support.cases import F32
 from tests.support.kernels import INTERPRET, fewer_rows
 
 
-def plan_route(rows, experts, k, dtype, *, steered, groups=1):
+def plan_route(rows, experts, k, dtype, *, biased, groups=1):
     """Returns the tile that the package chooses."""
-    tile = route_plan.plan_route(rows, experts, k, np.dtype(dtype).itemsize, steered=steered, groups=groups)
+    tile = route_plan.plan_route(rows, experts, k, np.dtype(dtype).itemsize, biased=biased, groups=groups)
     assert tile is not None
     return tile
 
@@ -23,7 +23,7 @@ def plan_route(rows, experts, k, dtype, *, steered, groups=1):
 def route_rows(x, k, gate, bias, interpret=INTERPRET):
     """Returns the kernel's weights, indices and logsumexp for a gate of tests/support/routing.py."""
     steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
-    plan = plan_route(*x.shape, k, x.dtype, steered=gate.steered, groups=gate.groups)
+    plan = plan_route(*x.shape, k, x.dtype, biased=gate.steered, groups=gate.groups)
     mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
     with interpreted(interpret):
         weights, indices, logsumexp = kernel.route_rows(

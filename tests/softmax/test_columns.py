@@ -120,7 +120,7 @@ def test_plans_fit_the_gpu(op, dtype):
             assert plan.vocab == vocab and inner * itemsize % 16 == 0
             # limits of a bulk copy and of barriers
             assert plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
-            assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
+            assert plan.step_rows % plan.block_tile.rows == 0 and plan.width * itemsize % 16 == 0
             assert plan.width < inner  # otherwise copies would not end with lines
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab

@@ -61,7 +61,7 @@ def test_steps_that_are_read_twice(name, rows):
 
 def test_parts_cover_every_kind():
     """Parts that are aligned to 16 bytes or not; views with one dimension and with two; parts that overlap."""
-    found = {(*plans.views([(len(names), plan)]), plan.edges) for plan, _, names in PARTS}
+    found = {(*plans.views([(len(names), plan)]), plan.has_edges) for plan, _, names in PARTS}
     assert found == {(2, False), (2, True), (1, True)}
     assert any(plan.length * plan.count > plan.vocab for plan, *_ in PARTS)
 

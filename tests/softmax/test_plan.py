@@ -153,7 +153,7 @@ def check_parts(plan, rows, vocab, itemsize):
     line = softmax_plan.LINE_BYTES // itemsize
     numbers = np.arange(min(rows, line))[:, None]
     firsts = numbers * vocab + starts[:-1]
-    if not plan.edges:
+    if not plan.has_edges:
         assert (owned == plan.length).all() and plan.body == plan.length
         assert (firsts % plan.vec == 0).all()
         return

@@ -60,6 +60,7 @@ def gpu_kernel(
             ),
             interpret=interpret(),
             **optional,
+            # About four operations and two exponentials for each element: an estimate, for XLA's scheduler only.
             **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
         )
         return trace_kernel(call, *inputs)

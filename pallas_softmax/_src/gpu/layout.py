@@ -57,9 +57,9 @@ class Tile:
         """Returns the column of the first element of a lane; `lane` is an unsigned number of inline code."""
         if self.pieces == 1:
             return lane * self.vec
-        of_piece = self.lanes // self.pieces  # a power of two
-        piece = lane >> of_piece.bit_length() - 1
-        return piece * self.piece_columns + (lane & of_piece - 1) * self.vec
+        piece_lanes = self.lanes // self.pieces  # a power of two
+        piece = lane >> piece_lanes.bit_length() - 1
+        return piece * self.piece_columns + (lane & piece_lanes - 1) * self.vec
 
 
 # Rows up to this many bytes lie over the lanes of one warp, longer rows over all threads. The float32 softmax of
@@ -178,5 +178,5 @@ def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
     rows of the array do not start at a 16-byte boundary, a row of the view joins several of them: the fewest that have
     a multiple of `vec` elements in all. If the rows do not divide into such groups, the view has one dimension.
     """
-    together = vec // math.gcd(vocab, vec)
-    return (rows // together, together * vocab) if rows % together == 0 else (rows * vocab,)
+    joined = vec // math.gcd(vocab, vec)
+    return (rows // joined, joined * vocab) if rows % joined == 0 else (rows * vocab,)

@@ -52,9 +52,9 @@ def part_place(
         row, index = rows - 1 - row, cut.count - 1 - index
     start = cut.start(index)
     owned = cut.start(index + 1) - start
-    rows_together = view[-1] // cut.vocab
-    view_row = row // rows_together if len(view) > 1 else None
-    return PartPlace(row, index, start, owned, view_row, row % rows_together * cut.vocab + start)
+    joined_rows = view[-1] // cut.vocab
+    view_row = row // joined_rows if len(view) > 1 else None
+    return PartPlace(row, index, start, owned, view_row, row % joined_rows * cut.vocab + start)
 
 
 @dataclasses.dataclass(frozen=True)

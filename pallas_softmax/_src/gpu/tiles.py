@@ -139,8 +139,8 @@ def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last
 
     If the mask has one number per row, the tile repeats it beyond the end of the row too.
     """
-    of_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
-    return load(of_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
+    per_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
+    return load(per_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
 
 
 def _store_in_jax(ref, tile: Tile, row, value, *, column: Any = 0, held=None) -> None:
@@ -176,17 +176,17 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
     store(ref, jnp.int32(row), jnp.int32(column), value)
 
 
-@twin(lambda of_row, tile, out: jnp.broadcast_to(of_row[:, :1], out.shape))
-def spread(of_row, tile: Tile, out: Tile):
+@twin(lambda per_row, tile, out: jnp.broadcast_to(per_row[:, :1], out.shape))
+def spread(per_row, tile: Tile, out: Tile):
     """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
 
-    @inline(arg_types=(layout(tile),), return_type=type_of(out, of_row.dtype))
-    def spread(_, of_row):
-        numbers = [elements(register)[0] for register in of_row.registers.flatten()[:: tile.steps]]
+    @inline(arg_types=(layout(tile),), return_type=type_of(out, per_row.dtype))
+    def spread(_, per_row):
+        numbers = [elements(register)[0] for register in per_row.registers.flatten()[:: tile.steps]]
         registers = [pack([number] * out.vec) for number in numbers for _ in range(out.steps)]
         return array(layout(out).to_mgpu(), out.shape, registers)
 
-    return spread(of_row)
+    return spread(per_row)
 
 
 def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:

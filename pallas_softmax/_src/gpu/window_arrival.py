@@ -166,8 +166,8 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> 
     @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
     def emit(_, x_smem, step, keep):
         operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
-        for b, of_block in enumerate(keep):
-            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(of_block.registers.item()))}
+        for b, block in enumerate(keep):
+            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(block.registers.item()))}
         emit_ptx(code, operands)
 
     emit(x_smem, step, keep)

@@ -110,18 +110,18 @@ def _route_of(logits, bias, k, score, groups, top_groups, renormalize, scale, im
             f"{groups} groups, got {k}"
         )
     wide = jnp.dtype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
-    steer = None if bias is None else _bias(name, bias, experts).astype(wide)
-    if steer is None and groups > 1:
-        steer = jnp.zeros((experts,), wide)
-    if steer is not None:
-        steer = steer.reshape((1,) * (x.ndim - 1) + (experts,))
-    x, steer = vary_together(x, steer)
+    bias = None if bias is None else _bias(name, bias, experts).astype(wide)
+    if bias is None and groups > 1:
+        bias = jnp.zeros((experts,), wide)
+    if bias is not None:
+        bias = bias.reshape((1,) * (x.ndim - 1) + (experts,))
+    x, bias = vary_together(x, bias)
 
-    call = describe(ROUTE, x, (axis,), steer, k, function=name)
+    call = describe(ROUTE, x, (axis,), bias, k, function=name)
     call = dataclasses.replace(call, groups=groups)
     own = {"k": k, "groups": groups, "top_groups": top_groups}
     static = choose_all(call, implementation, own=own, gate=gate)
-    (weights, logsumexp), (bits,) = _route(static, (x,), (steer,))
+    (weights, logsumexp), (bits,) = _route(static, (x,), (bias,))
     return Routing(weights, indices_of(bits), jnp.squeeze(logsumexp, -1))
 
 

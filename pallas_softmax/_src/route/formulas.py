@@ -28,16 +28,16 @@ class Gate:
         """Whether the weights depend on logits that did not win."""
         return self.score == "softmax" and not self.renormalize
 
-    def weights(self, x, normalizer: Any, of_row: "OfRow"):
+    def weights(self, x, normalizer: Any, over_row: "RowReductions"):
         """Returns the weights of the winners.
 
         Args:
           x: the logits of the winners. Places without a winner hold -inf.
           normalizer: (m, d) of the row, spread over the winners. It is unused unless `needs_normalizer`.
-          of_row: reductions over the winners of a row.
+          over_row: reductions over the winners of a row.
         """
         if self.renormalize:
-            weight = _shares(self.score, x, of_row)
+            weight = _shares(self.score, x, over_row)
         elif self.score == "softmax":
             m, d = normalizer
             weight = jnp.exp(x - m) / d
@@ -45,36 +45,36 @@ class Gate:
             weight = lax.logistic(x)
         return self._scaled(weight)
 
-    def cotangents(self, x, normalizer: Any, g, g_logsumexp, of_row: "OfRow") -> tuple[Any, Any]:
+    def cotangents(self, x, normalizer: Any, g, g_logsumexp, over_row: "RowReductions") -> tuple[Any, Any]:
         """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
 
         Args:
-          x, normalizer, of_row: as for `weights`.
+          x, normalizer, over_row: as for `weights`.
           g: the cotangents of the winners' weights, 0 at places without a winner.
           g_logsumexp: the cotangent of the row's logsumexp, spread over the winners.
         """
         if self.renormalize:
-            share = _shares(self.score, x, of_row)
-            direct = self._scaled(share * (g - of_row.total(g * share)))
+            share = _shares(self.score, x, over_row)
+            direct = self._scaled(share * (g - over_row.total(g * share)))
             return (direct if self.score == "softmax" else direct * lax.logistic(-x)), g_logsumexp
-        direct = g * self.weights(x, normalizer, of_row)
+        direct = g * self.weights(x, normalizer, over_row)
         if self.score == "softmax":
-            return direct, g_logsumexp - of_row.total(direct)
+            return direct, g_logsumexp - over_row.total(direct)
         return direct * lax.logistic(-x), g_logsumexp
 
-    def tangents(self, x, normalizer: Any, dx, mean, of_row: "OfRow"):
+    def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the tangents of the weights: the transpose of `cotangents`.
 
         Args:
-          x, normalizer, of_row: as for `weights`.
+          x, normalizer, over_row: as for `weights`.
           dx: the tangents of the winners' logits.
           mean: the sum of p dx over the whole row.
         """
         dlog = dx if self.score == "softmax" else dx * lax.logistic(-x)
         if self.renormalize:
-            share = _shares(self.score, x, of_row)
-            return self._scaled(share * (dlog - of_row.total(share * dlog)))
-        return self.weights(x, normalizer, of_row) * (dlog - mean if self.score == "softmax" else dlog)
+            share = _shares(self.score, x, over_row)
+            return self._scaled(share * (dlog - over_row.total(share * dlog)))
+        return self.weights(x, normalizer, over_row) * (dlog - mean if self.score == "softmax" else dlog)
 
     def _scaled(self, weight):
         """Returns weights, or their derivatives, times `scale`."""
@@ -82,18 +82,18 @@ class Gate:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfRow:
+class RowReductions:
     """Reductions over the winners of each row. Each returns one number per row, spread over the winners."""
 
     largest: Callable[[Any], Any]
     total: Callable[[Any], Any]
 
 
-def _shares(score: Score, x, of_row: OfRow):
+def _shares(score: Score, x, over_row: RowReductions):
     """Returns the winners' scores over their sum. A common factor makes the largest 1, or at least 1/2."""
-    top = of_row.largest(x)
+    top = over_row.largest(x)
     if score == "softmax":
         share = jnp.exp(x - top)
     else:  # sigmoid(x) = exp(min(x, 0)) / (1 + exp(-|x|))
         share = jnp.exp(jnp.minimum(x, 0) - jnp.minimum(top, 0)) / (1 + jnp.exp(-jnp.abs(x)))
-    return share / of_row.total(share)
+    return share / over_row.total(share)

@@ -13,7 +13,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route.formulas import Gate
-from pallas_softmax._src.route.kernel import normalizer, of_row
+from pallas_softmax._src.route.kernel import normalizer, over_row
 from pallas_softmax._src.softmax.plan import approximate
 
 
@@ -32,7 +32,7 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     # the winners
     m, d, e = normalizer(x, plan)
     m_won, d_won = tiles.spread(m, plan, winners), tiles.spread(d, plan, winners)
-    direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, of_row(winners))
+    direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, over_row(winners))
     p_won = jnp.exp(won - m_won) / d_won
 
     # the row

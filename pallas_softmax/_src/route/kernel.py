@@ -18,7 +18,7 @@ from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
-from pallas_softmax._src.route.formulas import Gate, OfRow, Score
+from pallas_softmax._src.route.formulas import Gate, RowReductions, Score
 from pallas_softmax._src.route.plan import winning_lanes
 from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
@@ -49,8 +49,8 @@ def route(
         elements, _ = search_input(x, by_words)
     else:  # experts are chosen by score + bias, in groups that take part
         e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
-        steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
-        elements = sort_keys.key32(e * factor + steer)
+        bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
+        elements = sort_keys.key32(e * factor + bias_of_expert)
         if groups > 1:
             lanes = winning_lanes(plan, groups, top_groups)
             elements = _keep_groups(plan, groups, top_groups, elements)
@@ -63,7 +63,7 @@ def route(
 
     per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
     won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
-    weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
+    weight = gate.weights(won.astype(jnp.float32), per_row, over_row(winners))
     tiles.store(weights_gmem, winners, row, weight)
     tiles.store(indices_gmem, winners, row, index)
 
@@ -97,10 +97,10 @@ def normalizer(x, tile: Tile):
     return m, broadcast(jnp.sum(e, 1)), e
 
 
-def of_row(tile: Tile) -> OfRow:
+def over_row(tile: Tile) -> RowReductions:
     """Returns the reductions over the winners in the rows of a tile."""
     broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
-    return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
+    return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
 def _exponentials_in_jax(tile: Tile, score: Score, x):
@@ -119,15 +119,15 @@ def _exponentials(tile: Tile, score: Score, x):
 
 
 def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
-    of_groups = key.reshape(tile.rows, groups, -1)
-    best = -jnp.sort(-of_groups, -1)[..., :2]
+    grouped = key.reshape(tile.rows, groups, -1)
+    best = -jnp.sort(-grouped, -1)[..., :2]
     total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
     _, order = lax.sort(
         (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2
     )
     group = jnp.arange(groups, dtype=order.dtype)[None, None]
     takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
-    return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+    return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
 
 
 @twin(_keep_groups_in_jax)

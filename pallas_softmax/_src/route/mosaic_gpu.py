@@ -27,7 +27,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
         return Refusal(reason)
     assert call.k is not None
     itemsize = jnp.dtype(call.dtype).itemsize
-    tile = plan_route(call.rows, call.vocab, call.k, itemsize, steered=call.masked, groups=call.groups)
+    tile = plan_route(call.rows, call.vocab, call.k, itemsize, biased=call.masked, groups=call.groups)
     return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
 
 

@@ -11,10 +11,10 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.normalizers import Normalizer, widen
-from pallas_softmax._src.route.formulas import Gate, OfRow
+from pallas_softmax._src.route.formulas import Gate, RowReductions
 from pallas_softmax._src.topk.xla import best_order, put
 
-OF_ROW = OfRow(
+OVER_ROW = RowReductions(
     lambda a: jnp.max(a, -1, keepdims=True, initial=-jnp.inf), lambda a: jnp.sum(a, -1, keepdims=True)
 )
 
@@ -28,7 +28,7 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups):
     else:
         indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups), k)[1]
     won = jnp.take_along_axis(x, indices, -1)
-    return gate.weights(won, normalizer, OF_ROW), indices, normalizers.log_of(normalizer)
+    return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
 
 
 def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int):
@@ -38,14 +38,14 @@ def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: 
     keys = _key(score + bias)
     if groups == 1:
         return keys
-    of_groups = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
-    best = lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0]
+    grouped = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
+    best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
     rank = _key(jnp.sum(sort_keys.from_key(best, x.dtype), -1))
     chosen = lax.top_k(rank, top_groups)[1]
     group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
     takes_part = jnp.any(chosen[..., None] == group, -2)
     lowest = jnp.iinfo(keys.dtype).min
-    return jnp.where(takes_part[..., None], of_groups, lowest).reshape(keys.shape)
+    return jnp.where(takes_part[..., None], grouped, lowest).reshape(keys.shape)
 
 
 def _key(x):
@@ -63,7 +63,7 @@ def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
     logits, indices = residuals
     x, p, normalizer = _softmax(logits)
     won, p_won = (jnp.take_along_axis(a, indices, -1) for a in (x, p))
-    direct, rest = gate.cotangents(won, normalizer, widen(g), widen(g_logsumexp), OF_ROW)
+    direct, rest = gate.cotangents(won, normalizer, widen(g), widen(g_logsumexp), OVER_ROW)
     dx = put((p * rest).astype(logits.dtype), indices, (p_won * rest + direct).astype(logits.dtype))
     return (dx,)
 
@@ -76,7 +76,7 @@ def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
     dx = widen(dx)
     mean = jnp.sum(jnp.where(p == 0, 0, p * dx), -1, keepdims=True)
     won, dx_won = (jnp.take_along_axis(a, indices, -1) for a in (x, dx))
-    return gate.tangents(won, normalizer, dx_won, mean, OF_ROW), mean
+    return gate.tangents(won, normalizer, dx_won, mean, OVER_ROW), mean
 
 
 def _softmax(logits):

@@ -185,13 +185,13 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
     ):
         check_name(name, implementation)
         arguments.check_axis_name(name, axis_name)
-        for of, value, accepted in (
+        for argument, value, accepted in (
             ("implementation", implementation, (None, "xla")),
             ("axis_name", axis_name, (None,)),
         ):
             if value not in accepted:
                 raise NotImplementedError(
-                    f"{name}: {of} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
+                    f"{name}: {argument} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
                     f"got {value!r}"
                 )
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
@@ -217,11 +217,11 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     axes = arguments.normalized_axes(name, axis, a.ndim)
     factors = () if b is None else (b,)
     try:
-        together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+        common = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
     except ValueError as error:
         dtypes = " and ".join(f"{of} of {x.dtype.name}" for of, x in zip("ab", (a, *factors)))
         raise ValueError(f"{name}: {dtypes} have no common dtype; cast one of them") from error
-    out_dtype = jax.eval_shape(jnp.exp, together).dtype
+    out_dtype = jax.eval_shape(jnp.exp, common).dtype
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
     out = _jax_logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
@@ -246,7 +246,7 @@ def _run(function: Callable, operation: Operation, rows: arguments.Rows, impleme
     return ys
 
 
-def _same_shape(static: Static, xs, constants):
+def _single_result(static: Static, xs, constants):
     """Runs softmax or log_softmax, which have one result, of the shape of the logits."""
     return (as_rows(static.forward, *xs, *constants, **dict(static.keywords)),), ()
 
@@ -257,6 +257,6 @@ def _logsumexp_and_d(static: Static, xs, constants):
     return (lse, d), (m,)
 
 
-_softmax = differentiable(SOFTMAX, _same_shape, derivatives_of(SOFTMAX))
-_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, derivatives_of(LOG_SOFTMAX))
+_softmax = differentiable(SOFTMAX, _single_result, derivatives_of(SOFTMAX))
+_log_softmax = differentiable(LOG_SOFTMAX, _single_result, derivatives_of(LOG_SOFTMAX))
 _logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, derivatives_of(LOGSUMEXP))

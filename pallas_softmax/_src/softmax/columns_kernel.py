@@ -43,7 +43,7 @@ def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any 
         return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
 
     x, broadcast = [load(gmem) for gmem in x_gmem], functools.partial(_broadcast, tile=tile)
-    total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
+    total = formula.reduction.combine_lanes(formula.reduction.states(formula.term(*x)), 0, broadcast)
     constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
     results = constants if formula.value is None else [formula.value(*x, *constants)]
     for gmem, y in zip(out_gmem, results, strict=True):
@@ -73,7 +73,7 @@ def _compute_strip(cta: "_Cta", turn) -> None:
     total = cta.reduce(first)  # the steps, in the order of their arrival
     if cta.plan.count > 1:
         total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
-    constants = [_broadcast(constant, cta.plan.block) for constant in cta.formula.constants(total)]
+    constants = [_broadcast(constant, cta.plan.block_tile) for constant in cta.formula.constants(total)]
     if cta.formula.value is None:
         cta.write_constants(first, constants)  # for example logsumexp: one number per column
     else:
@@ -211,7 +211,7 @@ class _Cta:
 
     def _blocks(self, number):
         """Yields the blocks of a step: lines of shared memory, and a float32 block from each array."""
-        block = self.plan.block
+        block = self.plan.block_tile
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)
             x = [tiles.load_smem(smem.at[at], block) for smem in self.refs.x_smem]
@@ -222,12 +222,12 @@ class _Cta:
     def reduce(self, first):
         """Returns the reduction of each column of the part. Its steps begin with number `first`."""
         plan, reduction = self.plan, self.formula.reduction
-        layout = tiles.layout(plan.block)
+        layout = tiles.layout(plan.block_tile)
         lanes = jax.tree.map(
-            lambda x: laid_out(jnp.full(plan.block.shape, x, jnp.float32), layout), reduction.empty
+            lambda x: laid_out(jnp.full(plan.block_tile.shape, x, jnp.float32), layout), reduction.empty
         )
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
-        return reduction.combine_lanes(lanes, 0, functools.partial(_broadcast, tile=plan.block))
+        return reduction.combine_lanes(lanes, 0, functools.partial(_broadcast, tile=plan.block_tile))
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -236,11 +236,11 @@ class _Cta:
             plgpu.barrier_wait(arrived.at[lax.rem(number, plan.slots)])
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
-            line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
-            line = laid_out(line, tiles.layout(plan.block))
+            line = lax.broadcasted_iota(jnp.int32, plan.block_tile.shape, 0)
+            line = laid_out(line, tiles.layout(plan.block_tile))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [
-                jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
+                jnp.where(line < held - i * plan.block_tile.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
         lanes = formula.reduction.add(lanes, terms, number)
@@ -260,13 +260,13 @@ class _Cta:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
-        tile = dataclasses.replace(plan.block, rows=max(plan.block.rows, plan.count))
+        tile = dataclasses.replace(plan.block_tile, rows=max(plan.block_tile.rows, plan.count))
 
-        def of_peers(smem, empty):
+        def load_peer(smem, empty):
             return tiles.load_from_ctas(smem, tile, plan.count, empty)
 
         reduction = self.formula.reduction
-        peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
+        peers = jax.tree.map(load_peer, refs.sent_smem, reduction.empty)
         total = reduction.combine_lanes(peers, 0, functools.partial(_broadcast, tile=tile))
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()
@@ -289,7 +289,7 @@ class _Cta:
         """
         outer, _, column = self._place(first)
         for gmem, y in zip(self.refs.out_gmem, constants, strict=True):
-            tiles.store(gmem.at[outer], self.plan.block, self.part, y, column=column)
+            tiles.store(gmem.at[outer], self.plan.block_tile, self.part, y, column=column)
 
     def write(self, first, constants) -> None:
         """Writes the steps of the part. Their numbers begin with `first`."""
@@ -306,7 +306,7 @@ class _Cta:
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
         for at, x in self._blocks(number):
             y = value(*x, *constants).astype(out_smem.dtype)
-            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block))
+            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block_tile))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
         if self._refills:

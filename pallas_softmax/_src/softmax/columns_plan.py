@@ -126,7 +126,7 @@ class Strips:
     turns: int = 1  # most strips that a cluster takes, one after the other
 
     @property
-    def block(self) -> Tile:
+    def block_tile(self) -> Tile:
         """The lines that a CTA holds at a time, one vector per thread."""
         lanes = self.width // self.vec
         return Tile(WARPGROUP // lanes, lanes, self.vec, 1)

@@ -34,7 +34,7 @@ class PerThread(NamedTuple):
 class Reduction(NamedTuple):
     """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays."""
 
-    of_terms: Callable[[Any], Any]  # x -> an array of states, one for each element of x
+    states: Callable[[Any], Any]  # x -> an array of states, one for each element of x
     # (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is
     # the number of the step that the blocks are, counted from 0.
     add: Callable[[Any, list, Any], Any]
@@ -51,7 +51,7 @@ class Reduction(NamedTuple):
 
 ONLINE = Reduction(
     # d is 1 even for -inf: `combine_lanes` multiplies it by 0
-    of_terms=lambda x: Normalizer(x, jnp.ones_like(x)),
+    states=lambda x: Normalizer(x, jnp.ones_like(x)),
     add=lambda lanes, blocks, step: normalizers.add_logits(lanes, blocks),
     combine_lanes=normalizers.combine_lanes,
     combine=normalizers.combine,
@@ -59,7 +59,7 @@ ONLINE = Reduction(
     neutral=-jnp.inf,
 )
 SUM = Reduction(
-    of_terms=lambda x: x,
+    states=lambda x: x,
     add=lambda total, blocks, step: total + normalizers.tree_sum(blocks),
     combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
     combine=operator.add,
@@ -101,7 +101,7 @@ def located(scale=None) -> Reduction:
         return Located(moments, jnp.minimum(*at))
 
     return Reduction(
-        of_terms=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
+        states=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
         add=add,
         combine_lanes=combine_lanes,
         combine=combine,
@@ -132,14 +132,14 @@ class Formula(NamedTuple):
     # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     row_dtypes: tuple = ()
     # 1 / temperature of a row -> the formula with this temperature; None if it has none.
-    of_scale: "Callable[[Any], Formula] | None" = None
+    at_scale: "Callable[[Any], Formula] | None" = None
 
     def scaled(self, scale) -> "Formula":
         """Returns the formula with 1 / temperature = `scale`; itself if `scale` is None."""
         if scale is None:
             return self
-        assert self.of_scale is not None
-        return self.of_scale(scale)
+        assert self.at_scale is not None
+        return self.at_scale(scale)
 
     @property
     def locates(self) -> bool:
@@ -169,7 +169,7 @@ def _token_stats(scale=None) -> Formula:
         return lse, log_d - t / d, m, d, t, total.at
 
     row_dtypes = (F32,) * 5 + (jnp.int32,)
-    return Formula(located(scale), lambda x: x, constants, row_dtypes=row_dtypes, of_scale=_token_stats)
+    return Formula(located(scale), lambda x: x, constants, row_dtypes=row_dtypes, at_scale=_token_stats)
 
 
 FORMULAS = {

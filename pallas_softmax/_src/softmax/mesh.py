@@ -31,5 +31,5 @@ def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
 
 def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
     """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
-    _, of_shard = run_shard(step, (x, where), {"axes": axes})
-    return normalizers.combine_shards(of_shard, mesh_axes)
+    _, shard_normalizer = run_shard(step, (x, where), {"axes": axes})
+    return normalizers.combine_shards(shard_normalizer, mesh_axes)

@@ -122,7 +122,7 @@ def combine_threads_program() -> Program:
     p = CtaProgram()
     state_of_warp = _combine_lanes(p, _State(*p.operands("f32", *_State._fields)))
     each_number = p.of_warps(state_of_warp, p.operand("scratch", "u32"), lane=0)  # of all warps
-    _set_results(p, _combine(p, [_State(*of_warp) for of_warp in zip(*each_number)]))
+    _set_results(p, _combine(p, [_State(*warp) for warp in zip(*each_number)]))
     return p
 
 

@@ -53,7 +53,7 @@ class Part:
 
     def load_edges(self) -> None:
         """Loads the first and the last EDGE elements of the part, if it has edges."""
-        if not self.job.parts.edges:
+        if not self.job.parts.has_edges:
             return
         place, last = self.place, self.job.parts.length - EDGE
         position = blocks.positions()
@@ -111,10 +111,10 @@ class Part:
             return self._reduce_body()
         # Reducing the edges first overlaps with loading the body. With few rows, the extra registers are free.
         if self.job.rows <= FEW_ROWS and self.job.mask is None:
-            of_edges, of_body = self._reduce_edges(), self._reduce_body()
+            edges, body = self._reduce_edges(), self._reduce_body()
         else:
-            of_body, of_edges = self._reduce_body(), self._reduce_edges()
-        return reduction.combine(of_body, of_edges)
+            body, edges = self._reduce_body(), self._reduce_edges()
+        return reduction.combine(body, edges)
 
     def _reduce_edges(self):
         """Returns the reduction of the edges, without the elements that count elsewhere."""
@@ -223,13 +223,13 @@ class Part:
         plgpu.barrier_arrive(cluster_barrier)
         plgpu.barrier_wait(cluster_barrier)
 
-        def of_peers(smem, empty):
+        def load_peer(smem, empty):
             return blocks.load_from_ctas(smem, count, empty)
 
         if reduction.per_thread:
             total = reduction.per_thread.combine_ctas(sent_smem, count, self.refs.scratch_smem)
         else:
-            total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
+            total = reduction.combine_lanes(jax.tree.map(load_peer, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 

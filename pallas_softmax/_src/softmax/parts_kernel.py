@@ -138,11 +138,11 @@ def launch(
         return job.launch(compute_row if parts.slots is None else compute_rows_in_turns, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
-    of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, job.launch(reduce_part, f"{name}_reduce", of_parts))
+    part_types = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, job.launch(reduce_part, f"{name}_reduce", part_types))
     if formula.value is None:
-        of_parts = formula.scaled(None if scale is None else scale[:, None])
-        totals = of_parts.reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
+        reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
+        totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
         constants = formula.scaled(scale).constants(totals)
         return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
     return job.launch(write_part, name, results, reductions)

@@ -201,7 +201,7 @@ class Parts:
         return 1 if self.vocab % self.vec else self.vec
 
     @property
-    def edges(self) -> bool:
+    def has_edges(self) -> bool:
         """Whether a part does not start or end on 16 bytes, or overlaps the next part."""
         return bool(self.vocab % (self.count * self.vec))
 
@@ -213,7 +213,7 @@ class Parts:
     @property
     def body(self) -> int:
         """Number of elements that each part copies in bulk, a multiple of `vec`."""
-        if not self.edges:
+        if not self.has_edges:
             return self.length
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part, wherever it starts
 
@@ -223,7 +223,7 @@ class Parts:
         `row` is the number of the row, and `start` the element of the row at which the part starts.
         """
         line = LINE_BYTES // ACCESS_BYTES * self.vec
-        return EDGE - (row * (self.vocab % line) + start) % line if self.edges else 0
+        return EDGE - (row * (self.vocab % line) + start) % line if self.has_edges else 0
 
     @property
     def walk(self) -> Walk:

@@ -26,10 +26,10 @@ def compute_rows(
     if mask is not None:
         keep = tiles.load_mask(mask_gmem, tile, row, mask.row)
         term = jnp.where(keep, term, fill)
-    scale_of_element, scale_of_row = _load_scales(scale_gmem, tile, row)
+    element_scale, row_scale = _load_scales(scale_gmem, tile, row)
 
-    total = _reduce(formula.scaled(scale_of_element), tile, term)
-    constants = formula.scaled(scale_of_row).constants(total)  # numbers per row, for example m and d
+    total = _reduce(formula.scaled(element_scale), tile, term)
+    constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
     constants = [_broadcast(constant, tile) for constant in constants]
 
     if formula.value is None:
@@ -47,14 +47,14 @@ def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
         return None, None
     if scale_gmem.shape[0] == 1:
         return scale_gmem[0], scale_gmem[0]
-    of_element = tiles.load(scale_gmem, tile, row)
-    return of_element, jnp.max(of_element, 1)
+    element_scale = tiles.load(scale_gmem, tile, row)
+    return element_scale, jnp.max(element_scale, 1)
 
 
 def _reduce(formula: Formula, tile: Tile, term):
     """Returns the reduction of each row of a tile of terms."""
     broadcast = functools.partial(_broadcast, tile=tile)
-    total = formula.reduction.combine_lanes(formula.reduction.of_terms(term), 1, broadcast)
+    total = formula.reduction.combine_lanes(formula.reduction.states(term), 1, broadcast)
     if formula.locates:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         at = normalizers.if_largest(column, term, broadcast(total.moments.m))

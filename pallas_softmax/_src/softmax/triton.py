@@ -81,8 +81,8 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
 
     if plan.parts == 1:  # x takes the place of the normalizers, which are not read
         return launch_phase(x, out, (rows, 1), reduce=True, write=True)
-    of_parts = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
-    normalizers = launch_phase(x, of_parts, (rows, plan.parts), reduce=True, write=False)
+    part_normalizers = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
+    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), reduce=True, write=False)
     writers = 1 if constants["OP"] == "logsumexp" else plan.parts
     return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
 

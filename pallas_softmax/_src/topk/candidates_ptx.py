@@ -392,21 +392,21 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     p.barrier()
 
 
-def expand_positions(p: WindowProgram, of: CandidateList) -> None:
-    """Turns the list of positions into the list of candidates `of`, which overwrites the row.
+def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
+    """Turns the list of positions into the list `candidates`, which overwrites the row.
 
     Each thread loads every 128th candidate to registers, and writes them after a barrier. Entries after the last
     candidate become empty, as they are in a window that is not compact.
     """
     each = p.capacity // WARPGROUP
     own = p.at(p.candidates, p.thread, POSITION_BYTES)
-    values = [p.var(0, "u64") for _ in range(of.capacity // WARPGROUP)]
+    values = [p.var(0, "u64") for _ in range(candidates.capacity // WARPGROUP)]
     with p.block() as leave:
         for first in range(0, each, LOADED_AT_ONCE):
-            leave(of.n <= WARPGROUP * first)
+            leave(candidates.n <= WARPGROUP * first)
             loaded = []
             for i in range(first, min(first + LOADED_AT_ONCE, each)):
-                listed = p.thread + WARPGROUP * i < of.n
+                listed = p.thread + WARPGROUP * i < candidates.n
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
                 loaded.append((i, listed, position, p.element.load_bits(p, p.address(position))))
@@ -414,7 +414,7 @@ def expand_positions(p: WindowProgram, of: CandidateList) -> None:
                 candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.origin)
                 p.set(values[i], candidate, when=listed)
     p.barrier()
-    at = of.at(p, p.thread)
+    at = candidates.at(p, p.thread)
     for i, value in enumerate(values):
         p.store(at, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
     p.barrier()

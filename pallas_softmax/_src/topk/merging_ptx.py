@@ -161,9 +161,11 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             lane_of_last, number_of_last = divmod(k - 1, len(best))
             worst = p.shuffle(best[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last)
             leave(~p.any(last >= worst))
-            # A 0 that the compiler does not know. So it recomputes what follows, instead of keeping it in registers.
-            same_column = p.first_column + p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
-            words = _packed_keys(p, row, same_column, _complements(p, same_column))
+            # The least lane number is 0, which the compiler does not know. So it computes the words again here,
+            # instead of keeping them in registers all along.
+            zero = p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
+            first_column = p.first_column + zero
+            words = _packed_keys(p, row, first_column, _complements(p, first_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)

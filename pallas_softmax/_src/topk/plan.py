@@ -83,9 +83,10 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
         for window in _whole_windows(vocab, k, itemsize):
             if cta_bytes(window, k, itemsize) <= smem_of_each(capability, 2):
                 return window
-    fills = k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES
-    if rows > FEW_ROWS and fills and _fits(whole := _window(vocab, k, itemsize, 1), k, itemsize, smem):
-        return whole
+    if rows > FEW_ROWS and k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES:
+        window = _window(vocab, k, itemsize, 1)
+        if _fits(window, k, itemsize, smem):
+            return window
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes per CTA, with two CTAs on a multiprocessor or one
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(window := _window(vocab, k, itemsize, count), k, itemsize, room):

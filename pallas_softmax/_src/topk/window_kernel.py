@@ -60,7 +60,7 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
-from pallas_softmax._src.normalizers import Normalizer, shift
+from pallas_softmax._src.normalizers import LOG2_E, Normalizer, shift
 from pallas_softmax._src.topk import candidates, merge_kernel
 from pallas_softmax._src.topk.candidates import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items, ordering_words
@@ -164,7 +164,7 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
         masked = part.mask is not None
-        lane = _add_step(window, memory, i, count, lane, scale * normalizers.LOG2_E, masked)
+        lane = _add_step(window, memory, i, count, lane, scale * LOG2_E, masked)
         return lane, next_keep
 
     empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
@@ -188,7 +188,9 @@ def _clear_list(memory: SearchMemory) -> None:
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
-def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+def _add_step_in_jax(
+    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, log2_scale, masked
+):
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
@@ -197,8 +199,8 @@ def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lan
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     s = shift(m)
-    terms = jnp.exp2((x - s[None, :, None]) * scale)
-    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+    terms = jnp.exp2((x - s[None, :, None]) * log2_scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * log2_scale) + jnp.sum(terms, (0, 2)))
 
 
 @twin(_add_step_in_jax)
@@ -208,7 +210,7 @@ def _add_step(
     step,
     count: int,
     lane: Normalizer,
-    scale,
+    log2_scale,
     masked: bool,
 ) -> Normalizer:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
@@ -217,13 +219,13 @@ def _add_step(
 
     new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
-    new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
+    new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
 
-    `lane` has the normalizer of each thread (128,) before the step. If there is a mask (`masked`), an element with the
-    lowest key is masked, and counts as -inf.
+    `lane` has the normalizer of each thread (128,) before the step. `log2_scale` is log2(e) / temperature. If there is
+    a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
-    m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    m, d, log2_scale_, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
     block_bytes = window.block * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
@@ -243,13 +245,13 @@ def _add_step(
     terms = []
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else element.floats(p, words, marked=False):
-            terms.append(p.exp2((x - s) * scale_of_row))
-    rescale = p.exp2((m - s) * scale_of_row)
+            terms.append(p.exp2((x - s) * log2_scale_))
+    rescale = p.exp2((m - s) * log2_scale_)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert_ptx(
         p,
         {"x": memory.x, "group_keys": memory.group_keys},
-        {"step": step, "scale": scale},
+        {"step": step, "scale": log2_scale},
         {"m": lane.m, "d": lane.d},
         {"new_m": "f32", "new_d": "f32"},
     )

@@ -259,9 +259,9 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
 
 def _slabs_warps(groups: int, vec: int) -> int:
     """Returns the number of warps of a program: at most four, or at most eight if it has many groups to sort."""
-    of_elements = groups * vec // 256
-    of_groups = groups * min(vec, 4) // 256
-    return max(1, min(4, of_elements), min(8, of_groups))
+    load_warps = groups * vec // 256
+    sort_warps = groups * min(vec, 4) // 256
+    return max(1, min(4, load_warps), min(8, sort_warps))
 
 
 def lists_per_merge(slots: int) -> int:
