@@ -141,7 +141,7 @@ def check_parts(plan, rows, vocab, itemsize):
     starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == vocab
-    assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.unit).all()
+    assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.cut.unit).all()
     assert (starts[:-1] + plan.length <= vocab).all()
     assert plan.count <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0

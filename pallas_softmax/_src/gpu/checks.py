@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.dispatch.operation import Call
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, DTYPES, INT32_LIMIT, SMEM_BYTES
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, INT32_LIMIT, SMEM_BYTES
 from pallas_softmax._src.gpu.layout import aligned_view
 
 
@@ -12,8 +12,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if capability[0] not in SMEM_BYTES:
         majors = " or ".join(map(str, SMEM_BYTES))
         return f"needs a GPU of compute capability {majors}, not {capability[0]}.{capability[1]}"
-    if call.dtype not in DTYPES:
-        return f"no kernel for {call.dtype}, only {', '.join(DTYPES)}"
+    if call.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {call.dtype}, only {', '.join(KERNEL_DTYPES)}"
     if call.depth is None and (call.rows == 0 or call.vocab == 0):
         return "the array is empty"
     return None

@@ -6,7 +6,6 @@ WARPGROUP = 128
 WARPS = WARPGROUP // LANES  # warps of a warpgroup
 INT32_LIMIT = 2**31  # bulk copies number elements and lines in int32
 ACCESS_BYTES = 16  # the most bytes that a thread loads at once; bulk copies also start at multiples of it
-DTYPES = ("float32", "bfloat16", "float16")  # dtypes of the arrays that the kernels read
 
 # The keys are major compute capabilities: 9 is Hopper, 10 and 12 are Blackwell.
 SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # shared memory that a CTA may use

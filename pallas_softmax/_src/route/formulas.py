@@ -17,7 +17,11 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """How logits become weights."""
+    """How logits become weights.
+
+    The methods take the logits `x` of the winners, with -inf at places without a winner. They take the `normalizer`
+    (m, d) of the row, spread over the winners, and use it if `needs_normalizer`. `over_row` reduces over the winners.
+    """
 
     score: Score  # the name of the score
     renormalize: bool  # whether the weights of the winners are divided by their sum
@@ -29,13 +33,7 @@ class Gate:
         return self.score == "softmax" and not self.renormalize
 
     def weights(self, x, normalizer: Any, over_row: "RowReductions"):
-        """Returns the weights of the winners.
-
-        Args:
-          x: the logits of the winners. Places without a winner hold -inf.
-          normalizer: (m, d) of the row, spread over the winners. It is unused unless `needs_normalizer`.
-          over_row: reductions over the winners of a row.
-        """
+        """Returns the weights of the winners."""
         if self.renormalize:
             weight = _shares(self.score, x, over_row)
         elif self.score == "softmax":
@@ -48,10 +46,8 @@ class Gate:
     def cotangents(self, x, normalizer: Any, g, g_logsumexp, over_row: "RowReductions") -> tuple[Any, Any]:
         """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
 
-        Args:
-          x, normalizer, over_row: as for `weights`.
-          g: the cotangents of the winners' weights, 0 at places without a winner.
-          g_logsumexp: the cotangent of the row's logsumexp, spread over the winners.
+        g has the cotangents of the winners' weights, 0 at places without a winner. g_logsumexp has the cotangent of the
+        row's logsumexp, spread over the winners.
         """
         if self.renormalize:
             share = _shares(self.score, x, over_row)
@@ -65,10 +61,7 @@ class Gate:
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the tangents of the weights: the transpose of `cotangents`.
 
-        Args:
-          x, normalizer, over_row: as for `weights`.
-          dx: the tangents of the winners' logits.
-          mean: the sum of p dx over the whole row.
+        dx has the tangents of the winners' logits. `mean` is the sum of p dx over the whole row.
         """
         dlog = dx if self.score == "softmax" else dx * lax.logistic(-x)
         if self.renormalize:

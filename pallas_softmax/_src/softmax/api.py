@@ -1,6 +1,5 @@
 """softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -56,12 +55,15 @@ def softmax(
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    return at_once(_softmax_of, (x, where), (axis, axis_name, implementation))
+    return at_once(_softmax_of, (x, where), (SOFTMAX, axis, axis_name, implementation))
 
 
-def _softmax_of(x, where, axis, axis_name, implementation):
-    rows = _float_rows("softmax", x, axis, where, axis_name)
-    (y,) = _run(_softmax, SOFTMAX, rows, implementation)
+def _softmax_of(x, where, operation: Operation, axis, axis_name, implementation):
+    """Computes softmax or log_softmax."""
+    rows = arguments.rows(operation.name, "x", x, axis, where, axis_name)
+    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    rows = rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
+    (y,) = _run(operation, rows, implementation)
     return y
 
 
@@ -93,13 +95,7 @@ def log_softmax(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
-    return at_once(_log_softmax_of, (x, where), (axis, axis_name, implementation))
-
-
-def _log_softmax_of(x, where, axis, axis_name, implementation):
-    rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    (y,) = _run(_log_softmax, LOG_SOFTMAX, rows, implementation)
-    return y
+    return at_once(_softmax_of, (x, where), (LOG_SOFTMAX, axis, axis_name, implementation))
 
 
 @overload
@@ -199,7 +195,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
     dtype = jax.eval_shape(jnp.exp, rows.x).dtype
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
-    out, _ = _run(_logsumexp, LOGSUMEXP, rows, implementation)
+    out, _ = _run(LOGSUMEXP, rows, implementation)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
@@ -228,21 +224,12 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
-def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
-    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
-    rows = arguments.rows(function, "x", x, axis, where, axis_name)
-    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
-    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
-
-
-def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):
-    """Chooses an implementation and runs an operation; returns its results that have derivatives.
-
-    `function` is the operation, made differentiable. The operation has the name of the public function.
-    """
-    name = operation.name
+def _run(operation: Operation, rows: arguments.Rows, implementation: str | None):
+    """Chooses an implementation and runs an operation; returns its results that have derivatives."""
+    name = operation.name  # which the public function has as well
     call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
-    ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
+    static = choose_all(call, implementation, axes=rows.axes)
+    ys, _ = _DIFFERENTIABLE[name](static, (rows.x,), (rows.where,))
     return ys
 
 
@@ -257,6 +244,5 @@ def _logsumexp_and_d(static: Static, xs, constants):
     return (lse, d), (m,)
 
 
-_softmax = differentiable(SOFTMAX, _single_result, derivatives_of(SOFTMAX))
-_log_softmax = differentiable(LOG_SOFTMAX, _single_result, derivatives_of(LOG_SOFTMAX))
-_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, derivatives_of(LOGSUMEXP))
+_RUNS = ((SOFTMAX, _single_result), (LOG_SOFTMAX, _single_result), (LOGSUMEXP, _logsumexp_and_d))
+_DIFFERENTIABLE = {op.name: differentiable(op, run, derivatives_of(op)) for op, run in _RUNS}

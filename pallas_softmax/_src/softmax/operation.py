@@ -1,5 +1,6 @@
 """The operations softmax, log_softmax and logsumexp, and their derivatives, as objects."""
 
+import dataclasses
 import functools
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, Operation
@@ -55,13 +56,11 @@ SOFTMAX_GRAD = Operation(
     kernels=_kernels("softmax_grad"),
     is_gradient=True,
 )
-LOG_SOFTMAX_GRAD = Operation(
+LOG_SOFTMAX_GRAD = dataclasses.replace(
+    SOFTMAX_GRAD,
     name="log_softmax_grad",
-    arguments=((ROW,), MASK, ROW),
-    results=ROW,
     plain=xla.log_softmax_grad,
     kernels=_kernels("log_softmax_grad"),
-    is_gradient=True,
 )
 LOG_SOFTMAX_TANGENT = Operation(
     name="log_softmax_tangent", arguments=((ROW,), MASK, ROW), results=ROW, plain=xla.log_softmax_tangent

@@ -25,18 +25,13 @@ from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
 class Part:
     """The part of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
-    Attributes:
-      formula: the formula to compute, with the temperature of the row.
-      place: the row and the position of the part in it.
-      body_start: the element of the part at which its body starts.
-      body: the body on its way through shared memory.
-      edges: the first and the last EDGE elements of the part; empty before `load_edges`, or if it has no edges.
+    `place` is the row and the position of the part in it. `body` is the body on its way through shared memory.
     """
 
     def __init__(self, job: Job, refs: Refs, place: PartPlace, body: StagedRow):
         self.job, self.refs, self.place, self.body = job, refs, place, body
         self.body_start = job.parts.body_start(place.row, place.start)
-        self.edges: list[_Edge] = []
+        self.edges: list[_Edge] = []  # empty before `load_edges`, or if the part has no edges
         scale = refs.scale_gmem
         self.formula = job.formula.scaled(
             None if scale is None else scale[place.row if scale.shape[0] > 1 else 0]

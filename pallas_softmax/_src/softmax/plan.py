@@ -193,12 +193,7 @@ class Parts:
     @property
     def cut(self) -> Cut:
         """How a row is cut: at multiples of 16 bytes if all rows are aligned to 16 bytes, else at any element."""
-        return Cut(self.vocab, self.unit, self.count)
-
-    @property
-    def unit(self) -> int:
-        """Parts start at a multiple of this number of elements."""
-        return 1 if self.vocab % self.vec else self.vec
+        return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
 
     @property
     def has_edges(self) -> bool:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
+from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch
 from pallas_softmax._src.triton.masks import mask_arguments
-from pallas_softmax._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax, power_of_two
+from pallas_softmax._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
@@ -66,7 +67,7 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
     rows, x = constants["ROWS"], inputs[1]
     constants = constants | {
         "PARTS": plan.parts,
-        "SLOTS": power_of_two(plan.parts),
+        "SLOTS": power_of_two(plan.parts, 1),
         "LENGTH": plan.length,
         "DEPTH": plan.depth,
         "WIDTH": plan.width,

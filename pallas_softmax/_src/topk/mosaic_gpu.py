@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu import checks
-from pallas_softmax._src.gpu.hardware import DTYPES
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
@@ -70,7 +69,7 @@ def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
         return jnp.broadcast_to(a, (*logits.shape[:-1], a.shape[-1])).reshape(len(x), -1)
 
     m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
-    g = folded(g if g.dtype.name in DTYPES else g.astype(jnp.float32))
+    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
     dx, dt = tile_grad_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
     return dx.reshape(logits.shape), unfold(dt)
 

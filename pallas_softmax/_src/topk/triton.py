@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
+from pallas_softmax._src.gpu.checks import not_contiguous
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import TopK
 from pallas_softmax._src.triton import checks
@@ -18,10 +19,8 @@ from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_i
 
 def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
     """Returns how the rows of a call lie over the programs of a kernel."""
-    if (reason := checks.unsupported(call, capability)) is not None:
+    if reason := checks.unsupported(call, capability) or not_contiguous(call):
         return Refusal(reason)
-    if call.inner != 1:
-        return Refusal("the row is not contiguous: its axes are not the last ones")
     if call.k is None or not 1 <= call.k <= MAX_K:
         return Refusal(f"k={call.k} is not from 1 to {MAX_K}")
     slabs = plan_topk(call.rows, call.vocab, call.k, call.dtype)

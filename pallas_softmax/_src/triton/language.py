@@ -70,8 +70,8 @@ def log_sum(d):
 def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
     """Returns the index of the mask's first element for a row, by the terms of `folding.MaskRows`.
 
-    WHERE is None without a mask, "row" if the mask has an element for each of the V elements of a row, and "one" if
-    the mask has one element for the whole row.
+    MASK has these terms. WHERE is None without a mask, "row" if the mask has an element for each of the V elements of a
+    row, and "one" if the mask has one element for the whole row.
     """
     at = row * 0
     if WHERE is not None:

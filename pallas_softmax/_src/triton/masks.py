@@ -6,11 +6,9 @@ from pallas_softmax._src.folding import Mask
 
 
 def mask_arguments(mask: Mask | None, x: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the array and the constants that tell a kernel which elements count.
+    """Returns the array and the constants that tell a kernel which elements count; `language.mask_start` has both.
 
-    Without a mask the array is x, which the kernel does not read as a mask. WHERE is None without a mask, "row" if
-    the mask has an element for each element of a row, and "one" if it has one for the whole row; MASK says which row
-    of the mask belongs to a row (`folding.MaskRows`).
+    Without a mask the array is x, which the kernel does not read as a mask.
     """
     if mask is None:
         return x, {"WHERE": None, "MASK": ()}

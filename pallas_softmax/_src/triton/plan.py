@@ -47,6 +47,8 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.gpu.layout import power_of_two
+
 # --- Limits of the kernels ----------------------------------------------------------------------------
 
 MAX_K = 256  # winners; for more, the unrolled sorting network takes minutes to compile
@@ -136,7 +138,7 @@ class Slabs:
         A level reads each winning group again, all its `slabs` x `vec` elements. It cuts the group into smaller groups
         of `size` elements and chooses the best of them. The groups of the last level are single elements.
         """
-        size = power_of_two(-(-self.length // (self.groups * self.vec))) * self.vec
+        size = power_of_two(-(-self.length // (self.groups * self.vec)), 1) * self.vec
         levels = []
         while size > 1:
             slabs = size // self.vec
@@ -144,11 +146,6 @@ class Slabs:
             size = 1 if size <= LEVEL_RATIO else max(self.vec, size // LEVEL_RATIO)
             levels.append((slabs, size))
         return tuple(levels)
-
-
-def power_of_two(least: int) -> int:
-    """Returns the smallest power of two that is at least `least`."""
-    return 1 << max(least - 1, 0).bit_length()
 
 
 # --- Softmax ------------------------------------------------------------------------------------------
@@ -190,7 +187,7 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
 
 def _block(vocab: int) -> Block:
     """Returns the plan for short rows: programs of at least one warp and at least one row."""
-    width = power_of_two(vocab)
+    width = power_of_two(vocab, 1)
     warp_elements = 32 * BLOCK_THREAD_ELEMENTS
     return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
 
@@ -199,13 +196,13 @@ def _long_parts(rows: int, vocab: int) -> int:
     """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
     if rows > FEW_ROWS:
         return 1
-    return min(_ceil_divide(vocab, MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
+    return min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
 
 
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
     """Returns the plan for long rows in at most `parts` parts, and in steps of depth x width elements."""
     length = _part_length(vocab, parts, depth * width)
-    return Long(_ceil_divide(vocab, length), length, depth, width, warps)
+    return Long(-(-vocab // length), length, depth, width, warps)
 
 
 # --- Top-k --------------------------------------------------------------------------------------------
@@ -213,17 +210,17 @@ def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
 
 def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
-    slots = max(2, power_of_two(k))  # tl.topk makes lists of a power of two, at least two
+    slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
     vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
     # Winning groups are read again, so their size has a limit.
     max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
     parts = _slabs_parts(rows, vocab, k, slots)
-    groups = _groups(k, slots, vec, max_slabs, _ceil_divide(vocab, parts), in_parts=parts > 1)
+    groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
     slab = groups * vec
-    parts = max(parts, _ceil_divide(vocab, slab * max_slabs))  # a group holds at most max_slabs slabs
+    parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
     length = _part_length(vocab, parts, slab)
-    return Slabs(_ceil_divide(vocab, length), length, slots, groups, vec, _slabs_warps(groups, vec))
+    return Slabs(-(-vocab // length), length, slots, groups, vec, _slabs_warps(groups, vec))
 
 
 def _slabs_parts(rows: int, vocab: int, k: int, slots: int) -> int:
@@ -271,7 +268,7 @@ def lists_per_merge(slots: int) -> int:
 
 def merge_fan_in(lists: int, slots: int) -> int:
     """Returns how many of a row's `lists` lists each program of the next merge takes: a power of two."""
-    return min(lists_per_merge(slots), power_of_two(lists))
+    return min(lists_per_merge(slots), power_of_two(lists, 1))
 
 
 def merge_warps(fan_in: int, slots: int) -> int:
@@ -284,9 +281,4 @@ def merge_warps(fan_in: int, slots: int) -> int:
 
 def _part_length(vocab: int, parts: int, step: int) -> int:
     """Returns the length of a part, a multiple of `step`, if a row is cut into at most `parts` parts."""
-    return _ceil_divide(vocab, parts * step) * step
-
-
-def _ceil_divide(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
-    return -(-a // b)
+    return -(-vocab // (parts * step)) * step

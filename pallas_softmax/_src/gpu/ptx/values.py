@@ -68,9 +68,7 @@ class Value:
         return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
-        if (
-            self.kind == "pred"
-        ):  # no instruction: most others accept a negated condition; see `Arithmetic.text_of`
+        if self.kind == "pred":  # no instruction: most accept a negated condition; see `Arithmetic.text_of`
             return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
         return self.program.op("not", self.kind, self)
 
