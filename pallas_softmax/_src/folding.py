@@ -34,12 +34,9 @@ class MaskRows:
         batch dimension     4                    2            3
         after               6                    3            1
         term                (row // 6 % 4) * 3   broadcast    (row // 1 % 3) * 1
-
-    Attributes:
-      terms: (after, size, stride) for each dimension that is not broadcast.
     """
 
-    terms: tuple[tuple[int, int, int], ...]
+    terms: tuple[tuple[int, int, int], ...]  # (after, size, stride) for each dimension that is not broadcast
 
     def __call__(self, row) -> Any:
         """Returns the mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
@@ -47,23 +44,18 @@ class MaskRows:
 
 
 class Mask(NamedTuple):
-    """A mask of an array (rows, vocab): it says which elements count.
+    """A mask of an array (rows, vocab): it says which elements count."""
 
-    Attributes:
-      array: boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all.
-      row: maps a row to its row of `array`.
-    """
-
-    array: jax.Array
-    row: MaskRows
+    array: (
+        jax.Array
+    )  # boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all
+    row: MaskRows  # maps a row to its row of `array`
 
 
 def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """Returns the map from a row of an array to its row of the mask.
+    """Returns the map from a row of an array to its row of the mask, given the batch dimensions of both.
 
-    Args:
-      mask: the mask's batch dimensions, each 1 or as in `batch`.
-      batch: the array's batch dimensions.
+    Each batch dimension of the mask is 1, or as in the array.
     """
     terms = []
     after = stride = 1
@@ -78,12 +70,9 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
 
 
 def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """Returns the mask of an array; None if `where` is None.
+    """Returns the mask of an array of this shape, whose first `batch` dimensions become the rows.
 
-    Args:
-      where: None, or a boolean of the array's rank; each dimension is 1 or the array's dimension.
-      shape: the shape of the array.
-      batch: the number of leading dimensions that become the rows.
+    It is None if `where` is None. Each dimension of `where` is 1 or the array's dimension.
     """
     if where is None:
         return None
@@ -96,16 +85,11 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
 def fold(
     arrays: Sequence[jax.Array], where, axes: tuple[int, ...]
 ) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
-    """Returns arrays of any rank as arrays of rows.
+    """Returns arrays of one shape as arrays of rows (rows, vocab); their mask; and a function that unfolds a result.
 
-    Args:
-      arrays: arrays of one shape. They are transposed if `axes` are not their last ones.
-      where: None, or a boolean of their rank that broadcasts to them.
-      axes: the axes of a row, ascending.
-
-    Returns:
-      The arrays (rows, vocab); their mask, or None; and a function that restores the rank of a result. A result has
-      all elements, or one number for each row; in that case its reduced axes get size 1.
+    The arrays are transposed if `axes`, the ascending axes of a row, are not their last ones. `where` is None, or a
+    boolean of their rank that broadcasts to them. The function restores the rank of a result that has all elements, or
+    one number for each row; in that case its reduced axes get size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
@@ -123,16 +107,10 @@ def fold(
 
 
 def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
-    """Returns logits as rows over their last axis, with their mask and temperatures.
+    """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
 
-    Args:
-      logits: (..., vocab).
-      where: None, or a boolean of the rank of the logits that broadcasts to them.
-      temperature: one element, or an array of the logits' rank with size 1 in the last dimension.
-
-    Returns:
-      The logits (rows, vocab); their mask, or None; the temperatures, (rows,), or (1,) if all rows share one; and a
-      function that restores the rank of a result (rows, k).
+    `where` is None, or a boolean of the rank of the logits that broadcasts to them. `temperature` has one element, or
+    the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one.
     """
     *batch, vocab = logits.shape
     if temperature.size > 1:

@@ -91,10 +91,6 @@ class StagedRow:
         """Returns the position of step i in the row."""
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
-    def filled(self, value):
-        """Returns a float32 block with all elements equal to `value`."""
-        return blocks.filled(value, self.walk.vec)
-
     def copy_in(self, gmem, smem, arrived, start, i) -> None:
         """Starts the copy of step i of the elements of `gmem` from `start` on, which is at a 16-byte boundary.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
@@ -187,6 +188,11 @@ def spread(per_row, tile: Tile, out: Tile):
         return array(layout(out).to_mgpu(), out.shape, registers)
 
     return spread(per_row)
+
+
+def broadcast(numbers, tile: Tile, axis: int = 0):
+    """Repeats numbers over a tile: one for each row, or with axis 1 one for each column."""
+    return lax.broadcast_in_dim(numbers, tile.shape, (axis,))
 
 
 def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:

@@ -13,7 +13,6 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
@@ -21,7 +20,7 @@ from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score
 from pallas_softmax._src.route.plan import winning_lanes
 from pallas_softmax._src.topk.plan import merged_tile
-from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
+from pallas_softmax._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
 
 
 def route(
@@ -43,10 +42,10 @@ def route(
     tiles.prefetch(x_gmem, plan, row)
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
 
-    by_words, lanes = x.dtype.itemsize == 2 and bias is None, None
+    lanes = None  # how many lanes may have winners: all
     if bias is None:  # experts are chosen by their logits
         m, d, _ = normalizer(x, plan)
-        elements, _ = search_input(x, by_words)
+        elements, _ = search_input(x)
     else:  # experts are chosen by score + bias, in groups that take part
         e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
@@ -54,12 +53,12 @@ def route(
         if groups > 1:
             lanes = winning_lanes(plan, groups, top_groups)
             elements = _keep_groups(plan, groups, top_groups, elements)
-    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + log_of_sum(d)))
+    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
-    if by_words:
-        _, index = take_words(plan, experts, k, elements)
+    if bias is None and x.dtype.itemsize == 2:  # packed keys, two elements at a time
+        _, index = best_keys_and_indices(plan, experts, k, elements)
     else:
-        index = take(plan, experts, k, elements, lanes)
+        index = best_indices(plan, experts, k, elements, lanes)
 
     per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
     won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
@@ -90,7 +89,7 @@ def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1
 
 def normalizer(x, tile: Tile):
     """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
-    broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
     # The maximum comes before the cast: one instruction compares two 16-bit elements.
     m = broadcast(jnp.max(x, 1).astype(jnp.float32))
     e = jnp.exp2((x.astype(jnp.float32) - normalizers.shift(m)) * normalizers.LOG2_E)
@@ -99,7 +98,7 @@ def normalizer(x, tile: Tile):
 
 def over_row(tile: Tile) -> RowReductions:
     """Returns the reductions over the winners in the rows of a tile."""
-    broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
     return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
@@ -130,7 +129,4 @@ def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
     return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
 
 
-@twin(_keep_groups_in_jax)
-def _keep_groups(tile: Tile, groups: int, top_groups: int, key):
-    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
-    return groups_ptx.keep_groups(tile, groups, top_groups, key)
+_keep_groups = twin(_keep_groups_in_jax)(groups_ptx.keep_groups)

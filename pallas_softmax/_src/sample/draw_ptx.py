@@ -162,7 +162,7 @@ def _apply_min_p(p: RowProgram, kept: Kept) -> tuple[Value, Value]:
 
 
 def _log(p: RowProgram, x: Value) -> Value:
-    """Returns log(x); near 1 by the same series as `gpu.arithmetic.log_of_sum`."""
+    """Returns log(x); near 1 by the same series as `normalizers.log_of_sum`."""
     u = x - 1.0
     series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)

@@ -42,7 +42,7 @@ def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any 
         fill = formula.reduction.neutral
         return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
 
-    x, broadcast = [load(gmem) for gmem in x_gmem], functools.partial(_broadcast, tile=tile)
+    x, broadcast = [load(gmem) for gmem in x_gmem], functools.partial(tiles.broadcast, tile=tile, axis=1)
     total = formula.reduction.combine_lanes(formula.reduction.states(formula.term(*x)), 0, broadcast)
     constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
     results = constants if formula.value is None else [formula.value(*x, *constants)]
@@ -73,17 +73,15 @@ def _compute_strip(cta: "_Cta", turn) -> None:
     total = cta.reduce(first)  # the steps, in the order of their arrival
     if cta.plan.count > 1:
         total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
-    constants = [_broadcast(constant, cta.plan.block_tile) for constant in cta.formula.constants(total)]
+    constants = [
+        tiles.broadcast(constant, cta.plan.block_tile, 1) for constant in cta.formula.constants(total)
+    ]
     if cta.formula.value is None:
         cta.write_constants(first, constants)  # for example logsumexp: one number per column
     else:
         cta.write(first, constants)  # for example softmax: the elements, from shared memory
     if cta.plan.count > 1:
         cta.wait_for_peers()
-
-
-def _broadcast(per_column, tile: Tile):
-    return lax.broadcast_in_dim(per_column, tile.shape, (1,))
 
 
 # --- Launches -----------------------------------------------------------------------------------------
@@ -227,7 +225,9 @@ class _Cta:
             lambda x: laid_out(jnp.full(plan.block_tile.shape, x, jnp.float32), layout), reduction.empty
         )
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
-        return reduction.combine_lanes(lanes, 0, functools.partial(_broadcast, tile=plan.block_tile))
+        return reduction.combine_lanes(
+            lanes, 0, functools.partial(tiles.broadcast, tile=plan.block_tile, axis=1)
+        )
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -267,7 +267,7 @@ class _Cta:
 
         reduction = self.formula.reduction
         peers = jax.tree.map(load_peer, refs.sent_smem, reduction.empty)
-        total = reduction.combine_lanes(peers, 0, functools.partial(_broadcast, tile=tile))
+        total = reduction.combine_lanes(peers, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)

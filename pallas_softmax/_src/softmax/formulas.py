@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.gpu.arithmetic import log_of_sum
-from pallas_softmax._src.normalizers import Moments, Normalizer, shift
+from pallas_softmax._src.normalizers import Moments, Normalizer, log_of_sum, shift
 from pallas_softmax._src.softmax import moments_ptx
 
 F32 = jnp.float32

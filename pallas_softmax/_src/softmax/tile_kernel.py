@@ -30,7 +30,7 @@ def compute_rows(
 
     total = _reduce(formula.scaled(element_scale), tile, term)
     constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
-    constants = [_broadcast(constant, tile) for constant in constants]
+    constants = [tiles.broadcast(constant, tile) for constant in constants]
 
     if formula.value is None:
         results = constants
@@ -53,17 +53,13 @@ def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
 
 def _reduce(formula: Formula, tile: Tile, term):
     """Returns the reduction of each row of a tile of terms."""
-    broadcast = functools.partial(_broadcast, tile=tile)
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
     total = formula.reduction.combine_lanes(formula.reduction.states(term), 1, broadcast)
     if formula.locates:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         at = normalizers.if_largest(column, term, broadcast(total.moments.m))
         total = total._replace(at=jnp.min(at, 1))
     return total
-
-
-def _broadcast(per_row, tile: Tile):
-    return lax.broadcast_in_dim(per_row, tile.shape, (0,))
 
 
 def launch(

@@ -156,20 +156,16 @@ def _combine_parts(normalizers_ptr, row, ROWS: tl.constexpr, PARTS: tl.constexpr
 
 @triton.jit
 def _write(
-    # inputs
     a_ptr,
     b_ptr,
     mask_ptr,
-    # outputs
     out_ptr,
-    # the elements and the constants of their row
     base,
     mask_base,
     col,
     inside,
     c0,
     c1,
-    # constants
     OP: tl.constexpr,
     WHERE: tl.constexpr,
 ):

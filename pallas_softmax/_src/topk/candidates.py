@@ -28,12 +28,11 @@ from jax import lax
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu import blocks
-from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
-from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.normalizers import Normalizer, log_of_sum
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2

@@ -48,7 +48,7 @@ def topk_grad(
 
     def load_per_row(gmem):
         if gmem.shape[0] == 1 < x_gmem.shape[0]:
-            return _over(winners, jnp.full((plan.rows,), gmem[0]))
+            return tiles.broadcast(jnp.full((plan.rows,), gmem[0]), winners)
         return tiles.load(gmem, winners, row)
 
     def spread(per_winner):
@@ -64,25 +64,20 @@ def topk_grad(
     scaled_won = (x_won - m) * scale
     p_won = jnp.exp(scaled_won) / d
     direct = g if log else g * p_won
-    rest = load_per_row(g_d_gmem) * d - _over(winners, jnp.sum(direct, 1))  # r
+    rest = load_per_row(g_d_gmem) * d - tiles.broadcast(jnp.sum(direct, 1), winners)  # r
     dx_won = (direct + p_won * rest) * scale
     # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
-    slope_won = _over(winners, jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
+    slope_won = tiles.broadcast(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1), winners)
 
     # the row
     weight, scale = spread(rest / d), spread(scale)
     scaled = (x - spread(m)) * scale
     e = jnp.exp(scaled)
     tiles.store(dx_gmem, plan, row, e * (weight * scale))
-    slope = _over(plan, jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1))
+    slope = tiles.broadcast(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan)
     tiles.store(dt_gmem, plan, row, -(weight * slope + spread(slope_won)) * scale)
 
     tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
-
-
-def _over(tile: Tile, per_row):
-    """Returns numbers per row as a tile."""
-    return lax.broadcast_in_dim(per_row, tile.shape, (0,))
 
 
 def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):

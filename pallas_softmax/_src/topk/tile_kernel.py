@@ -48,10 +48,10 @@ def softmax_topk(
     tiles.store(m_gmem, plan, row, m)
     tiles.store(d_gmem, plan, row, d)
 
-    if _by_words(x_gmem.dtype):
-        key, index = take_words(plan, vocab, k, elements)
+    if x_gmem.dtype.itemsize == 2:  # packed keys, two elements at a time
+        key, index = best_keys_and_indices(plan, vocab, k, elements)
     else:
-        index = take(plan, vocab, k, elements)
+        index = best_indices(plan, vocab, k, elements)
         key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
 
     m, d, scale = (tiles.spread(a, plan, winners) for a in (m, d, scale))
@@ -80,18 +80,13 @@ def topk_rows(
     return TopK(values, indices), Normalizer(m, d)
 
 
-def _by_words(dtype) -> bool:
-    """Returns whether keys come packed, two elements at a time."""
-    return dtype.itemsize == 2
-
-
 def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: int) -> tuple[Any, Any]:
     """Returns a tile of logits, with -inf for masked ones, and the same elements as the search takes them.
 
     Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
     """
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=last_row)
-    elements, lowest = search_input(x, _by_words(x.dtype))
+    elements, lowest = search_input(x)
     if mask is not None:
         keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=last_row)
         elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
@@ -99,29 +94,24 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
     return x, elements
 
 
-def search_input(x, by_words: bool) -> tuple[Any, int]:
-    """Returns the elements as the search takes them, and the value of a masked one: bits if `by_words`, else keys."""
-    if by_words:
+def search_input(x) -> tuple[Any, int]:
+    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
+    if x.dtype.itemsize == 2:
         return lax.bitcast_convert_type(x, jnp.int16), -1
     return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
     """Returns m, d and the scale of each row of a tile, spread over the tile."""
-
-    def broadcast(per_row):
-        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
-
+    broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     if scale_gmem.shape[0] > 1:
         row_scale = tiles.load(scale_gmem, plan, row)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-    m, d = map(
-        broadcast, normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
-    )
-    return m, d, row_scale
+    total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
+    return *map(broadcast, total), row_scale
 
 
 def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
@@ -133,14 +123,14 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def _take_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
+def _best_indices_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
 
 
-@twin(_take_in_jax)
-def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
+@twin(_best_indices_in_jax)
+def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
     """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
     `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
@@ -148,8 +138,8 @@ def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
     return insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
 
 
-def take_words(tile: Tile, vocab: int, k: int, bits):
-    """Returns keys and indices of the k best of each row, as two tiles like the result of `take`.
+def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
+    """Returns keys and indices of the k best of each row, as two tiles like the result of `best_indices`.
 
     `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
     """
