@@ -106,6 +106,11 @@ def fold(
     return [a.transpose(order).reshape(-1, math.prod(of_row)) for a in arrays], mask, unfold
 
 
+def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Returns numbers per row (..., n) as (rows, n). Where all slices of a vmap share them, they have size 1."""
+    return jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(math.prod(batch), -1)
+
+
 def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
     """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
 

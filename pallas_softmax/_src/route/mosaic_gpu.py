@@ -1,10 +1,9 @@
 """The router and its gradient as Mosaic GPU kernels, on arrays of any rank."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
-from pallas_softmax._src.folding import fold_mask
+from pallas_softmax._src.folding import fold_mask, fold_numbers
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import grad_kernel, kernel
@@ -54,11 +53,7 @@ def route_grad(plan: Tile, residuals, g, g_logsumexp, *, gate):
     """Returns what `xla.route_grad` returns."""
     logits, indices = residuals
     x = logits.reshape(-1, logits.shape[-1])
-
-    def folded(a):  # an array that all slices of a vmap share has size 1 there
-        return jnp.broadcast_to(a, (*logits.shape[:-1], a.shape[-1])).reshape(len(x), -1)
-
-    indices, g, g_logsumexp = jax.tree.map(folded, (indices, g, g_logsumexp))
+    indices, g, g_logsumexp = (fold_numbers(a, logits.shape[:-1]) for a in (indices, g, g_logsumexp))
     dx = grad_kernel.route_grad_rows(x, indices, g, g_logsumexp[:, 0], plan, gate=gate)
     return (dx.reshape(logits.shape),)
 

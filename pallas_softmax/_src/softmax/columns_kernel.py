@@ -11,7 +11,7 @@ its elements are contiguous. Each CTA takes adjacent columns:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,6 +25,7 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.parts_job import Refs
 
 # --- Short columns, in registers ----------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     The parts pass through shared memory step by step. The first steps of the next strip are loaded while this one is
     merged and written.
     """
-    cta = _Cta(formula, plan, _Refs(x_gmem, out_gmem, **scratch))
+    cta = _Cta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
     if plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
@@ -142,24 +143,13 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
 # --- The work of a CTA on strips ----------------------------------------------------------------------
 
 
-class _Refs(NamedTuple):
-    """The memory and barriers that a CTA uses."""
-
-    x_gmem: list  # the input arrays (outer, vocab, inner)
-    out_gmem: tuple  # the results
-    x_smem: list  # for each array, all its slots in a row. The slots of the last array also stage the output.
-    arrived: list  # for each array, one barrier per slot. It completes when a step has arrived in the slot.
-    sent_smem: Any = None  # in a cluster, this CTA's reduction of each column, which the other CTAs read
-    cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
-
-
 class _Cta:
     """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
     Step numbers run on from one strip to the next. Steps take the slots in a circle.
     """
 
-    def __init__(self, formula: Formula, plan: Strips, refs: _Refs):
+    def __init__(self, formula: Formula, plan: Strips, refs: Refs):
         self.formula, self.plan, self.refs = formula, plan, refs
         shape = refs.x_gmem[0].shape
         # The cluster takes strips team, team + teams, and so on: `turns` of them.

@@ -129,22 +129,18 @@ class Part:
         reduction = self.formula.reduction
         vec = 1 if reduction.per_thread else self.job.parts.vec
         lanes = jax.tree.map(lambda x: blocks.filled(x, vec), reduction.empty)
-        masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
+        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
         return self._located(total) if self.formula.locates else total
 
-    @property
-    def _mask_steps_ahead(self) -> int:
-        return min(self.job.parts.mask_steps_ahead, self.job.parts.walk.steps)
-
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
         lanes, (mask_blocks, *next_masks) = state
         formula, x_smem = self.formula, self.refs.x_smem
-        ahead = self._mask_steps_ahead
+        ahead = self.job.parts.mask_steps_ahead
         all_loaded = ahead == self.job.parts.walk.steps
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         self._wait(i)

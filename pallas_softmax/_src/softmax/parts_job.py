@@ -81,7 +81,8 @@ class Job:
             scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
         def body(x_gmem, mask_gmem, scale_gmem, reductions_gmem, *out_gmem, **scratch):
-            kernel(self, Refs(x_gmem, mask_gmem, scale_gmem, reductions_gmem, out_gmem, **scratch))
+            inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "reductions_gmem": reductions_gmem}
+            kernel(self, Refs(x_gmem, out_gmem, **scratch, **inputs))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
         return gpu_kernel(
@@ -98,16 +99,16 @@ class Job:
 class Refs(NamedTuple):
     """The memory and barriers that a CTA uses."""
 
-    x_gmem: list  # the input arrays, in the shape `Job.view`
-    mask_gmem: Any  # the mask, (mask rows, vocab or 1), or None
-    scale_gmem: Any  # 1 / temperature, (rows,) or (1,), or None
-    reductions_gmem: Any  # the reductions of the parts, as references (rows, parts), or None
+    x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
     out_gmem: tuple  # the results
-    # For each array, the body of the CTA's part. The buffer of the last array also stages the output.
+    # For each array, the body of the CTA's part, or slots. The memory of the last array also stages the output.
     x_smem: list
     # For each array, one barrier per step, or per slot. It completes when the step has arrived.
     arrived: list
-    scratch_smem: Any = None  # with one state for each thread, memory to merge the threads
-    # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread has a copy.
+    # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread, or column, has a copy.
     sent_smem: Any = None
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
+    mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
+    scale_gmem: Any = None  # 1 / temperature, (rows,) or (1,), or None
+    reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
+    scratch_smem: Any = None  # with one state for each thread, memory to merge the threads

@@ -243,7 +243,7 @@ class Parts:
     @property
     def mask_steps_ahead(self) -> int:
         """Number of steps that loads of the mask run ahead of the reduction."""
-        return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
+        return min(self.walk.steps, max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
-from pallas_softmax._src.folding import fold_topk
+from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
@@ -64,10 +65,7 @@ def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
     """Returns what `xla.topk_grad` returns."""
     logits, temperature, *per_row, indices = residuals
     x, _, temperature, unfold = fold_topk(logits, None, temperature)
-
-    def folded(a):  # an array that all slices of a vmap share has size 1 there
-        return jnp.broadcast_to(a, (*logits.shape[:-1], a.shape[-1])).reshape(len(x), -1)
-
+    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
     m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
     g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
     dx, dt = tile_grad_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
