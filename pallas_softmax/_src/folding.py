@@ -70,7 +70,7 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
 
 
 def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """Returns the mask of an array of this shape, whose first `batch` dimensions become the rows.
+    """Returns the mask of an array of this shape. Its first `batch` dimensions become the rows.
 
     It is None if `where` is None. Each dimension of `where` is 1 or the array's dimension.
     """

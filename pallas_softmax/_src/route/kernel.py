@@ -70,8 +70,8 @@ def route(
 def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
     """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1) of the logits x (rows, experts).
 
-    `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. Of the `groups`,
-    `top_groups` take part. With groups there must be a bias.
+    `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. `top_groups` of
+    the `groups` take part. With groups there must be a bias.
     """
     rows = x.shape[0]
     return gpu_kernel(

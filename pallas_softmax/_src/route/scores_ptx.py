@@ -37,9 +37,11 @@ def exponentials(tile: Tile, score: Score, x):
     @inline(arg_types=(layout,), return_type=(tiles.type_of(tile, "float32"),) * 3)
     def emit(_, x):
         held = [word for register in x.registers.flat for word in elements(register)]
-        places = [f"{row}_{i}" for row in range(rows) for i in range(count)]
-        operands = {f"x{place}": word for place, word in zip(places, held, strict=True)}
-        names = [f"e{place}" for place in places] + [f"{name}{row}" for name in "md" for row in range(rows)]
+        suffixes = [f"{row}_{i}" for row in range(rows) for i in range(count)]
+        operands = {f"x{suffix}": word for suffix, word in zip(suffixes, held, strict=True)}
+        names = [f"e{suffix}" for suffix in suffixes] + [
+            f"{name}{row}" for name in "md" for row in range(rows)
+        ]
         found = emit_ptx(program, {"thread": thread(), **operands}, dict.fromkeys(names, "f32"))
         ends = len(held), len(held) + rows
         m, d = ([number for number in found[end : end + rows] for _ in range(count)] for end in ends)

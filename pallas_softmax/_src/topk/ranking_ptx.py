@@ -31,6 +31,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
 
+# We kept no times for the limits of this file: take them as estimates.
 _COUNTED = 96  # up to this many candidates, counting is faster than buckets
 _COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # candidates that a thread compares with its own at once
