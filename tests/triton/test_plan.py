@@ -4,6 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pallas_softmax._src.gpu import layout
 from pallas_softmax._src.triton import plan as triton_plan
 from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
@@ -121,7 +122,7 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
 def assert_levels(plan):
     """Asserts that levels lead from whole groups to single elements; each level reads the previous level's winners."""
     slabs_of_part = plan.length // (plan.groups * plan.vec)
-    elements = plan.vec * triton_plan.power_of_two(slabs_of_part)
+    elements = plan.vec * layout.power_of_two(slabs_of_part, 1)
     for slabs, chosen in plan.levels:
         assert slabs * plan.vec == elements  # all elements of a winning group
         assert plan.slots * elements <= 8192
@@ -136,7 +137,7 @@ def assert_levels(plan):
 @given(st.integers(1, 32), st.integers(0, 8), st.integers(0, 11), st.integers(0, 3))
 def test_levels_of_any_plan(slabs, slots, groups, vec):
     plan = Slabs(1, slabs << groups << vec, 2 << min(slots, groups), 1 << groups, 1 << vec, 1)
-    elements = triton_plan.power_of_two(slabs) << vec
+    elements = layout.power_of_two(slabs, 1) << vec
     for _, chosen in plan.levels:
         assert chosen < elements and elements % chosen == 0 and (chosen == 1 or chosen % plan.vec == 0)
         elements = chosen

@@ -29,8 +29,6 @@ def too_large(call: Call) -> str | None:
     vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
     if aligned_view(call.rows, call.vocab, vec)[-1] < INT32_LIMIT:
         return None
-    if call.vocab >= INT32_LIMIT:
-        what = "a row"
-    else:
-        what = f"rows with a number of elements that is not a multiple of {vec}"
+    unaligned = f"rows with a number of elements that is not a multiple of {vec}"
+    what = "a row" if call.vocab >= INT32_LIMIT else unaligned
     return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"

@@ -180,9 +180,7 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
         return MAX_BLOCK_MASKED
     if op in ("softmax", "logsumexp"):
         return MAX_BLOCK_EXPONENTIALS
-    if is_16_bit:
-        return MAX_BLOCK_16_BITS
-    return MAX_BLOCK_32_BITS
+    return MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
 
 
 def _block(vocab: int) -> Block:
