@@ -36,7 +36,7 @@ from pallas_softmax._src.normalizers import Normalizer, log_of_sum
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
-LOADED_AT_ONCE = 8  # loads that a thread has in flight; an estimate, not tuned
+LOADED_AT_ONCE = 8  # loads that a thread has in flight, an estimate
 LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
 

@@ -158,7 +158,7 @@ _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 #     from `_group_by_bucket`    | candidates in its bucket                   | where its bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
-_OF_ZERO = 2**31  # the key of +0 in an entry; the key of -0 is one less
+_ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
 _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
@@ -229,11 +229,11 @@ def _distances(
 
     Here to_zero is greatest - first, or greatest - last if the best key is below `last`.
     """
-    largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
+    largest = p.max(greatest - _ZERO_KEY, _ZERO_KEY - 1 - least).bits("s32")
     small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
     # +0 and -0 always count as 0. Small magnitudes count as 0 if both signs occur.
-    small = p.select((least < _OF_ZERO) & (greatest >= _OF_ZERO), small, 0)
-    first, last = small + _OF_ZERO, _OF_ZERO - 1 - small
+    small = p.select((least < _ZERO_KEY) & (greatest >= _ZERO_KEY), small, 0)
+    first, last = small + _ZERO_KEY, _ZERO_KEY - 1 - small
 
     def nearest(key: Value) -> Value:
         return p.max(p.min(key, first), last)

@@ -32,8 +32,8 @@ _SEVERAL = _INTEGERS | {
     "b64": _INTEGERS["i64"],
 }
 _BITWISE = ("and", "or", "xor", "not")
-_OF_ANY_BITS = (*_BITWISE, "lop3", "mov", "selp", "st")
-_OF_ANY_SIGN = ("add", "sub", "mul.lo", "mad.lo", "eq", "ne")
+_ANY_BITS = (*_BITWISE, "lop3", "mov", "selp", "st")
+_ANY_SIGN = ("add", "sub", "mul.lo", "mad.lo", "eq", "ne")
 
 
 def untyped(kind: str) -> str:
@@ -53,9 +53,9 @@ def operand_of(op: str, kind: str) -> str:
     integers = next((name for name, kinds in _INTEGERS.items() if kind in kinds), None)
     if integers is None:
         return kind
-    if op in _OF_ANY_BITS:
+    if op in _ANY_BITS:
         return f"b{BITS[kind]}"
-    return integers if op in _OF_ANY_SIGN else kind
+    return integers if op in _ANY_SIGN else kind
 
 
 def takes(operand: str, kind: str) -> bool:
