@@ -1,7 +1,7 @@
 """route: what it promises, and how its gradient is wired."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,12 @@ class Routing(NamedTuple):
 export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
 
 
+def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
+    bias = given["bias"]
+    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
+
+
+@at_once("k", "score", "groups", "top_groups", "renormalize", "scale", "implementation", known=_known_bias)
 def route(
     logits: ArrayLike,
     k: int | np.integer,
@@ -89,12 +95,6 @@ def route(
         `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    bias = None if bias is None else arguments.parameter("route", "bias", bias)
-    options = (k, score, groups, top_groups, renormalize, scale, implementation)
-    return at_once(_route_of, (logits, bias), options)
-
-
-def _route_of(logits, bias, k, score, groups, top_groups, renormalize, scale, implementation) -> Routing:
     name = "route"
     x, axis = arguments.real_rows(name, "logits", logits, -1)
     x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)

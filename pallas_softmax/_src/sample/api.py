@@ -47,6 +47,30 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters, checked if they are known."""
+    arguments.check_array("sample", "key", given["key"])
+
+    def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+        value = given[name]
+        return (
+            value
+            if value is None
+            else arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
+        )
+
+    temperature = arguments.in_range(
+        "sample", "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
+    )
+    return {
+        "temperature": arguments.normal_temperature(temperature, given["logits"]),
+        "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
+        "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
+        "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+    }
+
+
+@at_once("axis", "axis_name", "implementation", known=_known_numbers)
 def sample(
     key: jax.Array | np.ndarray,
     logits: ArrayLike,
@@ -106,26 +130,6 @@ def sample(
         and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    name = "sample"
-    arguments.check_array(name, "key", key)
-    temperature = arguments.in_range(name, "temperature", temperature, lambda t: t >= 0, "0 or positive")
-    temperature = arguments.normal_temperature(temperature, logits)
-    top_k = _filter("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
-    top_p = _filter("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
-    min_p = _filter("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
-    arrays = (key, logits, where, temperature, top_k, top_p, min_p)
-    return at_once(_sample_of, arrays, (axis, axis_name, implementation))
-
-
-def _filter(name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
-    if value is None:
-        return None
-    return arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
-
-
-def _sample_of(
-    key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
-) -> Sample:
     name = "sample"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     if x.shape[axis] == 0:

@@ -21,6 +21,7 @@ from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMA
 _jax_logsumexp: Any = jax.nn.logsumexp
 
 
+@at_once("axis", "axis_name", "implementation")
 def softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -56,15 +57,12 @@ def softmax(
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    return at_once(_softmax_of, (x, where), (axis, axis_name, implementation))
-
-
-def _softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("softmax", x, axis, where, axis_name)
     (y,) = _run(_softmax, SOFTMAX, rows, implementation)
     return y
 
 
+@at_once("axis", "axis_name", "implementation")
 def log_softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -93,10 +91,6 @@ def log_softmax(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
-    return at_once(_log_softmax_of, (x, where), (axis, axis_name, implementation))
-
-
-def _log_softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
     (y,) = _run(_log_softmax, LOG_SOFTMAX, rows, implementation)
     return y
@@ -130,6 +124,15 @@ def logsumexp(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a and b of logsumexp; as in JAX, integers of any length."""
+    return {
+        name: None if given[name] is None else arguments.real_numbers("logsumexp", name, given[name])
+        for name in (["a"] if given["b"] is None else ["a", "b"])
+    }
+
+
+@at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=_known_numbers)
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -169,12 +172,6 @@ def logsumexp(
       TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
         `keepdims` or `return_sign` is not a bool.
     """
-    a = arguments.real_numbers("logsumexp", "a", a)  # as in JAX, integers of any length
-    b = None if b is None else arguments.real_numbers("logsumexp", "b", b)
-    return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
-
-
-def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implementation):
     name = "logsumexp"
     keepdims = arguments.static_bool(name, "keepdims", keepdims)
     return_sign = arguments.static_bool(name, "return_sign", return_sign)

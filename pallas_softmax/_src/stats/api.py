@@ -1,6 +1,6 @@
 """token_stats: what it promises, and how its gradient is wired."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,16 @@ class TokenStats(NamedTuple):
 export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the temperature, None if it is 1, and the labels."""
+    name, labels = "token_stats", given["labels"]
+    t = arguments.known_temperature(name, given["temperature"], given["logits"])
+    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
+        t = None
+    return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
+
+
+@at_once("axis", "axis_name", "implementation", known=_known_numbers)
 def token_stats(
     logits: ArrayLike,
     labels: ArrayLike | None = None,
@@ -81,16 +91,6 @@ def token_stats(
         unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    name = "token_stats"
-    t = arguments.known_temperature(name, temperature, logits)
-    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
-        t = None
-    if labels is not None:
-        labels = arguments.known_labels(name, labels)
-    return at_once(_stats_of, (logits, labels, where, t), (axis, axis_name, implementation))
-
-
-def _stats_of(logits, labels, where, temperature, axis, axis_name, implementation) -> TokenStats:
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     x = x.astype(jax.eval_shape(jnp.exp, x).dtype)

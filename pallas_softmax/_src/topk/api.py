@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ from pallas_softmax._src.topk.operation import TOPK, indices_of
 from pallas_softmax._src.topk.xla import TopK
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
+
+
+@at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
 def fused_topk(
     logits: ArrayLike,
     k: int | np.integer,
@@ -74,12 +80,6 @@ def fused_topk(
         `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    name = "fused_topk"
-    temperature = arguments.known_temperature(name, temperature, logits)
-    return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
-
-
-def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, implementation) -> TopK:
     name = "fused_topk"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
