@@ -15,8 +15,7 @@ from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax._src.dispatch.eager import is_jet
-from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.mesh_types import share_sharding, vary_together
 from pallas_softmax._src.misfits import has_wide_integers, misfit
 
 Axis = int | Sequence[int] | None

@@ -15,25 +15,45 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from pallas_softmax._src.dispatch.choose import choose_again, choose_if_able
-from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
 from pallas_softmax._src.dispatch.refusal import placeholder
 
 
-def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+def compiled(function: Callable, *static: str) -> Callable:
+    """Returns the function as a program that is compiled even under `jax.disable_jit`.
+
+    The function binds an operation. Without a compilation, JAX would call the function again to evaluate that
+    operation, without end.
+
+    Args:
+      function: binds an operation that can only be lowered.
+      *static: the names of its static arguments.
+    """
+    program = jax.jit(function, static_argnames=static)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.disable_jit(False):
+            return program(*args, **kwargs)
+
+    return call
+
+
+def by_platform(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     """Runs a call on the arrays of one device by the implementation that was chosen for the platform.
 
     Args:
       choice: the call and its implementations.
-      arrays: the positional arguments of the operation; see `Operation.arguments`.
-      keywords: its static arguments.
+      keywords: the static arguments of the operation.
+      *arrays: its positional arguments.
     """
     on_cuda, op = choice.required_cuda(), choice.call.operation
 
     def implementation(name: str) -> Callable:
         run = op.plain if name == "xla" else functools.partial(op.kernels[name]().run, choice.plan)
         function = functools.partial(run, **keywords)
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return function
         # Both branches must agree on the mesh axes of `jax.shard_map` that their results vary over: the axes that an
         # argument varies over. (`jnp.where` of empty arrays loses them.) The function itself decides for the axes that
         # a row is spread over.
@@ -76,7 +96,8 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
     Args:
       choice: the choice for the user's whole call.
       operation: the user's operation, or a step of it.
-      arrays, keywords: as for `by_platform`.
+      arrays: its positional arguments.
+      keywords: its static arguments.
     """
     x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
     vocab = math.prod(x.shape[a] for a in axes)
@@ -93,7 +114,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
     )
     is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
     choose = choose_again if is_users else choose_if_able
-    return by_platform(choose(call, choice.requested), arrays, keywords)
+    return by_platform(choose(call, choice.requested), keywords, *arrays)
 
 
 def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:

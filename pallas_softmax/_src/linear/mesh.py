@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_again
 from pallas_softmax._src.dispatch.mesh import divide, divisible
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, shared_axes
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
 from pallas_softmax._src.dispatch.platform import by_platform
-from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
 from pallas_softmax._src.linear.losses import Head
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
@@ -103,7 +103,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     flat = (flattened(x), w, bias, *jax.tree.map(flattened, per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_again(call, choice.requested)
-    out = by_platform(on_shard, flat, {**keywords, "mesh_axes": columns})
+    out = by_platform(on_shard, {**keywords, "mesh_axes": columns}, *flat)
     if op not in GRADIENTS:
         return jax.tree.map(unflattened, out)
     *statistics, dx, dw, dbias = out

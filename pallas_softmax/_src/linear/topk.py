@@ -151,4 +151,4 @@ def _projection_topk(
     return over_chunks(n, rows, step, vary(none, x, w, tokens)[0])
 
 
-PROJECTION_TOPK = Operation(name="projection_topk", arguments=(), results=(), plain=_projection_topk)
+PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)

@@ -14,16 +14,13 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, without_gradient
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe, distance
-from pallas_softmax._src.dispatch.specs import share_sharding
-from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample.operation import SAMPLE
-from pallas_softmax._src.topk.operation import indices_of
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -156,10 +153,10 @@ def sample(
     call = describe(SAMPLE, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
     call = dataclasses.replace(call, inner=inner)
     u, t, *filters = parameters
-    (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
-    log_probs = differentiable_if_finite(log_probs)
+    indices, log_probs, log_mass = evaluate(choose_all(call, implementation), x, mask, u, t, *filters)
+    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
-    return Sample(*(a.reshape(batch) for a in (indices_of(bits), log_probs, log_mass)))
+    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
 def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
@@ -194,22 +191,6 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
     tiny = jnp.finfo(wide).tiny
     t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
     return [t, k, top_p, min_p]
-
-
-def _draw(static: Static, xs, constants):
-    """Returns log_probs, which has derivatives, and the index and log_mass, which have none.
-
-    The index is returned as a float with the same bits: JAX has no zero tangent of an integer that varies over the mesh
-    axes of `jax.shard_map`.
-    """
-    logits, temperature = xs
-    where, u, *filters = constants
-    indices, log_probs, log_mass = as_rows(static.forward, logits, where, u, temperature, *filters)
-    log_mass = jnp.maximum(log_mass, log_probs)  # rounding may make it smaller
-    return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
-
-
-_sample = differentiable(SAMPLE, _draw, derivatives_with_temperature(SAMPLE))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

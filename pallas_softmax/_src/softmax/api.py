@@ -1,6 +1,5 @@
 """softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -10,10 +9,9 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import Operation, describe
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.operation import RowOperation, describe
 from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
 
 # Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
@@ -58,8 +56,7 @@ def softmax(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     rows = _float_rows("softmax", x, axis, where, axis_name)
-    (y,) = _run(_softmax, SOFTMAX, rows, implementation)
-    return y
+    return evaluate(_choices(SOFTMAX, rows, implementation), rows.x, rows.where)
 
 
 @at_once("axis", "axis_name", "implementation")
@@ -92,8 +89,7 @@ def log_softmax(
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    (y,) = _run(_log_softmax, LOG_SOFTMAX, rows, implementation)
-    return y
+    return evaluate(_choices(LOG_SOFTMAX, rows, implementation), rows.x, rows.where)
 
 
 @overload
@@ -196,7 +192,7 @@ def logsumexp(
     dtype = jax.eval_shape(jnp.exp, rows.x).dtype
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
-    out, _ = _run(_logsumexp, LOGSUMEXP, rows, implementation)
+    out, _ = evaluate(_choices(LOGSUMEXP, rows, implementation), rows.x, rows.where)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
@@ -232,32 +228,8 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
 
 
-def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):
-    """Chooses and runs an operation; returns its results that have derivatives.
-
-    Args:
-      function: the operation, made differentiable.
-      operation: the operation. It has the name of the public function.
-      rows: the checked arguments.
-      implementation: as the user passed it.
-    """
+def _choices(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> Static:
+    """Returns the choices for an operation, which has the name of the public function, and for its derivatives."""
     name = operation.name
     call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
-    ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
-    return ys
-
-
-def _same_shape(static: Static, xs, constants):
-    """Runs softmax or log_softmax, which have one result, of the shape of the logits."""
-    return (as_rows(static.forward, *xs, *constants, **dict(static.keywords)),), ()
-
-
-def _logsumexp_and_d(static: Static, xs, constants):
-    """Runs logsumexp. It returns logsumexp and d. m is a constant in addition: no derivative depends on it."""
-    lse, (m, d) = as_rows(static.forward, *xs, *constants, **dict(static.keywords))
-    return (lse, d), (m,)
-
-
-_softmax = differentiable(SOFTMAX, _same_shape, derivatives_of(SOFTMAX))
-_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, derivatives_of(LOG_SOFTMAX))
-_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, derivatives_of(LOGSUMEXP))
+    return choose_all(call, implementation, axes=rows.axes)

@@ -5,19 +5,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import share_sharding
-from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 
@@ -108,12 +105,12 @@ def token_stats(
     x, mask, t, column = share_sharding(jnp.moveaxis(x, axis, -1), mask, t, column)
     x, mask, t, column = vary_together(x, mask, t, column, but=mesh_axes)
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (logsumexp, entropy, at_label, d, _), (_, bits) = _token_stats(static, (x, t), (mask, column))
-    argmax = lax.bitcast_convert_type(bits, jnp.int32)
+    stats = evaluate(static, x, mask, t, column)
+    log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
-        differentiable_if_finite(a)[..., 0] for a in (at_label - jnp.log(d), entropy, logsumexp)
+        differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
     )
-    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, argmax[..., 0])
+    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0])
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -131,16 +128,3 @@ def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
     if labels.dtype.itemsize >= 4:
         labels = jnp.where((labels >= 0) & (labels <= jnp.iinfo(jnp.int32).max), labels, -1)
     return labels.astype(jnp.int32)[..., None]
-
-
-def _stats_and_moments(static: Static, xs, constants):
-    """Returns what has a derivative, and what has none: m, and the argmax as a float of equal bits."""
-    logits, temperature = xs
-    where, labels = constants
-    stats = as_rows(static.forward, logits, where, temperature, labels, **dict(static.keywords))
-    m, d, t = stats.moments
-    bits = lax.bitcast_convert_type(stats.argmax, jnp.float32)
-    return (stats.logsumexp, stats.entropy, stats.at_label, d, t), (m, bits)
-
-
-_token_stats = differentiable(TOKEN_STATS, _stats_and_moments, derivatives_with_temperature(TOKEN_STATS))
