@@ -39,8 +39,8 @@ class Static(NamedTuple):
       forward: the choice for the operation.
       gradient: the choice for its gradient.
       tangent: the choice for its tangent.
-      keywords: the static arguments of the operation, as the items of a dictionary. The gradient and the tangent get
-        those that they have, too.
+      keywords: the static arguments of the operation, as the items of a dictionary. The gradient and the tangent also
+        get the ones that their plain functions accept.
     """
 
     forward: Choice
@@ -98,7 +98,7 @@ def evaluate(static: Static, *arrays: Any) -> Any:
     leaves, tree = jax.tree.flatten(results)
     # JAX has no zero tangent for an integer that varies over the mesh axes of `jax.shard_map`
     leaves = operation.map_integers(lambda a: lax.bitcast_convert_type(a, jnp.float32), leaves)
-    leaves = _with_derivatives(static, leaves, arrays)
+    leaves: Any = _with_derivatives(static, leaves, arrays)
     return jax.tree.unflatten(tree, operation.map_integers(_as_integer, leaves))
 
 
@@ -115,7 +115,7 @@ def _with_derivatives(static: Static, results: list[jax.Array], arrays: tuple) -
 @_with_derivatives.defjvp
 def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
     operation, (_, arrays) = static.operation, primals
-    results = _with_derivatives(static, *primals)
+    results: Any = _with_derivatives(static, *primals)
     given = dict(zip(operation.argument_names, arrays, strict=True))
     got = dict(zip(operation.result_names, operation.map_integers(_as_integer, results), strict=True))
     saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))

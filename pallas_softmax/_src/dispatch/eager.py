@@ -34,26 +34,32 @@ def at_once(
     """
 
     def decorate(function: F) -> F:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(function).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        positional, keyword_only = (
+            [name for name, p in parameters.items() if p.kind is kind]
+            for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        )
+        arrays = [name for name in parameters if name not in static]
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            try:
-                given = signature.bind(*args, **kwargs)
-            except TypeError:
+            given = defaults | dict(zip(positional, args)) | kwargs
+            is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
+            if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
                 return function(*args, **kwargs)  # which raises an error with the name of the function
-            given.apply_defaults()
-            named = given.arguments
-            named |= {} if known is None else known(named)
-            named |= {name: _plain(named[name]) for name in static}
-            arrays = [value for name, value in named.items() if name not in static]
-            options = [named[name] for name in static]
-            if not all(map(_accepted, _leaves(arrays))) or not _hashable(options) or recording():
-                return function(*given.args, **given.kwargs)
+            if known is not None:
+                given |= known(given)
+            options = tuple([_plain(given[name]) for name in static])
+            given |= zip(static, options)
+            args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
+            leaves = _leaves([given[name] for name in arrays])
+            if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
+                return function(*args, **kwargs)
             # 1, 1.0 and True are equal, but as k only the first is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
             with stage_constants():
-                return _program(function, static, types, target.capability())(*given.args, **given.kwargs)
+                return _program(function, static, types, target.capability())(*args, **kwargs)
 
         return call  # pyright: ignore[reportReturnType]
 
@@ -98,10 +104,10 @@ def is_jet(x) -> bool:
     return isinstance(x, Tracer) and type(x).__name__ == "JetTracer"
 
 
-def _hashable(options: list) -> bool:
+def _hashable(options: tuple) -> bool:
     """Returns whether the options can be the key of a compilation. If not, the function itself raises."""
     try:
-        hash(tuple(options))
+        hash(options)
     except TypeError:
         return False
     return not any(isinstance(leaf, Tracer | np.generic) for leaf in jax.tree.leaves(options))

@@ -1,6 +1,5 @@
 """sample: its contract, its parameters as one number per row, and its derivatives."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe, distance
 from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample.operation import SAMPLE
@@ -132,27 +129,12 @@ def sample(
     if x.shape[axis] == 0:
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
-        x = x.astype(
-            jnp.float16
-        )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
+        x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
-    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
-    batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
-    u = _uniform(key, batch)[..., None]
-
-    parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
-    x, mask, *parameters = share_sharding(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
-    if any(varies(a, mesh_axes) for a in parameters if a is not None):
-        raise ValueError(
-            f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
-            f"axis_name={axis_name!r}"
-        )
-    x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
-    x, mask = vary_together(x, mask, over=mesh_axes)
-    call = describe(SAMPLE, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
-    call = dataclasses.replace(call, inner=inner)
-    u, t, *filters = parameters
+    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    parameters = [_uniform(key, batch)[..., None], *_parameters(x, axis, temperature, top_k, top_p, min_p)]
+    per_row = [("key, temperature, top_k, top_p and min_p", a) for a in parameters]
+    call, (x, mask, u, t, *filters) = arguments.last_axis(SAMPLE, name, x, axis, where, axis_name, per_row)
     indices, log_probs, log_mass = evaluate(choose_all(call, implementation), x, mask, u, t, *filters)
     log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
@@ -175,9 +157,7 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
         return value if name == "top_k" else value.astype(wide)
 
     t = per_row("temperature", temperature)
-    k, top_p, min_p = lax.stop_gradient(
-        (per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p))
-    )
+    k, top_p, min_p = per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p)
     good = t >= 0
     if k is not None:
         k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)

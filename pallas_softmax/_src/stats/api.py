@@ -13,8 +13,6 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 
@@ -91,21 +89,12 @@ def token_stats(
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     scaled = temperature is not None
     t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, x.dtype)
     column = _labels(name, labels, x.shape, axis)
-    for of, array in ("temperature", t), ("labels", column):
-        if varies(array, mesh_axes):
-            raise ValueError(f"{name}: {of} must be the same on all devices of axis_name={axis_name!r}")
-
-    call = describe(TOKEN_STATS, x, (axis,), mask, None, mesh_axes, function=name)
-    static = choose_all(call, implementation, scaled=scaled)
-    x, mask, t, column = share_sharding(jnp.moveaxis(x, axis, -1), mask, t, column)
-    x, mask, t, column = vary_together(x, mask, t, column, but=mesh_axes)
-    x, mask = vary_together(x, mask, over=mesh_axes)
-    stats = evaluate(static, x, mask, t, column)
+    per_row = [("temperature", t), ("labels", column)]
+    call, arrays = arguments.last_axis(TOKEN_STATS, name, x, axis, where, axis_name, per_row)
+    stats = evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
         differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)

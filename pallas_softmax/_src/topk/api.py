@@ -14,8 +14,6 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.topk.operation import TOPK
 from pallas_softmax._src.topk.xla import TopK
 
@@ -80,22 +78,15 @@ def fused_topk(
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.count_in_row(name, "k", k, length)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
-    if varies(t, mesh_axes):
-        raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
-
-    call = describe(TOPK, x, (axis,), mask, k, mesh_axes, function=name)
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     log = arguments.static_bool(name, "log", log)
-    static = choose_all(call, implementation, k=k, dtype=stored, log=log)
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
-    x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
-    x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
-    x, mask = vary_together(x, mask, over=mesh_axes)
+    call, (x, mask, t) = arguments.last_axis(TOPK, name, x, axis, where, axis_name, [("temperature", t)], k)
+    static = choose_all(call, implementation, k=k, dtype=stored, log=log)
     if k == 0:  # no winner depends on anything
         x, t = lax.stop_gradient((x, t))
     (values, indices), _ = evaluate(static, x, mask, t)

@@ -129,7 +129,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
 def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     """Returns the tangents of the winners' values and of d, given the tangents of logits and temperature.
 
-    It is the transpose of `topk_grad`, and its arguments are as there. `dtype` is that of the values.
+    It is the transpose of `topk_grad`, and its arguments are as there. `dtype` is the dtype of the values.
 
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
     """
