@@ -43,12 +43,14 @@ def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     leaves = jax.tree.leaves(arrays)
     left_to_xla = choice.requested == "xla" and operation.divided_by_xla
     if left_to_xla or not divisible(leaves):
-        return by_platform(choice, keywords, *arrays)
+        return by_platform(choice, arrays, keywords)
 
     def shard_function(mesh_axes: tuple[str, ...]):
         return lambda *arrays: on_shard(choice, arrays, keywords, mesh_axes)
 
-    whole = functools.partial(by_platform, choice, keywords)
+    def whole(*arrays):
+        return by_platform(choice, arrays, keywords)
+
     return divide(choice, arrays, whole, _DimensionsOfRows.of(choice, arrays, keywords), shard_function)
 
 

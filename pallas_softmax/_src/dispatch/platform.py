@@ -39,13 +39,13 @@ def compiled(function: Callable, *static: str) -> Callable:
     return call
 
 
-def by_platform(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
+def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on the arrays of one device by the implementation that was chosen for the platform.
 
     Args:
       choice: the call and its implementations.
-      keywords: the static arguments of the operation.
-      *arrays: its positional arguments.
+      arrays: the positional arguments of the operation.
+      keywords: its static arguments.
     """
     on_cuda, op = choice.required_cuda(), choice.call.operation
 
@@ -114,7 +114,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
     )
     is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
     choose = choose_again if is_users else choose_if_able
-    return by_platform(choose(call, choice.requested), keywords, *arrays)
+    return by_platform(choose(call, choice.requested), arrays, keywords)
 
 
 def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
     keywords = static if axes is None else {"axes": axes, **static}
     with stage_constants():
         if is_visible(choice, arrays):
-            return by_platform(choice, keywords, *arrays)
+            return by_platform(choice, arrays, keywords)
         call = custom_vmap(functools.partial(over_mesh, choice, keywords))
 
         @call.def_vmap

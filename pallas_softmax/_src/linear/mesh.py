@@ -103,7 +103,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     flat = (flattened(x), w, bias, *jax.tree.map(flattened, per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_again(call, choice.requested)
-    out = by_platform(on_shard, {**keywords, "mesh_axes": columns}, *flat)
+    out = by_platform(on_shard, flat, {**keywords, "mesh_axes": columns})
     if op not in GRADIENTS:
         return jax.tree.map(unflattened, out)
     *statistics, dx, dw, dbias = out
