@@ -59,6 +59,12 @@ def test_a_program_has_the_name_of_the_function(name):
 def test_a_wrong_call_raises_as_a_python_function_does():
     with pytest.raises(TypeError, match=r"fused_topk\(\) missing 1 required positional argument: 'k'"):
         ps.fused_topk(X)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"softmax\(\) got multiple values for argument 'axis'"):
+        ps.softmax(X, 1, axis=1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(
+        TypeError, match=r"softmax\(\) takes from 1 to 3 positional arguments but 4 were given"
+    ):
+        ps.softmax(X, 1, None, None)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match=r"softmax\(\) got an unexpected keyword argument 'dim'"):
         ps.softmax(X, dim=1)  # pyright: ignore[reportCallIssue]
 
