@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax._src.dispatch.eager import is_jet
-from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
+from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
 from pallas_softmax._src.misfits import has_wide_integers, misfit
 
 Axis = int | Sequence[int] | None
@@ -252,6 +252,41 @@ def rows(
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
     x, where = vary_together(*share_sharding(x, where), over=mesh_axes)
     return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+
+
+def last_axis(
+    operation: RowOperation,
+    function: str,
+    x: jax.Array,
+    axis: int,
+    where,
+    axis_name: AxisName,
+    per_row,
+    k=None,
+) -> tuple[Call, list]:
+    """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
+
+    Args:
+      operation: the operation.
+      function: the public function, for messages.
+      x, axis: the logits and the axis, as `real_rows` returns them.
+      where, axis_name: as users pass them.
+      per_row: (name for messages, array) of each further array. It has size 1 in place of the row, or is None.
+      k: the number of winners, or None.
+
+    Returns:
+      The call; and x, the mask and the further arrays, of one sharding, varying over the same mesh axes. Only x and the
+      mask vary over the mesh axes that a row is spread over.
+    """
+    mesh_axes = bound_mesh_axes(function, axis_name)
+    where = None if where is None else jnp.moveaxis(mask(function, where, x.shape), axis, -1)
+    for name, a in per_row:
+        if a is not None and varies(a, mesh_axes):
+            raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
+    call = describe(operation, x, (axis,), where, k, mesh_axes, function=function)
+    arrays = share_sharding(jnp.moveaxis(x, axis, -1), where, *(a for _, a in per_row))
+    arrays = vary_together(*arrays, but=mesh_axes)
+    return call, [*vary_together(*arrays[:2], over=mesh_axes), *arrays[2:]]
 
 
 def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src.dispatch import eager
 from tests.support.covering import first, first_values, pairs
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 8
@@ -283,10 +282,10 @@ def test_an_array_is_no_axis_name():
     ],
 )
 def test_equal_options_compile_once(name, option, values):
-    before = eager._program._cache_size()
-    for value in values:
-        plainly(name, **{option: value})
-    assert eager._program._cache_size() <= before + 1
+    plainly(name, **{option: values[0]})
+    with jax.no_tracing():
+        for value in values[1:]:
+            plainly(name, **{option: value})
 
 
 # --- Strict promotion -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Calls outside of jit: each is one program, and checks its arguments like a call in jit."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,16 @@ MASK = np.arange(20) % 3 > 0
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Returns the options of each call that ran as a single program."""
+    """Returns the arguments of each call that ran as a single program."""
     calls = []
     whole = eager._program
 
-    def counted(function, options, types, capability, arrays):
-        calls.append(options)
-        return whole(function, options, types, capability, arrays)
+    def counted(*key):
+        def program(*args, **kwargs):
+            calls.append((args, kwargs))
+            return whole(*key)(*args, **kwargs)
+
+        return program
 
     monkeypatch.setattr(eager, "_program", counted)
     return calls
@@ -46,6 +50,25 @@ def test_a_call_is_one_program_with_the_result_of_jit(name, compiled):
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(CALLS[name])(X))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_has_the_name_of_the_function(name):
+    text = jax.jit(CALLS[name]).lower(X).as_text()
+    assert re.search(rf"func\.func private @{name}\(", text)
+
+
+def test_a_wrong_call_raises_as_a_python_function_does():
+    with pytest.raises(TypeError, match=r"fused_topk\(\) missing 1 required positional argument: 'k'"):
+        ps.fused_topk(X)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"softmax\(\) got multiple values for argument 'axis'"):
+        ps.softmax(X, 1, axis=1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(
+        TypeError, match=r"softmax\(\) takes from 1 to 3 positional arguments but 4 were given"
+    ):
+        ps.softmax(X, 1, None, None)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"softmax\(\) got an unexpected keyword argument 'dim'"):
+        ps.softmax(X, dim=1)  # pyright: ignore[reportCallIssue]
+
+
 def test_equal_calls_compile_once():
     ps.softmax(X)
     with jax.no_tracing():
@@ -61,7 +84,7 @@ def test_an_equal_option_of_another_type_is_refused_after_a_good_one():
 
 def test_options_without_a_hash(compiled):
     np.testing.assert_array_equal(ps.softmax(X, [0, 1]), ps.softmax(X, (0, 1)))
-    assert compiled == [((0, 1), None, None)]
+    assert [args[1] for args, _ in compiled] == [(0, 1)]
 
 
 def test_weak_types_and_scalars_are_kept():

@@ -4,9 +4,13 @@ import ast
 import functools
 from pathlib import Path
 
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import pytest
 
 import pallas_softmax
+from pallas_softmax import fused_topk, log_softmax, logsumexp, route, sample, softmax, token_stats
 from tests.support.calls import OPERATIONS
 
 ROOT = Path(pallas_softmax.__file__).parent
@@ -134,4 +138,44 @@ def test_operations_are_complete(operation):
     for load in operation.kernels.values():
         assert callable(load().plan) and callable(load().run)
     if operation.gradient is not None:
-        assert operation.gradient.is_gradient and operation.tangent is not None and operation.save is not None
+        assert operation.gradient.is_gradient and operation.tangent is not None
+        arguments, results = {*operation.argument_names}, {*operation.result_names}
+        assert operation.variables and {*operation.variables} <= arguments
+        assert operation.differentiable and {*operation.differentiable, *operation.integers} <= results
+        assert {*jax.tree.leaves(operation.saved)} <= arguments | results
+
+
+# --- The way from a public function to its kernel --------------------------------------------------------
+
+MOST_FRAMES = 14
+KERNEL_CALLS = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "logsumexp": lambda x: logsumexp(x, -1),
+    "fused_topk": lambda x: fused_topk(x, 5),
+    "sample": lambda x: sample(jax.random.key(0), x),
+    "token_stats": token_stats,
+    "route": lambda x: route(x[:, :256], 8),
+}
+
+
+class _Launched(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", KERNEL_CALLS)
+def test_few_frames_lead_to_a_kernel(name, monkeypatch):
+    """Neither are files entered twice. A file counts once for calls within it."""
+
+    def kernel(*args, **kwargs):
+        raise _Launched
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    with pytest.raises(_Launched) as error, jax.disable_jit(False):
+        KERNEL_CALLS[name](
+            jnp.ones((64, 50_258), jnp.bfloat16)
+        )  # a shape of no other test: JAX caches a trace
+    files = [str(entry.path) for entry in error.traceback if str(ROOT) in str(entry.path)]
+    assert 5 < len(files) <= MOST_FRAMES, files
+    entered = [file for file, before in zip(files, ["", *files]) if file != before]
+    assert len(set(entered)) == len(entered), entered

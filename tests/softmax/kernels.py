@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,7 +34,7 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
         call = describe(OPERATIONS[name], arrays[0], axes, where, function=name)
         plan = mosaic_gpu.plan(call, target.capability())
     with interpreted(interpret):
-        return mosaic_gpu.softmax_rows(name, arrays, where, axes, plan)
+        return jax.tree.leaves(mosaic_gpu.softmax_rows(name, plan, tuple(arrays), where, axes=axes))
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):

@@ -4,8 +4,10 @@ The program is cached by the function, its static arguments, and the shapes and 
 call, gradient or vmap compiles nothing, and equal calls inside a larger program share one lowering.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,25 +18,64 @@ from pallas_softmax._src.dispatch.choose import recording
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.misfits import misfit
 
+F = TypeVar("F", bound=Callable)
 
-def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
-    """Returns function(*arrays, *options) of one program, inside and outside of transformations.
+
+def at_once(
+    *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> Callable[[F], F]:
+    """Returns a decorator that makes one program of a function. The program has the function's name.
 
     Args:
-      function: the function to call. Its errors are the same either way.
-      arrays: arrays, scalars, None, or named tuples of them.
-      options: the other arguments. Each combination of them has its own program.
+      *static: the names of the static arguments. Each combination of them has its own program. The other arguments are
+        arrays, scalars, None, or named tuples of them.
+      known: maps the arguments by name, as the user passed them, to replacements of some of them. It checks numbers
+        before JAX traces or truncates them.
     """
-    options = _plain(options)
-    if not all(map(_accepted, _leaves(arrays))) or not _hashable(options) or recording():
-        return function(*arrays, *options)
-    # 1, 1.0 and True are equal, but as k only the first is accepted
-    types = tuple(map(type, jax.tree.leaves(options)))
-    with stage_constants():
-        return _program(function, options, types, target.capability(), arrays)
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        positional, keyword_only = (
+            [name for name, p in parameters.items() if p.kind is kind]
+            for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        )
+        arrays = [name for name in parameters if name not in static]
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            given = defaults | dict(zip(positional, args)) | kwargs
+            is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
+            if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
+                return function(*args, **kwargs)  # which raises an error with the name of the function
+            if known is not None:
+                given |= known(given)
+            options = tuple([_plain(given[name]) for name in static])
+            given |= zip(static, options)
+            args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
+            leaves = _leaves([given[name] for name in arrays])
+            if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
+                return function(*args, **kwargs)
+            # 1, 1.0 and True are equal, but as k only the first is accepted
+            types = tuple(map(type, jax.tree.leaves(options)))
+            with stage_constants():
+                return _program(function, static, types, target.capability())(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
-def _leaves(arrays: tuple) -> list:
+@functools.cache
+def _program(
+    function: Callable, static: tuple[str, ...], types: tuple, capability: tuple[int, int]
+) -> Callable:
+    """Returns the function, jitted. `types` and `capability` only distinguish programs."""
+    # jax.jit caches by the identity of what it is given, so each program needs an object of its own
+    return jax.jit(functools.partial(function), static_argnames=static)
+
+
+def _leaves(arrays: list) -> list:
     """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
     return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
 
@@ -70,11 +111,3 @@ def _hashable(options: tuple) -> bool:
     except TypeError:
         return False
     return not any(isinstance(leaf, Tracer | np.generic) for leaf in jax.tree.leaves(options))
-
-
-def _run(function, options, types, capability, arrays):
-    """Calls the function. `types` and `capability` only distinguish programs: for 1 and True, and for another GPU."""
-    return function(*arrays, *options)
-
-
-_program = jax.jit(_run, static_argnums=(0, 1, 2, 3))

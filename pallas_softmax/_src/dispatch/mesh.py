@@ -22,23 +22,22 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.finer_mesh import decode
+from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
-from pallas_softmax._src.dispatch.platform import by_platform, result_shapes, row_axes, run_shard
+from pallas_softmax._src.dispatch.platform import by_platform, compiled, result_shapes, row_axes, run_shard
 from pallas_softmax._src.dispatch.refusal import placeholder, refuse_unless_cuda
-from pallas_softmax._src.dispatch.specs import explicit_axes, explicit_mesh, shared_axes, spec_of
 
 
-def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     """Runs a call on arrays that may be sharded.
 
     Args:
       choice: the call and its implementations.
-      arrays: the positional arguments of the operation, of one rank; the first has the full shape.
-      keywords: its static arguments.
+      keywords: the static arguments of the operation.
+      *arrays: its positional arguments, of one rank; the first has the full shape.
     """
-    operation = choice.call.operation
+    operation = choice.call.row_operation
     if choice.call.mesh_axes:
         return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
     leaves = jax.tree.leaves(arrays)
@@ -65,7 +64,7 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
       mesh_axes: the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
         `lax.axis_index`.
     """
-    operation = choice.call.operation
+    operation = choice.call.row_operation
     if not mesh_axes:
         return run_shard(choice, operation, arrays, keywords)
     if operation.on_mesh is None:
@@ -149,7 +148,7 @@ class _DimensionsOfRows:
     @staticmethod
     def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
         """Returns the dimensions of the arguments and results of a call."""
-        operation = choice.call.operation
+        operation = choice.call.row_operation
         shape = jax.tree.leaves(arrays)[0].shape
         axes = row_axes(arrays, keywords)
         results = result_shapes(operation, arrays, keywords)

@@ -1,14 +1,87 @@
-"""The mesh axes in the types of arrays inside `jax.shard_map`.
+"""The mesh axes in the types of arrays: Explicit axes, and inside `jax.shard_map` the axes that arrays vary over.
 
-With `check_vma`, the type of an array names the mesh axes that the array may vary over, from device to device. Operands
-of an operation must vary over the same axes, so this file casts them. Without `check_vma`, types say nothing: each
-device holds a copy of a replicated value, and each copy has its own cotangent.
+Arrays that share dimensions need one sharding over Explicit axes, so this file finds a common one.
+
+Inside `jax.shard_map` with `check_vma`, the type of an array names the mesh axes that the array may vary over, from
+device to device. Operands of an operation must vary over the same axes, so this file casts them. Without `check_vma`,
+types say nothing: each device holds a copy of a replicated value, and each copy has its own cotangent.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# --- Explicit axes --------------------------------------------------------------------------------------
+
+
+def explicit_axes(mesh) -> set[str]:
+    """Returns the Explicit mesh axes. The types of arrays say how arrays are sharded over them."""
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """Returns the mesh of the first array with Explicit mesh axes in its type; None if there is no such array."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
+
+
+def share_sharding(x: jax.Array, *others: Any) -> list:
+    """Gives `x` and arrays (or None) that broadcast to it one common sharding, if types say how they are sharded."""
+    arrays = [a for a in (x, *others) if a is not None]
+    mesh = explicit_mesh(arrays)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return [x, *others]
+
+    def full(a) -> list[bool]:
+        return [n == size for n, size in zip(a.shape, x.shape)]
+
+    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full(a)) for a in arrays], mesh.shape)
+
+    def lay(a):
+        if a is None:
+            return None
+        spec = spec_of(axes, full(a))
+        if jax.typeof(a).sharding.spec == spec:
+            return a
+        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+
+    return [lay(a) for a in (x, *others)]
+
+
+def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, taken from the first array that is sharded there and divides evenly.
+
+    Args:
+      shape: the full shape.
+      arrays: for each array, its `PartitionSpec`, and which of its dimensions belong to the full shape.
+      sizes: the number of devices along each mesh axis.
+    """
+    spec, used = [], set()
+    for a, n in enumerate(shape):
+        entries = [_axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
+        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
+        spec.append(fit[0] if fit else ())
+        used |= {*spec[-1]}
+    return spec
+
+
+def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
+    """Returns the `PartitionSpec` of an array that has the mesh axes `axes` in its `full` dimensions."""
+    return P(*(of or None if carries else None for of, carries in zip(axes, full)))
+
+
+def _axes_of_entry(entry) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+# --- Axes of shard_map ----------------------------------------------------------------------------------
 
 
 def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
@@ -50,3 +123,21 @@ def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Arr
 
 def _varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
+
+
+def gather(arrays: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> list[jax.Array]:
+    """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
+    axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    words = []
+    for a in arrays:
+        bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits: two words, in a dimension of their own
+        words.append(bits.reshape(*a.shape[:-1], a.shape[-1] * (a.dtype.itemsize // 4)))
+    to = "invarying" if is_tracked(axes) else "varying"
+    gathered = jnp.moveaxis(lax.all_gather(jnp.concatenate(words, -1), axes, to=to), 0, -2)
+    ends = [sum(w.shape[-1] for w in words[: i + 1]) for i in range(len(words))]
+    out = []
+    for a, bits in zip(arrays, jnp.split(gathered, ends[:-1], -1)):
+        two_words = () if a.dtype.itemsize == 4 else (a.dtype.itemsize // 4,)
+        bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * a.shape[-1], *two_words)
+        out.append(lax.bitcast_convert_type(bits, a.dtype))
+    return out

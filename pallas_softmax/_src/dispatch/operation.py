@@ -11,6 +11,8 @@ Nothing here computes anything.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -49,17 +51,44 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """All that the package must know of an operation.
+    """An operation with implementations.
 
     Attributes:
       name: the name in profiles and in `explain`.
-      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
-      results: the same for the results. One word for a tuple means each of its arrays.
       plain: the function in plain JAX: the reference for arguments and results.
       kernels: for the name of an implementation, a function that imports and returns its `Kernel`.
+      better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
+    better_by_xla: Callable[["Call"], str | None] = _never
+
+    @property
+    def shard_operation(self) -> "Operation | None":
+        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX.
+
+        The kernels of an operation that is not one on rows take mesh_axes= themselves.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RowOperation(Operation):
+    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names.
+
+    Attributes:
+      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
+      results: the same for the results. One word for a tuple means each of its arrays.
+      result_names: a name for each array of the results.
+      variables: the names of the arguments that the results have derivatives in.
+      differentiable: the names of the results that have derivatives. The others are constants.
+      integers: the names of the results that are int32. The others are floats.
+      saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
       gradient: the backward: cotangents of the results to cotangents of the arguments; or None.
-      tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None.
-      save: (xs, constants, ys, others) -> what is kept for the derivatives; see `derivatives.differentiable`.
+      tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None. Static
+        arguments of this operation that `plain` of a derivative accepts are passed to the derivative.
       is_gradient: whether this is the backward of an operation on logits.
       gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
         plain JAX computes that gradient.
@@ -68,38 +97,50 @@ class Operation:
         kernel on a shard; pass None to run this same operation. If `on_mesh` is None, each device runs
         `plain(..., mesh_axes=)`.
       shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
-      kernels_take_mesh_axes: whether the kernels themselves take mesh_axes=, and so need no `on_mesh`.
       whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
       divided_by_xla: whether XLA divides the plain form over a mesh equally well.
       vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
         of its conditions.
-      better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
     """
 
-    name: str
     arguments: tuple[Any, ...]
     results: Any
-    plain: Callable[..., Any]
-    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
-    gradient: "Operation | None" = None
-    tangent: "Operation | None" = None
-    save: Callable[..., tuple[Any, ...]] | None = None
+    result_names: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    saved: tuple[Any, ...] = ()
+    gradient: "RowOperation | None" = None
+    tangent: "RowOperation | None" = None
     is_gradient: bool = False
     gradient_needs_kernel: bool = False
     on_mesh: Callable[..., Any] | None = None
-    shard_step: "Operation | None" = None
-    kernels_take_mesh_axes: bool = False
+    shard_step: "RowOperation | None" = None
     whole_rows: bool = False
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
-    better_by_xla: Callable[["Call"], str | None] = _never
 
     @property
-    def shard_operation(self) -> "Operation | None":
-        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX."""
-        if self.on_mesh is None and not self.kernels_take_mesh_axes:
-            return None
-        return self.shard_step or self
+    def shard_operation(self) -> "RowOperation | None":
+        """As for `Operation`."""
+        return None if self.on_mesh is None else self.shard_step or self
+
+    @property
+    def has_temperature(self) -> bool:
+        """Whether there are derivatives in the logits and in a temperature, which divides them."""
+        return "temperature" in self.variables
+
+    @functools.cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the positional arguments."""
+        return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
+
+    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list) -> list:
+        """Returns the arrays of the results, with the function applied to the integers."""
+        return [
+            function(a) if name in self.integers else a
+            for name, a in zip(self.result_names, results, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +180,12 @@ class Call:
     def op(self) -> str:
         """The name of the operation."""
         return self.operation.name
+
+    @property
+    def row_operation(self) -> RowOperation:
+        """The operation, which is one on rows."""
+        assert isinstance(self.operation, RowOperation)
+        return self.operation
 
     def of(self, operation: Operation) -> "Call":
         """Returns the call of another operation on the same rows."""

@@ -15,10 +15,28 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from pallas_softmax._src.dispatch.choose import choose_again, choose_if_able
-from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
 from pallas_softmax._src.dispatch.refusal import placeholder
+
+
+def compiled(function: Callable, *static: str) -> Callable:
+    """Returns the function as a program that is compiled even under `jax.disable_jit`.
+
+    The function binds an operation. Without a compilation, JAX would call the function again to evaluate that
+    operation, without end.
+
+    Args:
+      function: binds an operation that can only be lowered.
+      *static: the names of its static arguments.
+    """
+    program = jax.jit(function, static_argnames=static)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.disable_jit(False):
+            return program(*args, **kwargs)
+
+    return call
 
 
 def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
@@ -26,7 +44,7 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
     Args:
       choice: the call and its implementations.
-      arrays: the positional arguments of the operation; see `Operation.arguments`.
+      arrays: the positional arguments of the operation.
       keywords: its static arguments.
     """
     on_cuda, op = choice.required_cuda(), choice.call.operation
@@ -34,6 +52,8 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     def implementation(name: str) -> Callable:
         run = op.plain if name == "xla" else functools.partial(op.kernels[name]().run, choice.plan)
         function = functools.partial(run, **keywords)
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return function
         # Both branches must agree on the mesh axes of `jax.shard_map` that their results vary over: the axes that an
         # argument varies over. (`jnp.where` of empty arrays loses them.) The function itself decides for the axes that
         # a row is spread over.
@@ -76,7 +96,8 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
     Args:
       choice: the choice for the user's whole call.
       operation: the user's operation, or a step of it.
-      arrays, keywords: as for `by_platform`.
+      arrays: its positional arguments.
+      keywords: its static arguments.
     """
     x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
     vocab = math.prod(x.shape[a] for a in axes)

@@ -9,6 +9,7 @@ The operations on a projection x @ w go the same way through `linear/vmap.py` an
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,9 +18,9 @@ from jax.custom_batching import custom_vmap
 
 from pallas_softmax._src.dispatch.choose import choose_again, stays_plain
 from pallas_softmax._src.dispatch.mesh import over_mesh
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh
 from pallas_softmax._src.dispatch.operation import Choice, symbolic
 from pallas_softmax._src.dispatch.platform import by_platform
-from pallas_softmax._src.dispatch.specs import explicit_mesh
 from pallas_softmax._src.jax_internals import stage_constants
 
 
@@ -35,35 +36,28 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
-    with stage_constants():
-        return _as_rows(choice, arrays, axes, static)
-
-
-def _as_rows(choice: Choice, arrays: tuple, axes: tuple[int, ...] | None, static: dict[str, Any]) -> Any:
     choice.required_cuda()
     keywords = static if axes is None else {"axes": axes, **static}
-    if is_visible(choice, arrays):
-        return by_platform(choice, arrays, keywords)
+    with stage_constants():
+        if is_visible(choice, arrays):
+            return by_platform(choice, arrays, keywords)
+        call = custom_vmap(functools.partial(over_mesh, choice, keywords))
 
-    @custom_vmap
-    def call(*arrays):
-        return over_mesh(choice, arrays, keywords)
+        @call.def_vmap
+        def _(axis_size, in_batched, *arrays):
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+            full = leaves[0].shape[batched[0] :]
+            leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+            leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+            objection = choice.call.objection or symbolic((axis_size,))
+            batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+            shifted = None if axes is None else tuple(a + 1 for a in axes)
+            batch_choice = choose_again(batch, choice.requested)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+            return out, jax.tree.map(lambda _: True, out)
 
-    @call.def_vmap
-    def _(axis_size, in_batched, *arrays):
-        leaves, tree = jax.tree.flatten(arrays)
-        batched = jax.tree.leaves(in_batched)
-        full = leaves[0].shape[batched[0] :]
-        leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
-        leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
-        objection = choice.call.objection or symbolic((axis_size,))
-        batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
-        shifted = None if axes is None else tuple(a + 1 for a in axes)
-        batch_choice = choose_again(batch, choice.requested)
-        out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(*arrays)
+        return call(*arrays)
 
 
 def is_visible(choice: Choice, arrays: Any) -> bool:
@@ -75,7 +69,7 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
       choice: the call and its implementations.
       arrays: its arguments.
     """
-    op = choice.call.operation
+    op = choice.call.row_operation
     if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:
         return False
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:

@@ -81,7 +81,7 @@ def linear_logsumexp(
     name = "linear_logsumexp"
     softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_per_token_of, (x, w, bias, None, None, Tokens(None)), (options,))
+    return _per_token_of(x, w, bias, None, None, Tokens(None), options)
 
 
 def linear_cross_entropy(
@@ -153,8 +153,8 @@ def linear_cross_entropy(
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, _token_weights(name, token_weights), tokens)
     if reduction is None:
-        return at_once(_per_token_of, arrays, (options,))
-    return at_once(_total_of, arrays, (options, reduction))
+        return _per_token_of(*arrays, options)
+    return _total_of(*arrays, options, reduction)
 
 
 def linear_log_probs(
@@ -202,7 +202,7 @@ def linear_log_probs(
     tokens = Tokens(labels, _temperature(name, temperature))
     softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
+    return _log_probs_of(x, w, bias, where, tokens, options)
 
 
 def linear_token_stats(
@@ -243,7 +243,7 @@ def linear_token_stats(
         labels = arguments.known_labels(name, labels)
     softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
+    return _token_stats_of(x, w, bias, Tokens(labels, _temperature(name, temperature)), options)
 
 
 class Options(NamedTuple):
@@ -324,11 +324,18 @@ class _Static(NamedTuple):
 # ---- One value for each token: the backward computes the logits again
 
 
-def _log_probs_of(*arrays_and_options):
-    return 0 - _per_token_of(*arrays_and_options)  # not -values: tokens left out get 0, not -0
+@at_once("options")
+def _log_probs_of(x, w, bias, where, tokens: Tokens, options: Options):
+    values = _per_token_values(x, w, bias, where, None, tokens, options)
+    return 0 - values  # not -values: tokens left out get 0, not -0
 
 
+@at_once("options")
 def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
+    return _per_token_values(x, w, bias, where, token_weights, tokens, options)
+
+
+def _per_token_values(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, kept = tokens.labels, tokens.kept
@@ -374,6 +381,7 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 # ---- The statistics of each token: the same way
 
 
+@at_once("options")
 def _token_stats_of(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
     static, arrays = _checked(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
     x, w, bias, _, tokens = arrays
@@ -424,6 +432,7 @@ _stats.defvjp(_stats_forward, _stats_backward, symbolic_zeros=True)
 # ---- A mean or sum of the values: the forward computes the gradients
 
 
+@at_once("options", "reduction")
 def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_again
 from pallas_softmax._src.dispatch.mesh import divide, divisible
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, shared_axes
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
 from pallas_softmax._src.dispatch.platform import by_platform
-from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
 from pallas_softmax._src.linear.losses import Head
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 

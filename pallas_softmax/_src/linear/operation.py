@@ -1,7 +1,7 @@
 """The three operations on a projection and its softmax, as objects; `chunks.py` describes them.
 
-Their arguments are x, w and bias instead of logits. `linear/mesh.py` divides them over a mesh, so ROW, MASK and
-PER_ROW do not apply to them.
+Their arguments are x, w and bias instead of logits, so they are no `RowOperation`s. `linear/mesh.py` divides them over
+a mesh, and their kernels take mesh_axes= themselves.
 """
 
 from pallas_softmax._src.dispatch.operation import Kernel, Operation
@@ -16,11 +16,8 @@ def _operation(name: str) -> Operation:
 
     return Operation(
         name=name,
-        arguments=(),
-        results=(),
         plain=xla.functions[name],
         kernels={"mosaic_gpu": mosaic_gpu},
-        kernels_take_mesh_axes=True,
     )
 
 

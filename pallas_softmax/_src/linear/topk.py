@@ -65,9 +65,10 @@ def linear_topk(
     temperature = arguments.known_temperature(name, temperature, x)
     softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_topk_of, (x, w, bias, temperature), (k, log, options))
+    return _topk_of(x, w, bias, temperature, k, log, options)
 
 
+@at_once("k", "log", "options")
 def _topk_of(x, w, bias, temperature, k, log, options: Options) -> TopK:
     name = options.function
     x, w, bias, head, workspace_bytes = checked_projection(x, w, bias, options)
@@ -150,4 +151,4 @@ def _projection_topk(
     return over_chunks(n, rows, step, vary(none, x, w, tokens)[0])
 
 
-PROJECTION_TOPK = Operation(name="projection_topk", arguments=(), results=(), plain=_projection_topk)
+PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)

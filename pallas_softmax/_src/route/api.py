@@ -1,27 +1,24 @@
 """route: what it promises, and how its gradient is wired."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.dispatch.mesh_types import explicit_axes, vary_together
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import explicit_axes
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.route.formulas import SCORES, Gate, Score
 from pallas_softmax._src.route.operation import ROUTE
-from pallas_softmax._src.topk.operation import indices_of
 
 
 class Routing(NamedTuple):
@@ -41,6 +38,12 @@ class Routing(NamedTuple):
 export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
 
 
+def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
+    bias = given["bias"]
+    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
+
+
+@at_once("k", "score", "groups", "top_groups", "renormalize", "scale", "implementation", known=_known_bias)
 def route(
     logits: ArrayLike,
     k: int | np.integer,
@@ -89,12 +92,6 @@ def route(
         `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    bias = None if bias is None else arguments.parameter("route", "bias", bias)
-    options = (k, score, groups, top_groups, renormalize, scale, implementation)
-    return at_once(_route_of, (logits, bias), options)
-
-
-def _route_of(logits, bias, k, score, groups, top_groups, renormalize, scale, implementation) -> Routing:
     name = "route"
     x, axis = arguments.real_rows(name, "logits", logits, -1)
     x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)
@@ -110,19 +107,18 @@ def _route_of(logits, bias, k, score, groups, top_groups, renormalize, scale, im
             f"{groups} groups, got {k}"
         )
     wide = jnp.dtype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
-    bias = None if bias is None else _bias(name, bias, experts).astype(wide)
-    if bias is None and groups > 1:
-        bias = jnp.zeros((experts,), wide)
-    if bias is not None:
-        bias = bias.reshape((1,) * (x.ndim - 1) + (experts,))
-    x, bias = vary_together(x, bias)
+    added: Any = None if bias is None else _bias(name, bias, experts).astype(wide)
+    if added is None and groups > 1:
+        added = jnp.zeros((experts,), wide)
+    if added is not None:
+        added = added.reshape((1,) * (x.ndim - 1) + (experts,))
+    x, added = vary_together(x, added)
 
-    call = describe(ROUTE, x, (axis,), bias, k, function=name)
+    call = describe(ROUTE, x, (axis,), added, k, function=name)
     call = dataclasses.replace(call, groups=groups)
-    own = {"k": k, "groups": groups, "top_groups": top_groups}
-    static = choose_all(call, implementation, own=own, gate=gate)
-    (weights, logsumexp), (bits,) = _route(static, (x,), (bias,))
-    return Routing(weights, indices_of(bits), jnp.squeeze(logsumexp, -1))
+    static = choose_all(call, implementation, k=k, groups=groups, top_groups=top_groups, gate=gate)
+    weights, indices, logsumexp = evaluate(static, x, added)
+    return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:
@@ -134,13 +130,13 @@ def _whole_rows(x: jax.Array) -> jax.Array:
 
 
 def _bias(name: str, bias, experts: int) -> jax.Array:
-    """Returns the bias as an array without a derivative."""
+    """Returns the bias as an array."""
     bias = arguments.array(name, "bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating) and not jnp.issubdtype(bias.dtype, jnp.integer):
         raise TypeError(f"{name}: bias must be a float or integer array, got {bias.dtype.name}")
     if bias.shape != (experts,):
         raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {bias.shape}")
-    return lax.stop_gradient(bias)
+    return bias
 
 
 def _groups(name: str, groups, top_groups, experts: int) -> tuple[int, int]:
@@ -170,15 +166,3 @@ def _scale(name: str, scale) -> float:
     if not np.isfinite(number):
         raise ValueError(wanted)
     return number
-
-
-def _weights_and_logsumexp(static: Static, xs, constants):
-    """Returns what has a derivative, (weights, logsumexp), and what has none: the indices, as floats of equal bits.
-
-    JAX has no zero tangent for an integer that varies over the mesh axes of `jax.shard_map`.
-    """
-    weights, indices, logsumexp = as_rows(static.forward, *xs, *constants, **dict(static.keywords))
-    return (weights, logsumexp), (lax.bitcast_convert_type(indices, jnp.float32),)
-
-
-_route = differentiable(ROUTE, _weights_and_logsumexp, derivatives_of(ROUTE))

@@ -2,16 +2,10 @@
 
 import functools
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, Operation
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.route import xla
-from pallas_softmax._src.topk.operation import indices_of
 
 _RESIDUALS = (ROW, PER_ROW)  # logits and the winners' indices
-
-
-def _save(xs, constants, ys, others):
-    """Returns what the derivatives need: the logits and the winners' indices."""
-    return ((*xs, indices_of(others[0])),)
 
 
 def _mosaic_gpu(name: str) -> Kernel:
@@ -20,7 +14,7 @@ def _mosaic_gpu(name: str) -> Kernel:
     return KERNELS[name]
 
 
-ROUTE_GRAD = Operation(
+ROUTE_GRAD = RowOperation(
     name="route_grad",
     arguments=(_RESIDUALS, PER_ROW, PER_ROW),
     results=(ROW,),
@@ -30,7 +24,7 @@ ROUTE_GRAD = Operation(
     divided_by_xla=False,
     whole_rows=True,
 )
-ROUTE_TANGENT = Operation(
+ROUTE_TANGENT = RowOperation(
     name="route_tangent",
     arguments=(_RESIDUALS, ROW),
     results=PER_ROW,
@@ -38,7 +32,7 @@ ROUTE_TANGENT = Operation(
     divided_by_xla=False,
     whole_rows=True,
 )
-ROUTE = Operation(
+ROUTE = RowOperation(
     name="route",
     arguments=(ROW, MASK),  # the bias broadcasts to the logits, like a mask
     results=PER_ROW,
@@ -46,7 +40,11 @@ ROUTE = Operation(
     kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "route")},
     gradient=ROUTE_GRAD,
     tangent=ROUTE_TANGENT,
-    save=_save,
+    result_names=("weights", "indices", "logsumexp"),
+    variables=("logits",),
+    differentiable=("weights", "logsumexp"),
+    integers=("indices",),
+    saved=(("logits", "indices"),),
     divided_by_xla=False,
     whole_rows=True,
 )

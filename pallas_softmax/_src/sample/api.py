@@ -1,6 +1,5 @@
 """sample: its contract, its parameters as one number per row, and its derivatives."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,16 +13,11 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, without_gradient
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe, distance
-from pallas_softmax._src.dispatch.specs import share_sharding
-from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample.operation import SAMPLE
-from pallas_softmax._src.topk.operation import indices_of
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -47,6 +41,30 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters, checked if they are known."""
+    arguments.check_array("sample", "key", given["key"])
+
+    def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+        value = given[name]
+        return (
+            value
+            if value is None
+            else arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
+        )
+
+    temperature = arguments.in_range(
+        "sample", "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
+    )
+    return {
+        "temperature": arguments.normal_temperature(temperature, given["logits"]),
+        "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
+        "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
+        "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+    }
+
+
+@at_once("axis", "axis_name", "implementation", known=_known_numbers)
 def sample(
     key: jax.Array | np.ndarray,
     logits: ArrayLike,
@@ -107,55 +125,20 @@ def sample(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "sample"
-    arguments.check_array(name, "key", key)
-    temperature = arguments.in_range(name, "temperature", temperature, lambda t: t >= 0, "0 or positive")
-    temperature = arguments.normal_temperature(temperature, logits)
-    top_k = _filter("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
-    top_p = _filter("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
-    min_p = _filter("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
-    arrays = (key, logits, where, temperature, top_k, top_p, min_p)
-    return at_once(_sample_of, arrays, (axis, axis_name, implementation))
-
-
-def _filter(name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
-    if value is None:
-        return None
-    return arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
-
-
-def _sample_of(
-    key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
-) -> Sample:
-    name = "sample"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     if x.shape[axis] == 0:
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
-        x = x.astype(
-            jnp.float16
-        )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
+        x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
-    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
-    batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
-    u = _uniform(key, batch)[..., None]
-
-    parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
-    x, mask, *parameters = share_sharding(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
-    if any(varies(a, mesh_axes) for a in parameters if a is not None):
-        raise ValueError(
-            f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
-            f"axis_name={axis_name!r}"
-        )
-    x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
-    x, mask = vary_together(x, mask, over=mesh_axes)
-    call = describe(SAMPLE, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
-    call = dataclasses.replace(call, inner=inner)
-    u, t, *filters = parameters
-    (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
-    log_probs = differentiable_if_finite(log_probs)
+    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    parameters = [_uniform(key, batch)[..., None], *_parameters(x, axis, temperature, top_k, top_p, min_p)]
+    per_row = [("key, temperature, top_k, top_p and min_p", a) for a in parameters]
+    call, (x, mask, u, t, *filters) = arguments.last_axis(SAMPLE, name, x, axis, where, axis_name, per_row)
+    indices, log_probs, log_mass = evaluate(choose_all(call, implementation), x, mask, u, t, *filters)
+    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
-    return Sample(*(a.reshape(batch) for a in (indices_of(bits), log_probs, log_mass)))
+    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
 def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
@@ -174,9 +157,7 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
         return value if name == "top_k" else value.astype(wide)
 
     t = per_row("temperature", temperature)
-    k, top_p, min_p = lax.stop_gradient(
-        (per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p))
-    )
+    k, top_p, min_p = per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p)
     good = t >= 0
     if k is not None:
         k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
@@ -190,22 +171,6 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
     tiny = jnp.finfo(wide).tiny
     t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
     return [t, k, top_p, min_p]
-
-
-def _draw(static: Static, xs, constants):
-    """Returns log_probs, which has derivatives, and the index and log_mass, which have none.
-
-    The index is returned as a float with the same bits: JAX has no zero tangent of an integer that varies over the mesh
-    axes of `jax.shard_map`.
-    """
-    logits, temperature = xs
-    where, u, *filters = constants
-    indices, log_probs, log_mass = as_rows(static.forward, logits, where, u, temperature, *filters)
-    log_mass = jnp.maximum(log_mass, log_probs)  # rounding may make it smaller
-    return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
-
-
-_sample = differentiable(SAMPLE, _draw, derivatives_with_temperature(SAMPLE))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

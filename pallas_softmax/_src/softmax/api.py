@@ -9,10 +9,9 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import Operation, describe
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.operation import RowOperation, describe
 from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
 
 # Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
@@ -20,6 +19,7 @@ from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMA
 _jax_logsumexp: Any = jax.nn.logsumexp
 
 
+@at_once("axis", "axis_name", "implementation")
 def softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -55,18 +55,11 @@ def softmax(
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    return at_once(_softmax_of, (x, where), (SOFTMAX, axis, axis_name, implementation))
+    rows = _float_rows("softmax", x, axis, where, axis_name)
+    return evaluate(_choices(SOFTMAX, rows, implementation), rows.x, rows.where)
 
 
-def _softmax_of(x, where, operation: Operation, axis, axis_name, implementation):
-    """Computes softmax or log_softmax."""
-    rows = arguments.rows(operation.name, "x", x, axis, where, axis_name)
-    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
-    rows = rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
-    (y,) = _run(operation, rows, implementation)
-    return y
-
-
+@at_once("axis", "axis_name", "implementation")
 def log_softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -95,7 +88,8 @@ def log_softmax(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
-    return at_once(_softmax_of, (x, where), (LOG_SOFTMAX, axis, axis_name, implementation))
+    rows = _float_rows("log_softmax", x, axis, where, axis_name)
+    return evaluate(_choices(LOG_SOFTMAX, rows, implementation), rows.x, rows.where)
 
 
 @overload
@@ -126,6 +120,15 @@ def logsumexp(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a and b of logsumexp; as in JAX, integers of any length."""
+    return {
+        name: None if given[name] is None else arguments.real_numbers("logsumexp", name, given[name])
+        for name in (["a"] if given["b"] is None else ["a", "b"])
+    }
+
+
+@at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=_known_numbers)
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -165,12 +168,6 @@ def logsumexp(
       TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
         `keepdims` or `return_sign` is not a bool.
     """
-    a = arguments.real_numbers("logsumexp", "a", a)  # as in JAX, integers of any length
-    b = None if b is None else arguments.real_numbers("logsumexp", "b", b)
-    return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
-
-
-def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implementation):
     name = "logsumexp"
     keepdims = arguments.static_bool(name, "keepdims", keepdims)
     return_sign = arguments.static_bool(name, "return_sign", return_sign)
@@ -195,7 +192,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
     dtype = jax.eval_shape(jnp.exp, rows.x).dtype
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
-    out, _ = _run(LOGSUMEXP, rows, implementation)
+    out, _ = evaluate(_choices(LOGSUMEXP, rows, implementation), rows.x, rows.where)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
@@ -224,25 +221,15 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
-def _run(operation: Operation, rows: arguments.Rows, implementation: str | None):
-    """Chooses an implementation and runs an operation; returns its results that have derivatives."""
-    name = operation.name  # which the public function has as well
+def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
+    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
+    rows = arguments.rows(function, "x", x, axis, where, axis_name)
+    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
+
+
+def _choices(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> Static:
+    """Returns the choices for an operation, which has the name of the public function, and for its derivatives."""
+    name = operation.name
     call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
-    static = choose_all(call, implementation, axes=rows.axes)
-    ys, _ = _DIFFERENTIABLE[name](static, (rows.x,), (rows.where,))
-    return ys
-
-
-def _single_result(static: Static, xs, constants):
-    """Runs softmax or log_softmax, which have one result, of the shape of the logits."""
-    return (as_rows(static.forward, *xs, *constants, **dict(static.keywords)),), ()
-
-
-def _logsumexp_and_d(static: Static, xs, constants):
-    """Runs logsumexp. It returns logsumexp and d. m is a constant in addition: no derivative depends on it."""
-    lse, (m, d) = as_rows(static.forward, *xs, *constants, **dict(static.keywords))
-    return (lse, d), (m,)
-
-
-_RUNS = ((SOFTMAX, _single_result), (LOG_SOFTMAX, _single_result), (LOGSUMEXP, _logsumexp_and_d))
-_DIFFERENTIABLE = {op.name: differentiable(op, run, derivatives_of(op)) for op, run in _RUNS}
+    return choose_all(call, implementation, axes=rows.axes)

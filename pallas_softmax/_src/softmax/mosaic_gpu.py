@@ -5,7 +5,6 @@ plan for them; otherwise they are transposed.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,18 +54,18 @@ def slower(call: Call) -> str | None:
     return None
 
 
-def softmax_rows(
-    name: str,
-    arrays: Sequence[jax.Array],
-    where: jax.Array | None,
-    axes: tuple[int, ...],
-    plan: Columns | Tile | Parts,
-) -> list[jax.Array]:
-    """Returns the results of an operation of `FORMULAS` over the ascending `axes` of arrays of one shape.
+def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: tuple[int, ...]) -> Any:
+    """Returns what the plain function of an operation over `axes` returns.
 
-    `where` is None, or a boolean of their rank that broadcasts to them. The results have their shape, or with per-row
-    outputs, that shape with the reduced axes of size 1.
+    Args:
+      name: the name of the operation, in `FORMULAS`.
+      plan: how rows lie over the GPU.
+      x: the logits; or for a gradient what is saved, a tuple of arrays of one shape.
+      where: None, or a boolean of the rank of the arrays that broadcasts to them.
+      *dy: for a gradient, the cotangent.
+      axes: the reduced axes, ascending.
     """
+    arrays = [*jax.tree.leaves(x), *dy]
     shape = arrays[0].shape
     keywords: dict[str, Any] = {
         "name": name if name.endswith("grad") else f"{name}_forward",
@@ -76,31 +75,14 @@ def softmax_rows(
         per_row = [1 if a in axes else size for a, size in enumerate(shape)]
         viewed = [a.reshape(plan.view) for a in arrays]
         results = columns_kernel.launch(FORMULAS[name], viewed, plan.plan, **keywords)
-        return [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
-    folded, mask, unfold = fold(arrays, where, axes)
-    kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
-    return [unfold(result) for result in kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)]
+        results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
+    else:
+        folded, mask, unfold = fold(arrays, where, axes)
+        kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
+        results = [unfold(result) for result in kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)]
+    first, *normalizer = results
+    return (first, Normalizer(*normalizer)) if normalizer else first
 
 
-def _forward(name: str, plan, x, where, *, axes):
-    (y,) = softmax_rows(name, (x,), where, axes, plan)
-    return y
-
-
-def _logsumexp(plan, x, where, *, axes):
-    lse, m, d = softmax_rows("logsumexp", (x,), where, axes, plan)
-    return lse, Normalizer(m, d)
-
-
-def _grad(name: str, plan, residuals, where, dy, *, axes):
-    (dx,) = softmax_rows(name, (*residuals, dy), where, axes, plan)
-    return dx
-
-
-KERNELS = {
-    "softmax": Kernel(plan, functools.partial(_forward, "softmax"), slower),
-    "log_softmax": Kernel(plan, functools.partial(_forward, "log_softmax"), slower),
-    "logsumexp": Kernel(plan, _logsumexp, slower),
-    "softmax_grad": Kernel(plan, functools.partial(_grad, "softmax_grad"), slower),
-    "log_softmax_grad": Kernel(plan, functools.partial(_grad, "log_softmax_grad"), slower),
-}
+_NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")
+KERNELS = {name: Kernel(plan, functools.partial(softmax_rows, name), slower) for name in _NAMES}

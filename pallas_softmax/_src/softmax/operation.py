@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, Operation
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, RowOperation
 from pallas_softmax._src.softmax import mesh, xla
 
 _FUSED_ROW = 8_192  # elements of the longest row that XLA keeps on chip (benchmarks/results/launch)
@@ -22,16 +22,6 @@ def fused_by_xla(call: Call) -> str | None:
     return None
 
 
-def _save_result(xs, constants, ys, others):
-    """Returns what the derivatives of softmax and log_softmax need: their result, and the mask."""
-    return ys, *constants
-
-
-def _save_normalizer(xs, constants, ys, others):
-    """Returns what the derivatives of logsumexp need: the logits, (m, d), and the mask."""
-    return (*xs, *others, ys[1]), *constants
-
-
 def _kernels(name: str):
     """Returns the kernels of an operation, each imported when it is first needed."""
 
@@ -48,7 +38,7 @@ def _kernels(name: str):
     return {"mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
-SOFTMAX_GRAD = Operation(
+SOFTMAX_GRAD = RowOperation(
     name="softmax_grad",
     arguments=((ROW,), MASK, ROW),
     results=ROW,
@@ -62,24 +52,24 @@ LOG_SOFTMAX_GRAD = dataclasses.replace(
     plain=xla.log_softmax_grad,
     kernels=_kernels("log_softmax_grad"),
 )
-LOG_SOFTMAX_TANGENT = Operation(
+LOG_SOFTMAX_TANGENT = RowOperation(
     name="log_softmax_tangent", arguments=((ROW,), MASK, ROW), results=ROW, plain=xla.log_softmax_tangent
 )
 # The gradient of logsumexp is elementwise, so XLA fuses it with its neighbours: one read and one write.
-LOGSUMEXP_GRAD = Operation(
+LOGSUMEXP_GRAD = RowOperation(
     name="logsumexp_grad",
     arguments=((ROW, PER_ROW, PER_ROW), MASK, PER_ROW, PER_ROW),
     results=ROW,
     plain=xla.logsumexp_grad,
     is_gradient=True,
 )
-LOGSUMEXP_TANGENT = Operation(
+LOGSUMEXP_TANGENT = RowOperation(
     name="logsumexp_tangent",
     arguments=((ROW, PER_ROW, PER_ROW), MASK, ROW),
     results=PER_ROW,
     plain=xla.logsumexp_tangent,
 )
-LOGSUMEXP = Operation(
+LOGSUMEXP = RowOperation(
     name="logsumexp",
     arguments=(ROW, MASK),
     results=PER_ROW,
@@ -87,10 +77,13 @@ LOGSUMEXP = Operation(
     kernels=_kernels("logsumexp"),
     gradient=LOGSUMEXP_GRAD,
     tangent=LOGSUMEXP_TANGENT,
-    save=_save_normalizer,
+    result_names=("logsumexp", "m", "d"),
+    variables=("x",),
+    differentiable=("logsumexp", "d"),  # no derivative depends on m
+    saved=(("x", "m", "d"), "where"),
     on_mesh=mesh.logsumexp_on_mesh,
 )
-SOFTMAX = Operation(
+SOFTMAX = RowOperation(
     name="softmax",
     arguments=(ROW, MASK),
     results=ROW,
@@ -98,13 +91,16 @@ SOFTMAX = Operation(
     kernels=_kernels("softmax"),
     gradient=SOFTMAX_GRAD,
     tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
-    save=_save_result,
+    result_names=("y",),
+    variables=("x",),
+    differentiable=("y",),
+    saved=(("y",), "where"),
     gradient_needs_kernel=True,
     on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
     shard_step=LOGSUMEXP,
     better_by_xla=fused_by_xla,
 )
-LOG_SOFTMAX = Operation(
+LOG_SOFTMAX = RowOperation(
     name="log_softmax",
     arguments=(ROW, MASK),
     results=ROW,
@@ -112,7 +108,10 @@ LOG_SOFTMAX = Operation(
     kernels=_kernels("log_softmax"),
     gradient=LOG_SOFTMAX_GRAD,
     tangent=LOG_SOFTMAX_TANGENT,
-    save=_save_result,
+    result_names=("y",),
+    variables=("x",),
+    differentiable=("y",),
+    saved=(("y",), "where"),
     gradient_needs_kernel=True,
     on_mesh=functools.partial(mesh.log_softmax_on_mesh, step=LOGSUMEXP),
     shard_step=LOGSUMEXP,

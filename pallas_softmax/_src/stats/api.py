@@ -1,23 +1,18 @@
 """token_stats: what it promises, and how its gradient is wired."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import share_sharding
-from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 
@@ -41,6 +36,16 @@ class TokenStats(NamedTuple):
 export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the temperature, None if it is 1, and the labels."""
+    name, labels = "token_stats", given["labels"]
+    t = arguments.known_temperature(name, given["temperature"], given["logits"])
+    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
+        t = None
+    return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
+
+
+@at_once("axis", "axis_name", "implementation", known=_known_numbers)
 def token_stats(
     logits: ArrayLike,
     labels: ArrayLike | None = None,
@@ -82,38 +87,19 @@ def token_stats(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "token_stats"
-    t = arguments.known_temperature(name, temperature, logits)
-    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
-        t = None
-    if labels is not None:
-        labels = arguments.known_labels(name, labels)
-    return at_once(_stats_of, (logits, labels, where, t), (axis, axis_name, implementation))
-
-
-def _stats_of(logits, labels, where, temperature, axis, axis_name, implementation) -> TokenStats:
-    name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     scaled = temperature is not None
     t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, x.dtype)
     column = _labels(name, labels, x.shape, axis)
-    for of, array in ("temperature", t), ("labels", column):
-        if varies(array, mesh_axes):
-            raise ValueError(f"{name}: {of} must be the same on all devices of axis_name={axis_name!r}")
-
-    call = describe(TOKEN_STATS, x, (axis,), mask, None, mesh_axes, function=name)
-    static = choose_all(call, implementation, scaled=scaled)
-    x, mask, t, column = share_sharding(jnp.moveaxis(x, axis, -1), mask, t, column)
-    x, mask, t, column = vary_together(x, mask, t, column, but=mesh_axes)
-    x, mask = vary_together(x, mask, over=mesh_axes)
-    (logsumexp, entropy, at_label, d, _), (_, bits) = _token_stats(static, (x, t), (mask, column))
-    argmax = lax.bitcast_convert_type(bits, jnp.int32)
+    per_row = [("temperature", t), ("labels", column)]
+    call, arrays = arguments.last_axis(TOKEN_STATS, name, x, axis, where, axis_name, per_row)
+    stats = evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
+    log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
-        differentiable_if_finite(a)[..., 0] for a in (at_label - jnp.log(d), entropy, logsumexp)
+        differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
     )
-    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, argmax[..., 0])
+    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0])
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -131,16 +117,3 @@ def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
     if labels.dtype.itemsize >= 4:
         labels = jnp.where((labels >= 0) & (labels <= jnp.iinfo(jnp.int32).max), labels, -1)
     return labels.astype(jnp.int32)[..., None]
-
-
-def _stats_and_moments(static: Static, xs, constants):
-    """Returns what has a derivative, and what has none: m, and the argmax as a float of equal bits."""
-    logits, temperature = xs
-    where, labels = constants
-    stats = as_rows(static.forward, logits, where, temperature, labels, **dict(static.keywords))
-    m, d, t = stats.moments
-    bits = lax.bitcast_convert_type(stats.argmax, jnp.float32)
-    return (stats.logsumexp, stats.entropy, stats.at_label, d, t), (m, bits)
-
-
-_token_stats = differentiable(TOKEN_STATS, _stats_and_moments, derivatives_with_temperature(TOKEN_STATS))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.collectives import gather
+from pallas_softmax._src.dispatch.mesh_types import gather
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.stats.xla import finished, is_column, logits_at, value_key
 

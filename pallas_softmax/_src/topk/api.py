@@ -1,8 +1,7 @@
 """fused_topk: what it promises, and how its gradient is wired."""
 
-import dataclasses
 import warnings
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,17 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Derivatives, Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
-from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import share_sharding
-from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
-from pallas_softmax._src.dispatch.vmap import as_rows
-from pallas_softmax._src.topk.operation import TOPK, indices_of
+from pallas_softmax._src.topk.operation import TOPK
 from pallas_softmax._src.topk.xla import TopK
 
 
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
+
+
+@at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
 def fused_topk(
     logits: ArrayLike,
     k: int | np.integer,
@@ -75,36 +74,22 @@ def fused_topk(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
-    temperature = arguments.known_temperature(name, temperature, logits)
-    return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
-
-
-def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, implementation) -> TopK:
-    name = "fused_topk"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.count_in_row(name, "k", k, length)
-    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
-    if varies(t, mesh_axes):
-        raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
-
-    call = describe(TOPK, x, (axis,), mask, k, mesh_axes, function=name)
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
-    own = {"k": k, "dtype": stored}
-    static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
+    log = arguments.static_bool(name, "log", log)
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
-    x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
-    x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
-    x, mask = vary_together(x, mask, over=mesh_axes)
+    call, (x, mask, t) = arguments.last_axis(TOPK, name, x, axis, where, axis_name, [("temperature", t)], k)
+    static = choose_all(call, implementation, k=k, dtype=stored, log=log)
     if k == 0:  # no winner depends on anything
         x, t = lax.stop_gradient((x, t))
-    (values, _), (_, bits) = _topk(static, (x, t), (mask,))
-    indices = indices_of(bits)
+    (values, indices), _ = evaluate(static, x, mask, t)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
@@ -134,33 +119,3 @@ def _as_stored(name: str, dtype):
             stacklevel=2,
         )
     return got
-
-
-def _values_and_d(static: Static, xs, constants):
-    """Returns what has a derivative, (values, d), and what has none, (m, indices).
-
-    m is the maximum of the normalizer (m, d). The indices are returned as floats with the same bits, because JAX has no
-    zero tangent for an integer that varies over the mesh axes of `jax.shard_map`.
-    """
-    logits, temperature = xs
-    winners, (m, d) = as_rows(static.forward, logits, *constants, temperature, **dict(static.keywords))
-    return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
-
-
-def _topk_derivatives() -> Derivatives:
-    """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
-    derivatives = derivatives_with_temperature(TOPK)
-
-    def rounded(function: Callable) -> Callable:
-        def rounded_tangent(static: Static, saved, dxs):
-            dvalues, dd = function(static, saved, dxs)
-            return dvalues.astype(dict(static.keywords)["dtype"]), dd
-
-        return rounded_tangent
-
-    return dataclasses.replace(
-        derivatives, tangent=rounded(derivatives.tangent), plain_tangent=rounded(derivatives.plain_tangent)
-    )
-
-
-_topk = differentiable(TOPK, _values_and_d, _topk_derivatives())

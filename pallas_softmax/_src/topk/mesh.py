@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.collectives import gather
+from pallas_softmax._src.dispatch.mesh_types import gather
 from pallas_softmax._src.masks import mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import best_order

@@ -2,24 +2,10 @@
 
 import functools
 
-import jax.numpy as jnp
-from jax import lax
-
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, Operation
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.topk import mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and the winners' indices
-
-
-def indices_of(bits):
-    """Returns the int32 indices that are kept as floats with the same bits."""
-    return lax.bitcast_convert_type(bits, jnp.int32)
-
-
-def _save(xs, constants, ys, others):
-    """Returns what the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
-    m, bits = others
-    return (*xs, m, ys[1], indices_of(bits)), *constants
 
 
 def _mosaic_gpu(name: str) -> Kernel:
@@ -34,7 +20,7 @@ def _triton() -> Kernel:
     return KERNEL
 
 
-TOPK_GRAD = Operation(
+TOPK_GRAD = RowOperation(
     name="topk_grad",
     arguments=(_RESIDUALS, MASK, PER_ROW, PER_ROW),
     results=(ROW, PER_ROW),
@@ -43,21 +29,21 @@ TOPK_GRAD = Operation(
     is_gradient=True,
     divided_by_xla=False,
 )
-TOPK_TANGENT = Operation(
+TOPK_TANGENT = RowOperation(
     name="topk_tangent",
     arguments=(_RESIDUALS, MASK, ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.topk_tangent,
     divided_by_xla=False,
 )
-MERGE = Operation(
+MERGE = RowOperation(
     name="merge",
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.merge,
     kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "merge")},
 )
-TOPK = Operation(
+TOPK = RowOperation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
@@ -65,7 +51,11 @@ TOPK = Operation(
     kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk"), "triton": _triton},
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
-    save=_save,
+    result_names=("values", "indices", "m", "d"),
+    variables=("logits", "temperature"),
+    differentiable=("values", "d"),
+    integers=("indices",),
+    saved=(("logits", "temperature", "m", "d", "indices"), "where"),
     on_mesh=functools.partial(mesh.topk_on_mesh, merge=MERGE),
     divided_by_xla=False,
 )

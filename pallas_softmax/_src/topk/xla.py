@@ -114,10 +114,10 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
 
 
-def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
+def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     """Returns the tangents of the winners' values and of d, given the tangents of logits and temperature.
 
-    It is the transpose of `topk_grad`, and its arguments are as there.
+    It is the transpose of `topk_grad`, and its arguments are as there. `dtype` is the dtype of the values.
 
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
     """
@@ -141,7 +141,8 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
     if where is not None:
         dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
     dvalues = masked(dvalues, own, 0)
-    return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues, d * mean
+    dvalues = lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
+    return dvalues if dtype is None else dvalues.astype(dtype), d * mean
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):

@@ -26,7 +26,7 @@ def slower(call: Call) -> str | None:
     """Returns why XLA is faster than the kernels at a call that they support; None if it is not."""
     if call.inner != 1:
         return TRANSPOSED
-    is_gradient = call.operation.is_gradient
+    is_gradient = call.row_operation.is_gradient
     if is_gradient and call.masked and call.dtype == "float32" and call.vocab > FAST_MASKED_BACKWARD:
         return f"slower than xla for the masked backward of float32 rows of more than {FAST_MASKED_BACKWARD}"
     return None

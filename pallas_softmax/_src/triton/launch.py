@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.compiled import compiled
+from pallas_softmax._src.dispatch.platform import compiled
 
 launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
