@@ -47,6 +47,10 @@ class Kernel:
     slower: Callable[["Call"], str | None] = _never
 
 
+OPERATIONS: dict[str, "Operation"] = {}
+"""All operations by name: the text of a sharded call names its operation. Of two with one name, the first counts."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
     """All that the package must know of an operation.
@@ -93,6 +97,9 @@ class Operation:
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
     better_by_xla: Callable[["Call"], str | None] = _never
+
+    def __post_init__(self):
+        OPERATIONS.setdefault(self.name, self)
 
     @property
     def shard_operation(self) -> "Operation | None":

@@ -5,12 +5,11 @@
                                data parallelism; columns over a mesh axis that divides the tokens are gathered
 
 Devices that hold columns of the same row exchange two numbers and a logit per row, and a sum for dx. Devices that hold
-the same columns of w exchange a sum for dw. Explicit mesh axes go through `jax.shard_map`, Auto ones through
-`custom_partitioning`, as for all other operations (`dispatch/mesh.py`).
+the same columns of w exchange a sum for dw. Explicit mesh axes go through `jax.shard_map`, Auto ones through XLA's
+partitioner, as for all other operations (`dispatch/mesh.py`).
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_softmax._src.dispatch.choose import choose_again
 from pallas_softmax._src.dispatch.mesh import divide, divisible
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.partitioner import Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
 from pallas_softmax._src.linear.losses import Head
@@ -53,15 +53,20 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
       keywords: the static arguments.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
-        return _on_shard(choice, keywords, ((), choice.call.mesh_axes), *arrays)
-    whole = functools.partial(_on_shard, choice, keywords, ((), ()))
+        return _on_shard(choice, arrays, keywords, ((), choice.call.mesh_axes))
+    return divide(_PROJECTION, choice, arrays, keywords)
+
+
+def _whole(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs the operation on whole arrays."""
+    return _on_shard(choice, arrays, keywords, ((), ()))
+
+
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfProjection":
+    """Returns the dimensions of the arguments and results of a call."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    dimensions = _DimensionsOfProjection.of(
-        choice.call.operation, arrays, keywords["head"], jax.eval_shape(whole, *shapes)
-    )
-    return divide(
-        choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
-    )
+    results = jax.eval_shape(lambda *arrays: _whole(choice, arrays, keywords), *shapes)
+    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results)
 
 
 def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
@@ -81,15 +86,16 @@ def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
     return jax.tree.unflatten(tree, laid)
 
 
-def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:
+def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], axes: tuple) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes.
 
     Args:
       choice: the choice for the user's call.
+      arrays: the device's shards of x, w, bias and the arrays with one number per token.
       keywords: the static arguments.
       axes: two tuples, the mesh axes that divide the tokens, and the mesh axes that divide the columns.
-      x, w, bias, *per_token: the device's shards.
     """
+    x, w, bias, *per_token = arrays
     tokens, columns = axes
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
@@ -181,3 +187,6 @@ class _DimensionsOfProjection:
         """Returns the rule that `Dimensions` describes: tokens and columns may be divided."""
         sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
         return " -> ".join(sides), self.whole
+
+
+_PROJECTION = register(Division("projection", _dimensions, _whole, _on_shard))
