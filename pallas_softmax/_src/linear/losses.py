@@ -160,6 +160,11 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     return loss
 
 
+def like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns an array with one element per token, with one more dimension if the labels have one."""
+    return per_token if per_token.ndim == labels.ndim else per_token[..., None]
+
+
 def product(values: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns values * weights. The derivatives of a product that is not finite are 0."""
     result = values * weights
