@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax._src.arguments import AxisName
+from pallas_softmax._src.arguments import AxisName, known_labels
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.linear import derivatives
@@ -134,7 +134,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    tokens = known_tokens(name, labels, label_smoothing=label_smoothing, z_loss=z_loss)
+    tokens = known_tokens(name, known_labels(name, labels), label_smoothing=label_smoothing, z_loss=z_loss)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, known_weights(name, token_weights), tokens)
     if reduction is None:
@@ -183,7 +183,7 @@ def linear_log_probs(
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_log_probs"
-    tokens = known_tokens(name, labels, temperature=temperature)
+    tokens = known_tokens(name, known_labels(name, labels), temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs, (x, w, bias, where, None, tokens), (options,))
 
@@ -222,6 +222,7 @@ def linear_token_stats(
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_token_stats"
+    labels = None if labels is None else known_labels(name, labels)
     tokens = known_tokens(name, labels, temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats, (x, w, bias, tokens), (options,))

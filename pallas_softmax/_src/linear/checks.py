@@ -103,8 +103,7 @@ def _known_softcap(function: str, softcap) -> float | None:
 
 
 def known_tokens(function: str, labels, **numbers) -> Tokens:
-    """Returns the labels and numbers of the loss, checked if they are known; None for a known default."""
-    labels = None if labels is None else arguments.known_labels(function, labels)
+    """Returns the labels, and the numbers of the loss, checked if they are known; None for a known default."""
     return Tokens(labels, **{name: _known_number(function, name, value) for name, value in numbers.items()})
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
-from pallas_softmax._src.linear.chunks import operations_of
+from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.pieces import pieces
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up

@@ -1,4 +1,4 @@
-"""The pieces of a projection (`chunks.Pieces`) by Mosaic GPU kernels, for 16-bit floats.
+"""The pieces of a projection (`gradients.Pieces`) by Mosaic GPU kernels, for 16-bit floats.
 
     statistics               one product; its epilogue reduces, and stores the logits for several labels
     dlogits                  one product; its epilogue writes the gradients
@@ -18,7 +18,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import Pieces
+from pallas_softmax._src.linear.gradients import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
@@ -49,7 +49,9 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: 
     """The `dlogits` of `Pieces`."""
     if tokens.several:
         tokens = _without_labels(tokens)
-        coefficients = coefficients._replace(of_label=coefficients.of_exp)  # (rows,); no row has a label
+        coefficients = coefficients._replace(
+            label_term=coefficients.exp_factor
+        )  # (rows,); no row has a label
     return logits_kernel.logit_gradients(
         x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
@@ -60,11 +62,11 @@ def statistics_and_dlogits(
 ):
     """The `statistics_and_dlogits` of `Pieces`.
 
-    Except at the label, the gradient of the logits is of_exp * exp(z - m). m and of_exp are known only after the whole
-    row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e times a
-    number for each row, if one element of e is changed:
+    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
+    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
+    e times a number for each row, if one element of e is changed:
 
-        dz = factor * e,   factor = of_exp * exp(r - m)          at the label, e = the gradient there / factor
+        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
 
     A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
     row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
@@ -78,8 +80,8 @@ def statistics_and_dlogits(
     reference, sums, e = _exponentials(x, w, bias, tokens, largest, head, interpret)
     found = _of_rows(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
-    m, of_exp, *_ = coefficients
-    factor = of_exp * jnp.exp(reference - m)
+    m, exp_factor, *_ = coefficients
+    factor = exp_factor * jnp.exp(reference - m)
     at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
     own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     column = jnp.where(own_label, tokens.labels, e.shape[1])

@@ -124,7 +124,7 @@ def _projection_topk(
 
     Args:
       x: (n, D).
-      w, bias, head, workspace_bytes, mesh_axes: as for `chunks._Projection`.
+      w, bias, head, workspace_bytes, mesh_axes: as for `gradients._Projection`.
       tokens: the temperature of each token, (n,).
       topk: the choice of top-k for the user's call.
       k, log: as for `linear_topk`.
@@ -133,8 +133,8 @@ def _projection_topk(
     rows = chunk_rows(n, vocab, dtype.itemsize, workspace_bytes)
 
     def step(chunk: Chunk, found: TopK) -> TopK:
-        z = logits(chunk.of(x), w, bias, Tokens(None), head=head)
-        arrays = z, None, chunk.of(tokens.temperature)[:, None]
+        z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
+        arrays = z, None, chunk.slice(tokens.temperature)[:, None]
         winners, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
         return chunk.put(found, vary(TopK(*winners), x, w, tokens)[0])
 
