@@ -1,4 +1,4 @@
-"""The three operations on a projection and its softmax, as objects; `chunks.py` describes them.
+"""The three operations on a projection and its softmax, as objects; `gradients.py` describes them.
 
 Their arguments are x, w and bias instead of logits. `linear/mesh.py` divides them over a mesh, so ROW, MASK and
 PER_ROW do not apply to them.
@@ -18,7 +18,7 @@ def _operation(name: str) -> Operation:
         name=name,
         arguments=(),
         results=(),
-        plain=xla.functions[name],
+        plain=xla.OPERATIONS[name],
         kernels={"mosaic_gpu": mosaic_gpu},
         kernels_take_mesh_axes=True,
     )
