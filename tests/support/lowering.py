@@ -28,6 +28,12 @@ def kernel_names(text):
     return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
 
 
+def divided_calls(text):
+    """Returns the text of each call that XLA asks the package to divide over a mesh."""
+    calls = re.findall(r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", ", text)
+    return [call.replace("\\22", '"') for call in calls]
+
+
 def square_sum(f):
     """Returns x -> sum(f(x)^2), a function to differentiate."""
     return lambda x: jnp.sum(f(x).astype("float32") ** 2)
