@@ -10,19 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax._src.dispatch import text
+from pallas_softmax._src import jax_internals
+from pallas_softmax._src.dispatch import partitioner, text
 from pallas_softmax._src.dispatch.operation import OPERATIONS, Call
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.topk.operation import TOPK
-from tests.programs.portable_checks import CHECKS
+from tests.programs import portable_checks
+from tests.programs.portable_checks import CASES, CHECKS
 from tests.support.calls import device
 from tests.support.children import once, reports
 from tests.support.covering import slow
-from tests.support.lowering import array, divided_calls
+from tests.support.lowering import array, divided_calls, kernel_names
 
 FAST = ("fused_topk", "linear_cross_entropy")
 NAMES = [*CHECKS["first"], *CHECKS["second"]]
@@ -224,11 +227,11 @@ def test_other_classes_are_not_read(written):
         text.loads(written)
 
 
-def test_text_of_the_gpu():
-    """A program for another kind of GPU, for a fault in the source, or with 64-bit types has another text."""
+def test_text_of_the_surroundings():
+    """A program for another kind of GPU, or with 64-bit types, has another text."""
 
     def call():
-        (found,) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))
+        ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))
         return found
 
     plain = call()
@@ -239,3 +242,47 @@ def test_text_of_the_gpu():
     with jax.enable_x64(True):
         wide = call()
     assert len({plain, hopper, blackwell, wide}) == 4
+
+
+def test_other_sources_have_other_texts(tmp_path):
+    """A compilation cache outlives a change of the source."""
+    (tmp_path / "a").mkdir()
+    found = [partitioner.digest(tmp_path)]
+    for name, content in [("a/b.py", ""), ("a/b.py", "x"), ("a/c.py", ""), ("d.py", "")]:
+        (tmp_path / name).write_text(content)
+        found.append(partitioner.digest(tmp_path))
+    assert len({*found}) == len(found)
+    assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))[0][1]
+
+
+# --- More devices than there are ----------------------------------------------------------------------
+
+KERNELS = {
+    "softmax": {"logsumexp_forward"},
+    "fused_topk": {"softmax_topk", "topk_merge"},
+    "sample": set(),  # plain JAX if V is sharded
+    "token_stats": {"token_stats_forward"},
+    "route": {"route", "route_grad"},
+    "linear_cross_entropy": {"linear_exponentials"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_program_of_a_gpu(name):
+    """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
+    mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
+    case = CASES[name]
+    program = lowered(portable_checks.with_gradient(case), portable_checks.like(case, mesh, "bfloat16"))
+    modules = []
+    for shapes, call in divided_calls(program):
+        specs = [P(*({16: "b", 4096: "v"}.get(n) for n in shape)) for shape, _ in shapes]
+        tiles = [
+            jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec)))
+            for spec in specs
+        ]
+        module, *_ = partitioner._partition(shapes, tiles, call.encode())
+        with mlir.make_ir_context():
+            modules.append(str(mlir.ir.Module.parse(module)))
+    assert modules
+    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (4096, 64)), "a whole array"
+    assert {kernel for module in modules for kernel in kernel_names(module)} == KERNELS[name]

@@ -190,7 +190,7 @@ def assert_kernels_of_parts(op, text):
 
 @pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
 def test_each_device_runs_kernels_on_its_part(op, how):
-    """The test needs no devices. Under jit it asks for the program of each device, as XLA does."""
+    """The test needs no devices. Under jit it asks for the program of each device, in XLA's place."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(None, "v"))
     x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=sharding)
@@ -198,9 +198,8 @@ def test_each_device_runs_kernels_on_its_part(op, how):
     f = sharded_checks.on(at, how, op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
     text = lowered(f, x)
     if how == "auto":
-        (call,) = divided_calls(text)
-        shapes = [(x.shape, x.dtype)] + [((1, 1), x.dtype)] * (op in TOPK)  # the temperature
-        tiles = [tiles_of((1, 8))] + [None] * (op in TOPK)
+        ((shapes, call),) = divided_calls(text)
+        tiles = [tiles_of((1, 8))] + [None] * (op in TOPK)  # the temperature is whole
         module, _, _ = partitioner._partition(shapes, tiles, call.encode())
         with mlir.make_ir_context():
             text = str(ir.Module.parse(module))

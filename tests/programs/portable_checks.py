@@ -93,9 +93,9 @@ def arrays_of(case, at=None):
     return [jax.device_put(a, NamedSharding(at, spec)) for a, (_, spec) in zip(values, case.arrays.values())]
 
 
-def like(case, at):
+def like(case, at, dtype=np.float32):
     return [
-        jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(at, spec))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(at, spec))
         for shape, spec in case.arrays.values()
     ]
 
@@ -122,7 +122,7 @@ def assert_no_gather(case, compiled):
 
 
 def write(name, folder):
-    """Values equal those of one device, and no logits are gathered."""
+    """One device gives the same values, and no logits are gathered."""
     case = CASES[name]
     compiled = jax.jit(with_gradient(case)).lower(*arrays_of(case, mesh())).compile()
     results = compiled(*arrays_of(case, mesh()))
@@ -135,7 +135,7 @@ def write(name, folder):
 
 
 def abstract(name, folder):
-    """A lowering for an AbstractMesh, which may have more devices than there are, equals that for a mesh."""
+    """A lowering for an AbstractMesh, which may have more devices than there are, has the same calls."""
     case, kinds = CASES[name], (AxisType.Auto,) * 2
     text = jax.jit(with_gradient(case)).lower(*like(case, mesh())).as_text()
     assert partitioner.TARGET in text

@@ -29,9 +29,20 @@ def kernel_names(text):
 
 
 def divided_calls(text):
-    """Returns the text of each call that XLA asks the package to divide over a mesh."""
-    calls = re.findall(r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", ", text)
-    return [call.replace("\\22", '"') for call in calls]
+    """Returns what XLA gives to the package, which divides these calls over a mesh: [(shapes of arguments, text)]."""
+    calls = re.findall(
+        r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", .* : \((.*?)\) -> ", text
+    )
+    return [([*map(_shape, _TENSOR.findall(types))], call.replace("\\22", '"')) for call, types in calls]
+
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "i32": "int32", "ui32": "uint32", "i1": "bool"}
+
+
+def _shape(tensor):
+    dims, dtype = tensor
+    return tuple(int(d) for d in dims.split("x")[:-1]), jnp.dtype(_DTYPES[dtype])
 
 
 def square_sum(f):

@@ -82,7 +82,7 @@ def register(division: Division) -> Division:
 
 
 class _Divided(NamedTuple):
-    """What a text says of a call.
+    """The description of a call.
 
     Attributes:
       division: the name of its `Division`.
@@ -103,7 +103,7 @@ class _Divided(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """What the text of a custom call says.
+    """The description of a custom call.
 
     Attributes:
       divided: the call.
@@ -167,15 +167,20 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Returns the version of JAX, and a digest of this package's source.
+    """Returns the version of JAX, and a digest of this package.
 
-    Without it, the persistent compilation cache would return what an older source compiled.
+    Without them, the persistent compilation cache would return what an older source compiled.
     """
-    folder = Path(__file__).parents[2]
-    digest = hashlib.sha256()
+    return jax.__version__, digest(Path(__file__).parents[2])
+
+
+def digest(folder: Path) -> str:
+    """Returns a digest of all Python files in a folder."""
+    found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return jax.__version__, digest.hexdigest()[:16]
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, list, list]:
