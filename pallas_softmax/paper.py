@@ -29,6 +29,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.arguments import static_int
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax.online import Candidates
@@ -48,34 +49,31 @@ class _Row:
 
     Attributes:
       gmem: the array.
-      interpret: as for `pallas_call`.
       index: number of the row.
       vocab: number of its elements.
       loads: number of blocks in flight at once.
     """
 
-    def __init__(self, gmem, interpret, loads: int):
-        self.gmem, self.interpret = gmem, interpret
+    def __init__(self, gmem, loads: int):
+        self.gmem = gmem
         self.index = lax.axis_index("row")
         self.vocab = gmem.shape[1]
         self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))
 
     def filled(self, value, dtype=jnp.float32):
         """Returns a block with all elements equal to `value`."""
-        return blocks.filled(value, dtype=dtype, interpret=self.interpret)
+        return blocks.filled(value, dtype=dtype)
 
     def positions(self, start):
         """Returns an int32 block of the 128 positions from `start` on."""
-        return start + blocks.positions(interpret=self.interpret)
+        return start + blocks.positions()
 
     def sweep(self, step, state):
         """Calls state = step(starts, x_blocks, state) along the row, with the start of each block: one access."""
 
         def body(i, state):
             starts = [(i * self.loads + j) * WARPGROUP for j in range(self.loads)]
-            load = functools.partial(
-                blocks.load_from_row, self.gmem, row=self.index, interpret=self.interpret
-            )
+            load = functools.partial(blocks.load_from_row, self.gmem, row=self.index)
             x_blocks = [load(start=start, held=self.vocab - start, fill=-jnp.inf) for start in starts]
             return step(starts, x_blocks, state)
 
@@ -107,9 +105,7 @@ class _Row:
         def step(starts, x_blocks, state):
             for start, x in zip(starts, x_blocks, strict=True):
                 held = self.vocab - start
-                blocks.store_to_row(
-                    gmem, row=self.index, start=start, block=value(x), held=held, interpret=self.interpret
-                )
+                blocks.store_to_row(gmem, row=self.index, start=start, block=value(x), held=held)
             return state
 
         self.sweep(step, jnp.int32(0))
@@ -229,7 +225,7 @@ def _launch(algorithm, x, outputs, k, interpret):
     """
 
     def body(x_gmem, *out_gmem):
-        algorithm(_Row(x_gmem, interpret, _loads(len(x), k)), *out_gmem)
+        algorithm(_Row(x_gmem, _loads(len(x), k)), *out_gmem)
 
     kernel = gpu_kernel(
         body,
@@ -237,9 +233,9 @@ def _launch(algorithm, x, outputs, k, interpret):
         out_type=outputs,
         name=f"paper{algorithm.__name__}",
         approximate=True,
-        interpret=interpret,
     )
-    return kernel(x)
+    with interpreted(interpret):
+        return kernel(x)
 
 
 def _loads(rows: int, k: int) -> int:

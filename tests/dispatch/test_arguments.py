@@ -283,10 +283,10 @@ def test_an_array_is_no_axis_name():
     ],
 )
 def test_equal_options_compile_once(name, option, values):
-    before = eager._compiled._cache_size()
+    before = eager._program._cache_size()
     for value in values:
         plainly(name, **{option: value})
-    assert eager._compiled._cache_size() <= before + 1
+    assert eager._program._cache_size() <= before + 1
 
 
 # --- Strict promotion -----------------------------------------------------------------------------------

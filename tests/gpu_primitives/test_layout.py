@@ -47,7 +47,7 @@ def test_walk(accesses, vec, group):
     sizes = [walk.step_size] * walk.full_steps + [walk.rest] * (walk.rest > 0)
     assert len(sizes) == walk.steps >= 1
     assert sum(sizes) == walk.length
-    row, end = StagedRow(walk, interpret=True), 0
+    row, end = StagedRow(walk), 0
     for i, size in enumerate(sizes):
         assert i * walk.step_size == end
         assert size % vec == 0  # a bulk copy

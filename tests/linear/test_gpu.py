@@ -69,7 +69,7 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
 )
 def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
     linear.assert_operations(
-        mosaic_gpu.operations(),
+        mosaic_gpu.OPERATIONS,
         *(n, depth, vocab, dtype),
         options={"transpose_w": transpose_w, **options},
         bias=bias,
@@ -88,7 +88,7 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
     ],
 )
 def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
-    run = functools.partial(linear.run_operations, mosaic_gpu.operations(), workspace)
+    run = functools.partial(linear.run_operations, mosaic_gpu.OPERATIONS, workspace)
     shape = {"n": n, "depth": 128, "vocab": vocab, "k": k}
     linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
 
@@ -104,7 +104,7 @@ def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
 )
 def test_token_stats(n, depth, vocab, dtype, features, peak, workspace):
     linear.assert_operations_of_stats(
-        mosaic_gpu.operations(), n, depth, vocab, dtype, features, peak, workspace
+        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, features, peak, workspace
     )
 
 
@@ -120,7 +120,7 @@ def test_few_columns(vocab):
     `plan.FEWEST_COLUMNS`.
     """
     linear.assert_operations(
-        mosaic_gpu.operations(),
+        mosaic_gpu.OPERATIONS,
         *(257, 64, vocab, "bfloat16"),
         options={"transpose_w": True, "z_loss": 0.1},
         bias=True,
@@ -137,7 +137,7 @@ def test_one_column():
     """
     x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
-    run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.operations().items()}
+    run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.OPERATIONS.items()}
     found = run["projection"](x, w, bias, Tokens(labels))
     together, *_ = run["projection_with_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)

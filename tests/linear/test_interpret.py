@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_softmax._src.gpu import interpreter
 from pallas_softmax._src.linear import mosaic_gpu, pieces, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import linear
@@ -16,6 +17,14 @@ interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="the interpreter of jax 0.10 does not finish these kernels",
 )
+
+
+@pytest.fixture(autouse=True)
+def _in_the_interpreter():
+    with interpreter.interpreted(INTERPRET):
+        yield
+
+
 NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
     (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
     (
@@ -51,7 +60,7 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keyw
 )
 def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options, monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
-    operations = mosaic_gpu.operations(INTERPRET)
+    operations = mosaic_gpu.OPERATIONS
     linear.assert_operations(
         operations,
         *(n, depth, vocab, dtype),
@@ -79,7 +88,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
         return found, coefficients(found, weights, tokens, 320)
 
     run = jax.jit(
-        functools.partial(pieces.statistics_and_dlogits, head=head, interpret=INTERPRET),
+        functools.partial(pieces.statistics_and_dlogits, head=head),
         static_argnums=(4, 5),
     )
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
@@ -105,7 +114,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
 )
 def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, workspace, monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
-    run = functools.partial(linear.run_operations, mosaic_gpu.operations(INTERPRET), workspace)
+    run = functools.partial(linear.run_operations, mosaic_gpu.OPERATIONS, workspace)
     shape = {"n": n, "depth": depth, "vocab": vocab, "k": 3}
     linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
 
@@ -117,7 +126,7 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
-    projection = mosaic_gpu.operations(INTERPRET)["projection"]
+    projection = mosaic_gpu.OPERATIONS["projection"]
     found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)
@@ -135,5 +144,5 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
 )
 def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace, monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
-    operations = mosaic_gpu.operations(INTERPRET)
+    operations = mosaic_gpu.OPERATIONS
     linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)

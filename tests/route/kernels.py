@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.route import grad_kernel, kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
@@ -24,16 +25,16 @@ def route_rows(x, k, gate, bias, interpret=INTERPRET):
     steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
     plan = plan_route(*x.shape, k, x.dtype, steered=gate.steered, groups=gate.groups)
     mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
-    weights, indices, logsumexp = kernel.route_rows(
-        jnp.asarray(x),
-        mask,
-        k,
-        plan if interpret is None else fewer_rows(plan),
-        gate=Gate(gate.score, gate.renormalize, gate.scale),
-        groups=gate.groups,
-        top_groups=gate.top_groups or 1,
-        interpret=interpret,
-    )
+    with interpreted(interpret):
+        weights, indices, logsumexp = kernel.route_rows(
+            jnp.asarray(x),
+            mask,
+            k,
+            plan if interpret is None else fewer_rows(plan),
+            gate=Gate(gate.score, gate.renormalize, gate.scale),
+            groups=gate.groups,
+            top_groups=gate.top_groups or 1,
+        )
     return weights, indices, logsumexp[:, 0]
 
 
@@ -44,4 +45,5 @@ def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
     plan = plan if interpret is None else fewer_rows(plan)
     gate = Gate(gate.score, gate.renormalize, gate.scale)
     arrays = (jnp.asarray(a) for a in (x, indices, g, g_logsumexp))
-    return grad_kernel.route_grad_rows(*arrays, plan, gate=gate, interpret=interpret)
+    with interpreted(interpret):
+        return grad_kernel.route_grad_rows(*arrays, plan, gate=gate)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.sample import mosaic_gpu
 from pallas_softmax._src.sample.plan import plan_sample
 from tests.support.cases import BF16, F16, F32
@@ -23,7 +24,8 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
-    return mosaic_gpu.sample_rows(x, mask, request, plan, interpret=interpret)
+    with interpreted(interpret):
+        return mosaic_gpu.sample_rows(x, mask, request, plan)
 
 
 # (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short

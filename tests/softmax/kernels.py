@@ -7,6 +7,7 @@ import numpy as np
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import columns_kernel, columns_plan, mosaic_gpu
 from pallas_softmax._src.softmax import plan as softmax_plan
@@ -31,7 +32,8 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
     if plan is None:
         call = describe(OPERATIONS[name], arrays[0], axes, where, function=name)
         plan = mosaic_gpu.plan(call, target.capability())
-    return mosaic_gpu.softmax_rows(name, arrays, where, axes, plan, interpret=interpret)
+    with interpreted(interpret):
+        return mosaic_gpu.softmax_rows(name, arrays, where, axes, plan)
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
@@ -51,14 +53,14 @@ def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
 
 def columns_results(name, arrays, plan, interpret=INTERPRET):
     """Returns everything that the kernel of columns returns for arrays (outer, vocab, inner)."""
-    return columns_kernel.launch(
-        FORMULAS[name],
-        [jnp.asarray(a) for a in arrays],
-        plan,
-        name=name,
-        approximate=approximate(arrays[-1].dtype),
-        interpret=interpret,
-    )
+    with interpreted(interpret):
+        return columns_kernel.launch(
+            FORMULAS[name],
+            [jnp.asarray(a) for a in arrays],
+            plan,
+            name=name,
+            approximate=approximate(arrays[-1].dtype),
+        )
 
 
 def columns_rows(name, arrays, plan, interpret=INTERPRET):

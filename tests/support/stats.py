@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax as ps
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.stats import mosaic_gpu
 from tests.support import oracle
 from tests.support.oracle import wide
@@ -116,8 +117,7 @@ def kernel_stats(plan, x, labels, where=None, temperature=None, interpret=None):
     t = jnp.asarray(temperature if scaled else np.ones(1, "float32"))[:, None]
     where = None if where is None else jnp.asarray(where)
     columns = jnp.asarray(labels)[:, None]
-    found = mosaic_gpu.token_stats(
-        plan, jnp.asarray(x), where, t, columns, scaled=scaled, interpret=interpret
-    )
+    with interpreted(interpret):
+        found = mosaic_gpu.token_stats(plan, jnp.asarray(x), where, t, columns, scaled=scaled)
     log_probs = found.at_label - jnp.log(found.moments.d)
     return ps.TokenStats(*(a[..., 0] for a in (log_probs, found.entropy, found.logsumexp, found.argmax)))

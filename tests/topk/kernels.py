@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
@@ -41,7 +42,8 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
         mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
     kernel = tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
-    return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+    with interpreted(interpret):
+        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype)
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
@@ -50,14 +52,15 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     plan = plan if interpret is None else fewer_rows(plan)
-    return tile_grad_kernel.topk_grad_rows(*arrays, plan, log=log, interpret=interpret)
+    with interpreted(interpret):
+        return tile_grad_kernel.topk_grad_rows(*arrays, plan, log=log)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
-    return merge_kernel.merge_rows(
-        won, kept, indices, normalizers, jnp.asarray(temperature), k, log=log, dtype=F32, interpret=interpret
-    )
+    t = jnp.asarray(temperature)
+    with interpreted(interpret):
+        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
 
 
 def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):

@@ -1,7 +1,7 @@
 """Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA; their loads and stores.
 
 Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves only whole blocks. If a row ends within a
-block, inline PTX moves the row's elements under a predicate. Each such function has a plain JAX version for the
+block, inline PTX moves the row's elements under a predicate. Each such function has a twin in plain JAX for the
 interpreter, except `load_from_ctas`: the interpreter has no clusters.
 """
 
@@ -17,6 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import (
     PER_THREAD,
@@ -35,36 +36,31 @@ from pallas_softmax._src.gpu.ptx.inline import (
 WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
 
 
-def layout(vec: int, *, interpret) -> Any:
-    """Returns the layout of a block in registers; None for the interpreter, which has no layouts."""
-    return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
+def layout(vec: int) -> Any:
+    """Returns the layout of a block in registers."""
+    return plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
 
 
 def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
     """Returns the type of a block, for inline code to return."""
-    return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec, interpret=False))
+    return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
 
 
-def filled(value, vec: int = 1, dtype=jnp.float32, *, interpret):
+def filled(value, vec: int = 1, dtype=jnp.float32):
     """Returns a block with all elements equal to `value`."""
-    return _laid_out(jnp.full((WARPGROUP * vec,), value, dtype), vec, interpret)
+    return laid_out(jnp.full((WARPGROUP * vec,), value, dtype), layout(vec))
 
 
-def positions(vec: int = 1, *, interpret):
+def positions(vec: int = 1):
     """Returns an int32 block of positions, 0 to 128 * vec - 1: element i is i."""
-    return _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), vec, interpret)
+    return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
 
 
-def _laid_out(block, vec, interpret):
-    return block if interpret else plgpu.layout_cast(block, layout(vec, interpret=interpret))
-
-
-def split(block, vec: int, *, interpret) -> list:
+@twin(lambda block, vec: [*block.reshape(WARPGROUP, vec).T])
+def split(block, vec: int) -> list:
     """Returns the elements of a float32 block as `vec` blocks with one element for each thread."""
-    if interpret:
-        return [*block.reshape(WARPGROUP, vec).T]
 
-    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[_type("float32")] * vec)
+    @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
     def split(_, block):
         (register,) = block.registers.flat
         return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
@@ -72,32 +68,39 @@ def split(block, vec: int, *, interpret) -> list:
     return split(block)
 
 
-def load(ref, vec: int = 1, *, interpret):
+def load(ref, vec: int = 1):
     """Returns the block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
-    if interpret:
-        return ref[...]
-    return plgpu.load(ref, *WHOLE, layout=layout(vec, interpret=interpret), optimized=False)
+    return load_as(ref, layout(vec))
 
 
-def store(ref, block, *, interpret):
+@twin(lambda ref, layout: ref[...])
+def load_as(ref, layout: Any):
+    """Returns the array in `ref`, a reference to shared or device memory, in this layout."""
+    return plgpu.load(ref, *WHOLE, layout=layout, optimized=False)
+
+
+def _store_whole(ref, block, layout=None):
+    ref[...] = block
+
+
+@twin(_store_whole)
+def store(ref, block):
     """Writes a block to `ref`, a one-dimensional reference to device memory of the block's size."""
-    if not interpret and hasattr(plgpu, "store"):  # the only way to write small blocks in jax 0.12
+    if hasattr(plgpu, "store"):  # the only way to write small blocks in jax 0.12
         plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        ref[...] = block
+        _store_whole(ref, block)
 
 
-def store_in_place(ref, block, block_layout: Any, *, interpret):
+@twin(_store_whole)
+def store_in_place(ref, block, layout: Any):
     """Writes an array with this layout to `ref`, shared memory of the same shape.
 
     Each thread writes its own elements without a barrier. A store by Pallas synchronizes all threads before and
     after it, which is needed only if threads read each other's elements.
     """
-    if interpret:
-        ref[...] = block
-        return
 
-    @inline(arg_types=(REF, block_layout))
+    @inline(arg_types=(REF, layout))
     def store_in_place(_, ref, block):
         block.store_untiled(ref, optimized=False)
 
@@ -118,15 +121,18 @@ def load_from_ctas(ref, count: int, empty: float):
     return load_from_ctas(ref)
 
 
-def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
+def _load_from_row_in_jax(ref, row, *, start, held, fill, stride=1):
+    i = jnp.arange(WARPGROUP)
+    return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
+
+
+@twin(_load_from_row_in_jax)
+def load_from_row(ref, row, *, start, held, fill, stride=1):
     """Returns a block of 128 elements of a row of `ref` (rows, vocab): element i is at column start + stride * i.
 
     Elements from `held` on are `fill`, which is 0 or -inf; they are not read.
     """
     vocab = ref.shape[1]
-    if interpret:
-        i = jnp.arange(WARPGROUP)
-        return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
 
     @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=_type(ref.dtype))
     def load_from_row(_, ref, row, start, held):
@@ -141,16 +147,19 @@ def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
     return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 
 
-def store_to_row(ref, row, *, start, held, block, interpret):
+def _store_to_row_in_jax(ref, row, *, start, held, block):
+    i = jnp.arange(WARPGROUP)
+    column = jnp.where(i < held, start + i, ref.shape[1])
+    ref[row] = ref[row].at[column].set(block.astype(ref.dtype), mode="drop")
+
+
+@twin(_store_to_row_in_jax)
+def store_to_row(ref, row, *, start, held, block):
     """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from column `start` on."""
     vocab = ref.shape[1]
     block = block.astype(ref.dtype)
-    if interpret:
-        i = jnp.arange(WARPGROUP)
-        ref[row] = ref[row].at[jnp.where(i < held, start + i, vocab)].set(block, mode="drop")
-        return
 
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout(1, interpret=interpret)))
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout(1)))
     def store_to_row(_, ref, row, start, held, block):
         (register,) = block.registers.flat
         inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
@@ -160,17 +169,20 @@ def store_to_row(ref, row, *, start, held, block, interpret):
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
-def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
+def _load_mask_in_jax(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
+    i = jnp.arange(WARPGROUP * vec)
+    inside = (i >= skip) & (i < held)
+    return (ref[row][jnp.where(inside & (ref.shape[1] > 1), start + i, 0)] & inside).astype(jnp.int8)
+
+
+@twin(_load_mask_in_jax)
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
     """Returns an int8 block of 0 and 1 from a row of a mask (mask rows, vocab or 1): element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0; they are not read.
     `aligned` promises that element `start` is a multiple of vec bytes from the start of the mask, for any `vocab`.
     """
     columns, size = ref.shape[1], WARPGROUP * vec
-    if interpret:
-        i = jnp.arange(size)
-        inside = (i >= skip) & (i < held)
-        return (ref[row][jnp.where(inside & (columns > 1), start + i, 0)] & inside).astype(jnp.int8)
 
     @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR), return_type=_type("int8", vec))
     def load_mask(_, ref, row, start, held, skip):
@@ -187,6 +199,6 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool =
             register = predicated_ptx.load_vector(pointer, i8, vec, offset, inside)
         else:
             register = predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside)
-        return array(layout(vec, interpret=interpret).to_mgpu(), (size,), [register])
+        return array(layout(vec).to_mgpu(), (size,), [register])
 
     return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

@@ -7,6 +7,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_softmax._src.gpu.interpreter import interpret
+
 
 def gpu_kernel(
     body: Callable[..., None],
@@ -19,7 +21,6 @@ def gpu_kernel(
     warpgroups: int | None = None,
     approximate: bool = False,
     reduction_bytes: int = 2048,
-    interpret: Any = None,
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 
@@ -35,7 +36,6 @@ def gpu_kernel(
         "warpgroup". By default there is one, and no such axis.
       approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
       reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
-      interpret: as for `pallas_call`.
     """
     names, optional = [*grid], dict[str, Any]()
     if cluster > 1:
@@ -58,7 +58,7 @@ def gpu_kernel(
                 approx_math=approximate,
                 reduction_scratch_bytes=reduction_bytes,
             ),
-            interpret=interpret,
+            interpret=interpret(),
             **optional,
             **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
         )

@@ -77,7 +77,6 @@ class StagedRow:
     """
 
     walk: Walk
-    interpret: Any  # as for `pallas_call`
     slots: int | None = None  # number of slots of a ring; None if step i uses slot i
     # For a ring only:
     steps_before: Any = 0  # number of steps that the CTA takes before the first step of this row
@@ -94,7 +93,7 @@ class StagedRow:
 
     def filled(self, value):
         """Returns a float32 block with all elements equal to `value`."""
-        return blocks.filled(value, self.walk.vec, interpret=self.interpret)
+        return blocks.filled(value, self.walk.vec)
 
     def copy_in(self, gmem, smem, arrived, start, i) -> None:
         """Starts the copy of step i of the elements of `gmem` from `start` on, which is at a 16-byte boundary.
@@ -148,17 +147,17 @@ class StagedRow:
     def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
         """Yields the blocks of step i, in float32, with `fill` after the last of its `size` elements."""
         for at, held in self.blocks(i, size):
-            x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
+            x = blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
             if held < self.walk.block_size:
-                x = jnp.where(blocks.positions(self.walk.vec, interpret=self.interpret) < held, x, fill)
+                x = jnp.where(blocks.positions(self.walk.vec) < held, x, fill)
             yield x
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
         """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
-        layout = blocks.layout(self.walk.vec, interpret=self.interpret)
+        layout = blocks.layout(self.walk.vec)
         values = [block.astype(smem.dtype) for block in values]
         for (at, _), block in zip(self.blocks(i, size), values, strict=True):
-            blocks.store_in_place(smem.at[at], block, layout, interpret=self.interpret)
+            blocks.store_in_place(smem.at[at], block, layout)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
         """Writes the blocks values(i, size) of each step i through `smem` to `gmem`, from its element `start` on.

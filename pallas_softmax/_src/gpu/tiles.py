@@ -1,7 +1,7 @@
 """Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
 
 A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
-function also has a plain JAX version for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
+function also has a twin in plain JAX for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
 
 For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
 index, `ref.at[i]`.
@@ -20,6 +20,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src.folding import MaskRows
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import (
@@ -57,6 +58,19 @@ def layout(tile: Tile) -> Any:
     )
 
 
+def _load_in_jax(ref, tile: Tile, row, fill=0, *, column: Any = 0, held=None, ref_row=None, last_row=None):
+    x = ref[...]
+    i, j, counts = _indices(tile, row, column, held)
+    i = i if last_row is None else jnp.minimum(i, last_row)
+    i = ref_row(i) if ref_row else i
+    if x.ndim == 1:
+        x, j = x[:, None], jnp.zeros_like(j)
+    inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
+    found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
+    return jnp.where(inside, found, jnp.full_like(found, fill))
+
+
+@twin(_load_in_jax)
 def load(
     ref,
     tile: Tile,
@@ -67,7 +81,6 @@ def load(
     held: int | None = None,
     ref_row: MaskRows | None = None,
     last_row: int | None = None,
-    interpret,
 ):
     """Returns elements of an array as a tile. Element (i, j) of the tile is element (row + i, column + j) of the array.
 
@@ -78,17 +91,6 @@ def load(
     `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. `held` is
     for such a tile: only its first `held` columns count. Their numbers must be in the array. The others are `fill`.
     """
-    if interpret:
-        x = ref[...]
-        i, j, counts = _indices(tile, row, column, held)
-        i = i if last_row is None else jnp.minimum(i, last_row)
-        i = ref_row(i) if ref_row else i
-        if x.ndim == 1:
-            x, j = x[:, None], jnp.zeros_like(j)
-        inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
-        found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
-        return jnp.where(inside, found, jnp.full_like(found, fill))
-
     shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
     width = _width(tile, ref, column)
     column_type = layout(tile) if jnp.ndim(column) else SCALAR
@@ -109,7 +111,8 @@ def load(
     return loaded != 0 if ref.dtype == jnp.bool_ else loaded
 
 
-def prefetch(ref, tile: Tile, row, *, interpret) -> None:
+@twin(lambda ref, tile, row: None)
+def prefetch(ref, tile: Tile, row) -> None:
     """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
 
     `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer
@@ -117,7 +120,7 @@ def prefetch(ref, tile: Tile, row, *, interpret) -> None:
     """
     rows, columns = ref.shape
     ahead = PREFETCHED_TILES * tile.rows
-    if interpret or rows < 2 * ahead:
+    if rows < 2 * ahead:
         return
 
     @inline(arg_types=(REF, SCALAR))
@@ -131,26 +134,28 @@ def prefetch(ref, tile: Tile, row, *, interpret) -> None:
     prefetch(ref, row)
 
 
-def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None, interpret):
+def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None):
     """Loads a mask (mask rows, vocab or 1) as a boolean tile.
 
     If the mask has one number per row, the tile repeats it beyond the end of the row too.
     """
     of_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
-    return load(of_row, tile, row, column=column, ref_row=mask_row, last_row=last_row, interpret=interpret)
+    return load(of_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
 
 
-def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
+def _store_in_jax(ref, tile: Tile, row, value, *, column: Any = 0, held=None) -> None:
+    i, j, counts = _indices(tile, row, column, held)
+    j = jnp.where(counts, j, ref.shape[1])
+    ref[...] = ref[...].at[i, j].set(value.astype(ref.dtype), mode="drop")
+
+
+@twin(_store_in_jax)
+def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None) -> None:
     """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
 
     If `column` is a tile of column numbers, they must differ within a row, and the warp's earlier writes come first.
     """
     value = value.astype(ref.dtype)
-    if interpret:
-        i, j, counts = _indices(tile, row, column, held)
-        ref[...] = ref[...].at[i, jnp.where(counts, j, ref.shape[1])].set(value, mode="drop")
-        return
-
     shape, width = ref.shape, _width(tile, ref, column)
     column_type = layout(tile) if jnp.ndim(column) else SCALAR
 
@@ -171,10 +176,9 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
     store(ref, jnp.int32(row), jnp.int32(column), value)
 
 
-def spread(of_row, tile: Tile, out: Tile, *, interpret):
+@twin(lambda of_row, tile, out: jnp.broadcast_to(of_row[:, :1], out.shape))
+def spread(of_row, tile: Tile, out: Tile):
     """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
-    if interpret:
-        return jnp.broadcast_to(of_row[:, :1], out.shape)
 
     @inline(arg_types=(layout(tile),), return_type=type_of(out, of_row.dtype))
     def spread(_, of_row):
@@ -190,15 +194,9 @@ def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
-def laid_out(value, tile: Tile, *, interpret):
-    """Returns an array in the layout of a tile of its shape; unchanged for the interpreter, which has no layouts."""
-    return value if interpret else plgpu.layout_cast(value, layout(tile))
-
-
-def load_smem(ref, tile: Tile, *, interpret):
+@twin(lambda ref, tile: ref[...])
+def load_smem(ref, tile: Tile):
     """Returns the tile in `ref`, in shared memory."""
-    if interpret:
-        return ref[...]
 
     # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
     @inline(arg_types=(REF,), return_type=type_of(tile, ref.dtype))
@@ -300,7 +298,7 @@ def _less(number: ir.Value, bound: int) -> ir.Value:
 
 
 def _indices(tile: Tile, row, column, held: int | None):
-    """Returns row and column numbers of a tile, and which of its columns count. This is for the interpreter."""
+    """Returns row and column numbers of a tile, and which of its columns count. This is for the twins."""
     rows, columns = tile.shape
     i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
     return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)

@@ -1,6 +1,6 @@
 """How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask.
 
-On the GPU the edges and the mask are inline PTX. The interpreter runs versions in plain JAX.
+On the GPU the edges and the mask are inline PTX. The interpreter runs their twins in plain JAX.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import (
     REF,
@@ -66,7 +67,23 @@ def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
         )
 
 
-def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False, interpret) -> None:
+def _fill_edges_in_jax(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
+    for start, end in ((0, window.head), (window.head + window.body, window.size)):
+        if start == end:
+            continue
+        position = jnp.arange(start, end)
+        inside = (position >= part.low) & (position < part.high)
+        at = jnp.where(inside, part.place.first + position - part.low, 0)
+        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
+        if part.mask is not None:
+            mask_gmem, row = part.mask
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
+            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
+        x_smem[start:end] = x.astype(x_smem.dtype)
+
+
+@twin(_fill_edges_in_jax)
+def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
     """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
     the tail:
 
@@ -74,9 +91,6 @@ def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False, in
     else:                       x = -inf
     x_smem[position] = x
     """
-    if interpret:
-        _fill_edges_in_jax(window, part, x_smem, infinite)
-        return
     element, p = Elements(x_smem.dtype), Program()
     refs = {"x": part.x_gmem, "smem": x_smem}
     numbers = {"first": part.place.first, "low": part.low, "high": part.high, "origin": part.origin}
@@ -109,23 +123,7 @@ def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False, in
     insert_ptx(p, refs, numbers)
 
 
-def _fill_edges_in_jax(window: Window, part: Part, x_smem, infinite: bool) -> None:
-    """Does what `fill_edges` does."""
-    for start, end in ((0, window.head), (window.head + window.body, window.size)):
-        if start == end:
-            continue
-        position = jnp.arange(start, end)
-        inside = (position >= part.low) & (position < part.high)
-        at = jnp.where(inside, part.place.first + position - part.low, 0)
-        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
-        if part.mask is not None:
-            mask_gmem, row = part.mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
-        x_smem[start:end] = x.astype(x_smem.dtype)
-
-
-def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
+def mask_of_step(window: Window, part: Part, i) -> tuple:
     """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
     if part.mask is None:
         return ()
@@ -140,13 +138,21 @@ def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
             held=window.head + window.body - position,
             vec=window.vec,
             skip=window.head - jnp.minimum(position, window.head),
-            interpret=interpret,
         )
 
     return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
 
 
-def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret) -> None:
+def _mask_step_in_jax(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
+    start, size = step * window.step_blocks * window.block, len(keep) * window.block
+    position = start + jnp.arange(size)
+    body = (position >= window.head) & (position < window.head + window.body)
+    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
+
+
+@twin(_mask_step_in_jax)
+def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
     """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
 
     x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
@@ -154,10 +160,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
 
     `keep` has one block of int8 for each block of the step.
     """
-    if interpret:
-        _mask_step_in_jax(window, x_smem, step, keep, infinite)
-        return
-    layout = blocks.layout(window.vec, interpret=False)
+    layout = blocks.layout(window.vec)
     code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
 
     @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
@@ -168,15 +171,6 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
         emit_ptx(code, operands)
 
     emit(x_smem, step, keep)
-
-
-def _mask_step_in_jax(window: Window, x_smem, step, keep, infinite: bool) -> None:
-    """Does what `mask_step` does."""
-    start, size = step * window.step_blocks * window.block, len(keep) * window.block
-    position = start + jnp.arange(size)
-    body = (position >= window.head) & (position < window.head + window.body)
-    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
 
 
 def _of_masked(dtype, infinite: bool):

@@ -528,9 +528,10 @@ def _checked(
     weights = token_weights
     if weights is not None:
         weights = _one_per_token(name, "token_weights", weights, batch, normalizers.widen(x).dtype)
-        counted = ~formulas.is_zero(weights)
-        where = counted if where is None else where & counted
-        weights = jnp.where(where, weights, 0)
+        # Not jnp.where(weights != 0, weights, 0): on the CPU, it would make 0 of subnormal weights.
+        weights = weights if where is None else jnp.where(where, weights, 0)
+        where = ~formulas.is_zero(weights)
+        weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
     tokens = _checked_tokens(name, tokens, where, batch, normalizers.widen(x).dtype, vocab)
     per_token = tokens._replace(kept=None)._asdict().items()
     for of, a in (("x", x), ("where", where), ("token_weights", weights), *per_token):

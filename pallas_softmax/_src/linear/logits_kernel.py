@@ -10,6 +10,7 @@
       └───► exp(z - reference), or the gradient, or z                       (rows, V), 16-bit; z in float32
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,85 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.gpu.blocks import WHOLE
+from pallas_softmax._src.gpu.blocks import load_as
+from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.normalizers import Normalizer
+
+
+def reduce_logits(
+    head: Head,
+    vocab: int,
+    keep_logits: bool,
+    acc,
+    place: Place,
+    bias_gmem,
+    labels_gmem: "Labels",
+    scale_gmem,
+    reference_gmem,
+    sums_gmem: "RowSums",
+    stored_gmem,
+) -> None:
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store their exponentials."""
+    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
+    own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+    sums_gmem.label_logit[own] = _logit_at_label(z, labels_gmem, place, column)
+    if sums_gmem.total is not None:
+        sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
+
+    m = jnp.max(z, axis=1)
+    sums_gmem.normalizer.m[own] = m
+    r = normalizers.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
+    if sums_gmem.t is None:
+        e = jnp.exp(z - _broadcast_rows(r, z))
+    else:  # for the entropy and the argmax
+        sums_gmem.argmax[own] = _first_of_largest(z, m, column)
+        below = normalizers.distance(z, _broadcast_rows(r, z))
+        e = jnp.exp(below)
+        sums_gmem.t[own] = jnp.sum(below * e, axis=1)
+    sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
+
+    if keep_logits:
+        store(place, z, stored_gmem)
+    elif stored_gmem is not None:
+        store(place, e * _slope(z, place, scale_gmem, head), stored_gmem)
+
+
+def write_gradients(
+    head: Head,
+    vocab: int,
+    acc,
+    place: Place,
+    bias_gmem,
+    labels_gmem: "Labels",
+    scale_gmem,
+    coefficients_gmem: Coefficients,
+    out_gmem,
+) -> None:
+    """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
+    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
+    m, of_exp, of_label, constant, slope = jax.tree.map(
+        lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
+    )
+    if slope is None:
+        dz = of_exp * jnp.exp(z - m)
+    else:  # with the entropy
+        below = normalizers.distance(z, m)
+        dz = (of_exp + slope * below) * jnp.exp(below)
+    if constant is not None:
+        dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
+    dz = lax.cond(
+        _has_labels(labels_gmem, place),
+        lambda: dz - jnp.where(_at_label(labels_gmem, place, column), of_label, 0.0),
+        lambda: dz,
+    )
+    store(place, dz * _slope(z, place, scale_gmem, head), out_gmem)
+
+
+# ---- Launches
 
 
 class Labels(NamedTuple):
@@ -70,7 +144,6 @@ def row_sums(
     head: Head,
     tiling: Tiling,
     keep_logits: bool = False,
-    interpret: Any = None,
 ) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
@@ -80,7 +153,6 @@ def row_sums(
       head: the projection.
       tiling: sizes of tiles and stages.
       keep_logits: whether to write z in float32, without a reference.
-      interpret: as for `pallas_call`.
 
     Returns:
       The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
@@ -102,41 +174,8 @@ def row_sums(
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
-    def epilogue(
-        acc, place: Place, bias_gmem, labels_gmem, scale_gmem, reference_gmem, sums_gmem, stored_gmem
-    ):
-        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
-        own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-        zeros = _zeros(interpret)
-        sums_gmem.label_logit[own] = lax.cond(
-            _has_labels(labels_gmem, place),
-            lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column, interpret), z, 0.0), axis=1),
-            lambda: zeros,
-        )
-        if sums_gmem.total is not None:
-            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
-        m = jnp.max(z, axis=1)
-        sums_gmem.normalizer.m[own] = m
-        r = (
-            normalizers.shift(m)
-            if reference_gmem is None
-            else _load_per_row(reference_gmem, place, interpret)
-        )
-        if sums_gmem.t is None:
-            e = jnp.exp(z - _broadcast_rows(r, z))
-        else:
-            sums_gmem.argmax[own] = _first_of_largest(z, m, column, interpret)
-            below = normalizers.distance(z, _broadcast_rows(r, z))
-            e = jnp.exp(below)
-            sums_gmem.t[own] = jnp.sum(below * e, axis=1)
-        sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
-        if keep_logits:
-            store(place, z, stored_gmem)
-        elif stored_gmem is not None:
-            store(place, e * _slope(z, place, scale_gmem, head, interpret), stored_gmem)
-
     return product(
-        epilogue,
+        functools.partial(reduce_logits, head, head.vocab(w), keep_logits),
         x,
         w,
         inputs,
@@ -145,7 +184,6 @@ def row_sums(
         staged=stored_dtype,
         tiling=tiling,
         name="linear_statistics" if reference is None else "linear_exponentials",
-        interpret=interpret,
     )
 
 
@@ -158,7 +196,6 @@ def logit_gradients(
     *,
     head: Head,
     tiling: Tiling,
-    interpret: Any = None,
 ) -> jax.Array:
     """Returns the gradients that `Coefficients` describes, in the dtype of x.
 
@@ -166,7 +203,6 @@ def logit_gradients(
       x, w, bias, tokens, coefficients: as in `chunks.Pieces`.
       head: the projection.
       tiling: sizes of tiles and stages.
-      interpret: as for `pallas_call`.
 
     Returns:
       An array (rows, columns of w), 0 from column V on.
@@ -179,27 +215,8 @@ def logit_gradients(
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, scale_gmem, coefficients_gmem, out_gmem):
-        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
-        m, of_exp, of_label, constant, slope = jax.tree.map(
-            lambda gmem: _broadcast_rows(_load_per_row(gmem, place, interpret), z), coefficients_gmem
-        )
-        if slope is None:
-            dz = of_exp * jnp.exp(z - m)
-        else:
-            below = normalizers.distance(z, m)
-            dz = (of_exp + slope * below) * jnp.exp(below)
-        if constant is not None:
-            dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
-        dz = lax.cond(
-            _has_labels(labels_gmem, place),
-            lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
-            lambda: dz,
-        )
-        store(place, dz * _slope(z, place, scale_gmem, head, interpret), out_gmem)
-
     (dz,) = product(
-        epilogue,
+        functools.partial(write_gradients, head, head.vocab(w)),
         x,
         w,
         inputs,
@@ -208,7 +225,6 @@ def logit_gradients(
         staged=x.dtype,
         tiling=tiling,
         name="linear_logit_gradients",
-        interpret=interpret,
     )
     return dz
 
@@ -216,30 +232,49 @@ def logit_gradients(
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int, interpret):
+def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int):
     """Returns the logits of a part of the product, and their column numbers within the part."""
-    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
+    column = _columns(acc.shape)
     z = acc
     if bias_gmem is not None:
-        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0, interpret)
+        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0)
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
     if scale_gmem is not None:
-        z = z * _broadcast_rows(_load_per_row(scale_gmem, place, interpret), z)
+        z = z * _broadcast_rows(_load_per_row(scale_gmem, place), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
 
 
-def _first_of_largest(z, m, column, interpret):
+def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
+    """Returns z at the label of each row, 0 if the label is not in this part."""
+    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    return lax.cond(
+        _has_labels(labels_gmem, place),
+        lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
+        lambda: zeros,
+    )
+
+
+@twin(lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1))
+def _columns(shape: tuple[int, ...]):
+    """Returns the column number of each element of a part."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def _first_of_largest_in_jax(z, m, column):
+    return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
+
+
+@twin(_first_of_largest_in_jax)
+def _first_of_largest(z, m, column):
     """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
 
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
     compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
-    if interpret:
-        return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
     of_row: Any = plgpu.Layout.WGMMA.reduce(1)
     of_result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=of_row)
 
@@ -301,13 +336,11 @@ def _tanh(y):
     return jnp.where(square < 0.01, near, far)
 
 
-def _slope(z, place: Place, scale_gmem, head: Head, interpret):
+def _slope(z, place: Place, scale_gmem, head: Head):
     """Returns the derivative of the softcap; 1 without a softcap. From column V on, where z is -inf, it is 0."""
     if head.softcap is None:
         return 1.0
-    capped = (
-        z if scale_gmem is None else z * _broadcast_rows(1 / _load_per_row(scale_gmem, place, interpret), z)
-    )
+    capped = z if scale_gmem is None else z * _broadcast_rows(1 / _load_per_row(scale_gmem, place), z)
     t = jnp.maximum(capped * (1 / head.softcap), -1)
     return (1 - t) * (1 + t)
 
@@ -327,11 +360,9 @@ def _has_labels(labels_gmem: Labels, place: Place):
     return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
 
 
-def _at_label(labels_gmem: Labels, place: Place, column, interpret):
+def _at_label(labels_gmem: Labels, place: Place, column):
     """Returns which elements are at the label of their row."""
-    return column == _broadcast_rows(
-        _load_per_row(labels_gmem.column, place, interpret) - place.column, column
-    )
+    return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
 
 
 def _inverse_temperature(tokens: Tokens, tiling: Tiling):
@@ -349,21 +380,14 @@ def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
 
 
-def _load_per_row(gmem, place: Place, interpret):
+def _load_per_row(gmem, place: Place):
     """Returns per-row numbers of the part's 64 rows."""
-    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
+    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1)
 
 
-def _load(gmem, reduced: int, interpret):
+def _load(gmem, reduced: int):
     """Returns per-row or per-column numbers, in the layout of an accumulator reduced along dimension `reduced`."""
-    if interpret:
-        return gmem[...]
-    return plgpu.load(gmem, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
-
-
-def _zeros(interpret):
-    zeros = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
-    return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
+    return load_as(gmem, plgpu.Layout.WGMMA.reduce(reduced))
 
 
 def _broadcast_rows(per_row, like):

@@ -169,8 +169,12 @@ def product(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def is_zero(x: jax.Array) -> jax.Array:
-    """Returns which elements are exactly 0. On the CPU, XLA's comparisons of floats take subnormal numbers for 0."""
-    return _bits(x) == 0
+    """Returns which elements are exactly 0.
+
+    On the CPU, comparisons of floats take subnormal numbers for 0, and LLVM turns `_bits(x) == 0` into one. So this
+    compares a number that grows with the bits.
+    """
+    return _bits(x).astype(x.dtype) * 0.75 + 0.25 < 0.5
 
 
 def shares(weights: jax.Array) -> jax.Array:
@@ -208,8 +212,9 @@ def _times_power(x: jax.Array, power: float) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of the absolute values."""
-    return lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    """Returns the bits of the absolute values. On the CPU, `jnp.abs` would make 0 of subnormal numbers."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return bits & jnp.iinfo(bits.dtype).max
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.linear.chunks import operations_of
 from pallas_softmax._src.linear.losses import Head, Tokens
-from pallas_softmax._src.linear.pieces import pieces
+from pallas_softmax._src.linear.pieces import PIECES
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 
 HOPPER = 9  # major compute capability of the GPUs that have wgmma
@@ -34,14 +33,6 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
     if call.vocab < TILE_N:
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
-
-
-def operations(interpret: Any = None) -> dict[str, Callable]:
-    """Returns the operations of a projection, by name; `interpret` as for `pallas_call`."""
-    return {
-        name: functools.partial(_on_whole_atoms, operation, name)
-        for name, operation in operations_of(pieces(interpret)).items()
-    }
 
 
 def _on_whole_atoms(
@@ -84,4 +75,8 @@ def _kernel(function: Callable) -> Kernel:
     return Kernel(plan, lambda plan, *arrays, **static: function(*arrays, **static))
 
 
-KERNELS = {name: _kernel(function) for name, function in operations().items()}
+OPERATIONS: dict[str, Callable] = {
+    name: functools.partial(_on_whole_atoms, operation, name)
+    for name, operation in operations_of(PIECES).items()
+}
+KERNELS = {name: _kernel(function) for name, function in OPERATIONS.items()}

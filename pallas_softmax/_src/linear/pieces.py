@@ -7,7 +7,6 @@
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -29,13 +28,11 @@ _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference 
 _LARGEST_SUM = 2.0**64
 
 
-def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     """The `statistics` of `Pieces`."""
     tiling, several = plan_projection(len(x)), tokens.several
     of_one = _without_labels(tokens) if several else tokens
-    sums, z = logits_kernel.row_sums(
-        x, w, bias, of_one, head=head, tiling=tiling, keep_logits=several, interpret=interpret
-    )
+    sums, z = logits_kernel.row_sums(x, w, bias, of_one, head=head, tiling=tiling, keep_logits=several)
     found = _of_rows(sums, None, len(x))
     return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w))) if several else found
 
@@ -45,19 +42,17 @@ def _without_labels(tokens: Tokens) -> Tokens:
     return tokens._replace(labels=vary_together(labels, tokens.labels)[0])
 
 
-def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
     """The `dlogits` of `Pieces`."""
     if tokens.several:
         tokens = _without_labels(tokens)
         coefficients = coefficients._replace(of_label=coefficients.of_exp)  # (rows,); no row has a label
     return logits_kernel.logit_gradients(
-        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
+        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x))
     )
 
 
-def statistics_and_dlogits(
-    x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head, interpret: Any = None
-):
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
     """The `statistics_and_dlogits` of `Pieces`.
 
     Except at the label, the gradient of the logits is of_exp * exp(z - m). m and of_exp are known only after the whole
@@ -72,10 +67,10 @@ def statistics_and_dlogits(
     float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
     if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
-        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head, interpret=interpret))
-        return merged, dlogits(x, w, bias, tokens, coefficients, head=head, interpret=interpret), None
+        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
 
-    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head, interpret)
+    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
     found = _of_rows(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
     m, of_exp, *_ = coefficients
@@ -105,7 +100,7 @@ def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Arr
     return lax.fori_loop(0, 2, step, e)
 
 
-def _exponentials(x, w, bias, tokens, largest, head: Head, interpret) -> Any:
+def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
     """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
 
     The reference is the same on all devices that the columns are spread over.
@@ -114,7 +109,7 @@ def _exponentials(x, w, bias, tokens, largest, head: Head, interpret) -> Any:
 
     def exponentials(reference) -> Any:
         args = (x, w, bias, tokens, reference)
-        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling, interpret=interpret)
+        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling)
 
     def out_of_range(sums: RowSums):
         d = largest(_sum_of_exponentials(sums, len(x)))
@@ -170,17 +165,11 @@ def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
     return 24 / TILE_N + (4 if several else 0), itemsize
 
 
-def pieces(interpret: Any = None) -> Pieces:
-    """Returns the pieces of the kernels; `interpret` as for `pallas_call`."""
-
-    def of(function):
-        return functools.partial(function, interpret=interpret)
-
-    return Pieces(
-        of(statistics),
-        of(dlogits),
-        of(statistics_and_dlogits),
-        xla_projection.add_product,
-        xla_projection.product,
-        bytes_per_logit,
-    )
+PIECES = Pieces(
+    statistics,
+    dlogits,
+    statistics_and_dlogits,
+    xla_projection.add_product,
+    xla_projection.product,
+    bytes_per_logit,
+)

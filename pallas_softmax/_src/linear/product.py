@@ -49,6 +49,7 @@ import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.kernel import cost, trace_kernel
 from pallas_softmax._src.linear.plan import (
     ATOM_ROWS,
@@ -93,7 +94,6 @@ def product(
     staged: Any = None,
     tiling: Tiling,
     name: str,
-    interpret: Any = None,
 ) -> tuple:
     """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
 
@@ -106,7 +106,6 @@ def product(
       staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
-      interpret: as for `pallas_call`.
     """
     shape, columns = _Shape.of(a, b, b_transposed, tiling), b.shape[0 if b_transposed else 1]
     stages, cluster = tiling.stages, tiling.cluster
@@ -156,7 +155,7 @@ def product(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
         ),
-        interpret=interpret,
+        interpret=interpret(),
         **cost(2 * a.size * columns, a.shape[0] * columns, [*flat_inputs, *flat_outputs]),
     )
     return out_tree.unflatten(trace_kernel(launch, *flat_inputs))

@@ -3,6 +3,8 @@
 It takes the steps of `topk.tile_grad_kernel`. The normalizer is computed again from the row, which is in registers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +17,33 @@ from pallas_softmax._src.route.kernel import normalizer, of_row
 from pallas_softmax._src.softmax.plan import approximate
 
 
-def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, interpret=None):
+def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem) -> None:
+    """The kernel: writes the cotangents of one tile of rows. The arguments are as for `route_grad_rows`."""
+    k = indices_gmem.shape[1]
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+
+    x = tiles.load(x_gmem, plan, row, -jnp.inf)
+    index = tiles.load(indices_gmem, winners, row, 0)
+    g = tiles.load(g_gmem, winners, row, 0)
+    g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)
+
+    # the winners
+    m, d, e = normalizer(x, plan)
+    m_won, d_won = tiles.spread(m, plan, winners), tiles.spread(d, plan, winners)
+    direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, of_row(winners))
+    p_won = jnp.exp(won - m_won) / d_won
+
+    # the row
+    weight = tiles.spread(rest / d_won, winners, plan)
+    tiles.store(dx_gmem, plan, row, e * weight)
+
+    dx_won = p_won * rest + direct
+    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+
+
+def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate):
     """Returns the cotangents of the logits (rows, experts).
 
     Args:
@@ -25,36 +53,12 @@ def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, inter
       g_logsumexp: (rows,), the cotangents of the logsumexp.
       plan: how a row lies over the lanes.
       gate: how logits become weights.
-      interpret: as for `pallas_call`.
     """
-    rows, experts = x.shape
-    k = indices.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
-
-    def over_winners(of_row):
-        return tiles.spread(of_row, plan, winners, interpret=interpret)
-
-    def route_grad(x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem):
-        row = lax.axis_index("row") * plan.rows
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
-        g = tiles.load(g_gmem, winners, row, 0, interpret=interpret)
-        g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row, interpret=interpret)
-        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
-        won = won.astype(jnp.float32)
-        m, d, e = normalizer(x, plan)
-        m_won, d_won = over_winners(m), over_winners(d)
-        direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, of_row(winners))
-        p_won = jnp.exp(won - m_won) / d_won
-        weight = tiles.spread(rest / d_won, winners, plan, interpret=interpret)
-        tiles.store(dx_gmem, plan, row, e * weight, interpret=interpret)
-        tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k, interpret=interpret)
-
     (dx,) = gpu_kernel(
-        route_grad,
-        grid={"row": -(-rows // plan.rows)},
-        out_type=[jax.ShapeDtypeStruct((rows, experts), x.dtype)],
+        functools.partial(route_grad, plan, gate),
+        grid={"row": -(-x.shape[0] // plan.rows)},
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        name="route_grad",
         approximate=approximate(x.dtype),
-        interpret=interpret,
     )(x, indices, g, g_logsumexp)
     return dx

@@ -14,6 +14,7 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
@@ -23,9 +24,51 @@ from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
 
 
-def route_rows(
-    x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1, interpret=None
-):
+def route(
+    plan: Tile,
+    bias: Mask | None,
+    gate: Gate,
+    groups: int,
+    top_groups: int,
+    x_gmem,
+    bias_gmem,
+    weights_gmem,
+    indices_gmem,
+    logsumexp_gmem,
+) -> None:
+    """The kernel: writes the experts of one tile of tokens. The arguments are as for `route_rows`."""
+    (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
+
+    by_words, lanes = x.dtype.itemsize == 2 and bias is None, None
+    if bias is None:  # experts are chosen by their logits
+        m, d, _ = normalizer(x, plan)
+        elements, _ = search_input(x, by_words)
+    else:  # experts are chosen by score + bias, in groups that take part
+        e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
+        steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
+        elements = sort_keys.key32(e * factor + steer)
+        if groups > 1:
+            lanes = winning_lanes(plan, groups, top_groups)
+            elements = _keep_groups(plan, groups, top_groups, elements)
+    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + log_of_sum(d)))
+
+    if by_words:
+        _, index = take_words(plan, experts, k, elements)
+    else:
+        index = take(plan, experts, k, elements, lanes)
+
+    per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
+    weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
+    tiles.store(weights_gmem, winners, row, weight)
+    tiles.store(indices_gmem, winners, row, index)
+
+
+def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
     """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1).
 
     Args:
@@ -35,49 +78,18 @@ def route_rows(
       plan: how a row lies over the lanes.
       gate: how logits become weights.
       groups, top_groups: the number of groups, and of those that take part. With groups there must be a bias.
-      interpret: as for `pallas_call`.
     """
-    rows, experts = x.shape
-    by_words = x.dtype.itemsize == 2 and bias is None
-    winners = merged_tile(plan, k)
-    lanes = winning_lanes(plan, groups, top_groups) if groups > 1 else None
-
-    def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
-        row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)  # as in top-k
-        if bias is None:
-            m, d, _ = normalizer(x, plan)
-            elements, _ = search_input(x, by_words)
-        else:
-            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
-            steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
-            elements = sort_keys.key32(e * factor + steer)
-            if groups > 1:
-                elements = _keep_groups(plan, groups, top_groups, elements, interpret=interpret)
-        logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
-        tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
-        if by_words:
-            _, index = take_words(plan, experts, k, elements, interpret=interpret)
-        else:
-            index = take(plan, experts, k, elements, lanes, interpret=interpret)
-        per_row = (m, d) if gate.needs_normalizer else ()
-        per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
-        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
-        weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
-        tiles.store(weights_gmem, winners, row, weight, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
-
+    rows = x.shape[0]
     return gpu_kernel(
-        route,
+        functools.partial(route, plan, bias, gate, groups, top_groups),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
+        name="route",
         approximate=True,
-        interpret=interpret,
     )(x, None if bias is None else bias.array)
 
 
@@ -97,11 +109,7 @@ def of_row(tile: Tile) -> OfRow:
     return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
-def _exponentials(tile: Tile, score: Score, x, *, interpret):
-    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
-    if not interpret:
-        e, m, d = scores_ptx.exponentials(tile, score, x)
-        return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+def _exponentials_in_jax(tile: Tile, score: Score, x):
     m, d, e = normalizer(x, tile)
     if score == "softmax":
         return e, m, d, 1 / d
@@ -109,10 +117,14 @@ def _exponentials(tile: Tile, score: Score, x, *, interpret):
     return e, m, d, 1 / (1 + e)
 
 
-def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
-    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
-    if not interpret:
-        return groups_ptx.keep_groups(tile, groups, top_groups, key)
+@twin(_exponentials_in_jax)
+def _exponentials(tile: Tile, score: Score, x):
+    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
+    e, m, d = scores_ptx.exponentials(tile, score, x)
+    return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+
+
+def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
     of_groups = key.reshape(tile.rows, groups, -1)
     best = -jnp.sort(-of_groups, -1)[..., :2]
     total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
@@ -122,3 +134,9 @@ def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
     group = jnp.arange(groups, dtype=order.dtype)[None, None]
     takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
     return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+
+
+@twin(_keep_groups_in_jax)
+def _keep_groups(tile: Tile, groups: int, top_groups: int, key):
+    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
+    return groups_ptx.keep_groups(tile, groups, top_groups, key)

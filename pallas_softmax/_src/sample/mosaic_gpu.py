@@ -30,6 +30,7 @@ import numpy as np
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import Mask, fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
+from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
@@ -75,7 +76,7 @@ def sample(plan: SamplePlan, logits, where, u, temperature, top_k, top_p, min_p)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
-def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan, *, interpret=None) -> list[jax.Array]:
+def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan) -> list[jax.Array]:
     """Draws once from each row of x, (rows, vocab).
 
     Each parameter is an array (rows,), or (1,) if all rows have the same value. The results are arrays (rows,): the
@@ -91,8 +92,8 @@ def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan, *, inter
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
         of_row = Params(*(ref[part.place.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
-        _copy_and_mask(window, part, x_smem, arrived, barrier, interpret)
-        if interpret:
+        _copy_and_mask(window, part, x_smem, arrived, barrier)
+        if interpret():
             _draw_by_twin(part, x_smem, of_row, out, barrier)
             return
         results = dict(zip(("index", "log_prob", "log_mass"), out))
@@ -113,10 +114,9 @@ def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan, *, inter
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
             "scratch": plgpu.SMEM((plan.words,), jnp.int32),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
-            **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret else {}),
+            **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
         approximate=True,
-        interpret=interpret,
     )(x.reshape(view), params, None if mask is None else mask.array)
 
 
@@ -139,25 +139,25 @@ def _draw_by_twin(part: window_arrival.Part, x_smem, params: Params, out, barrie
             gmem[part.place.row] = result
 
 
-def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier, interpret) -> None:
+def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:
     """Copies the part to shared memory, where each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
     def start():
         window_arrival.start_copies(window, part, x_smem, arrived)
-        window_arrival.fill_edges(window, part, x_smem, infinite=True, interpret=interpret)
+        window_arrival.fill_edges(window, part, x_smem, infinite=True)
 
     @pl.when(warpgroup < len(window.copies()))
     def wait():
         plgpu.barrier_wait(arrived.at[warpgroup])
 
     def mask(blocks):
-        keep = window_arrival.mask_of_step(window, part, warpgroup, interpret)[:blocks]
-        window_arrival.mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
+        keep = window_arrival.mask_of_step(window, part, warpgroup)[:blocks]
+        window_arrival.mask_step(window, x_smem, warpgroup, [*keep], infinite=True)
 
     if part.mask is not None:
-        if interpret:  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote
+        if interpret():  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
         if window.full:

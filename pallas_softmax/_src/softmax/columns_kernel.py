@@ -10,6 +10,7 @@ its elements are contiguous. Each CTA takes adjacent columns:
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,73 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu import blocks, tiles
+from pallas_softmax._src.gpu.interpreter import laid_out
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import Formula
+
+# --- Short columns, in registers ----------------------------------------------------------------------
+
+
+def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any = None) -> None:
+    """The kernel for short columns: computes a formula on whole columns, the columns of one tile.
+
+    `reserved` is shared memory that nothing uses, so that fewer CTAs run at once; see `Tile.reserved_bytes`.
+    """
+    across = -(-x_gmem[0].shape[2] // tile.shape[1])  # tiles side by side
+    number = lax.axis_index("tile")
+    outer, column = number // across, number % across * tile.shape[1]
+
+    def load(gmem):
+        fill = formula.reduction.neutral
+        return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
+
+    x, broadcast = [load(gmem) for gmem in x_gmem], functools.partial(_broadcast, tile=tile)
+    total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
+    constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
+    results = constants if formula.value is None else [formula.value(*x, *constants)]
+    for gmem, y in zip(out_gmem, results, strict=True):
+        tiles.store(gmem.at[outer], tile, 0, y, column=column)
+
+
+# --- Long columns, in shared memory -------------------------------------------------------------------
+
+
+def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch) -> None:
+    """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
+
+    The parts pass through shared memory step by step. The first steps of the next strip are loaded while this one is
+    merged and written.
+    """
+    cta = _cta_of(formula, plan, _Refs(x_gmem, out_gmem, **scratch))
+    lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
+    if plan.turns > 1:
+        lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
+    else:
+        _compute_strip(cta, jnp.int32(0))
+
+
+def _compute_strip(cta: "_Cta", turn) -> None:
+    """Computes the part of a strip, strip number `turn` of this cluster."""
+    first = turn * cta.plan.steps
+    total = cta.reduce(first)  # the steps, in the order of their arrival
+    if cta.plan.count > 1:
+        total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
+    constants = [_broadcast(constant, cta.plan.block) for constant in cta.formula.constants(total)]
+    if cta.formula.value is None:
+        cta.write_constants(first, constants)  # for example logsumexp: one number per column
+    else:
+        cta.write(first, constants)  # for example softmax: the elements, from shared memory
+    if cta.plan.count > 1:
+        cta.wait_for_peers()
+
+
+def _broadcast(per_column, tile: Tile):
+    return lax.broadcast_in_dim(per_column, tile.shape, (1,))
+
+
+# --- Launches -----------------------------------------------------------------------------------------
 
 
 def launch(
@@ -32,7 +96,6 @@ def launch(
     *,
     name: str,
     approximate: bool,
-    interpret=None,
 ) -> list[jax.Array]:
     """Computes a formula along the middle axis of the arrays.
 
@@ -42,7 +105,6 @@ def launch(
       plan: a tile (its rows are lines of the array), or strips.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
-      interpret: as for `pallas_call`.
 
     Returns:
       One array (outer, vocab, inner) of the last array's dtype. If the formula has per-row outputs: arrays
@@ -53,50 +115,24 @@ def launch(
         out_type = formula.row_results((outer, 1, inner), arrays[-1].dtype)
     else:
         out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[-1].dtype)]
-    settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}
+    settings = {"out_type": out_type, "name": name, "approximate": approximate}
     if isinstance(plan, Tile):
         return _launch_tiles(formula, arrays, plan, settings)
     return _launch_strips(formula, arrays, plan, settings)
 
 
-# --- Short columns, in registers ----------------------------------------------------------------------
-
-
 def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, settings: dict[str, Any]):
     """Launches a kernel where each CTA holds whole columns in registers."""
     outer, _, inner = arrays[0].shape
-    lines, width = tile.shape
-    across = -(-inner // width)  # tiles side by side
-    fill, interpret = formula.reduction.neutral, settings["interpret"]
-
-    def broadcast(per_column):
-        return lax.broadcast_in_dim(per_column, tile.shape, (1,))
-
-    def body(x_gmem, *out_gmem, reserved=None):
-        number = lax.axis_index("tile")
-        outer, column = number // across, number % across * width
-        x = [
-            tiles.load(gmem.at[outer], tile, 0, fill, column=column, interpret=interpret).astype(jnp.float32)
-            for gmem in x_gmem
-        ]
-        total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
-        constants = [broadcast(constant) for constant in formula.constants(total)]
-        results = constants if formula.value is None else [formula.value(*x, *constants)]
-        for gmem, y in zip(out_gmem, results, strict=True):
-            tiles.store(gmem.at[outer], tile, 0, y, column=column, interpret=interpret)
-
+    grid = {"tile": outer * -(-inner // tile.shape[1])}
     scratch = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
-    return gpu_kernel(body, grid={"tile": outer * across}, scratch_types=scratch, **settings)(arrays)
-
-
-# --- Long columns, in shared memory -------------------------------------------------------------------
+    body = functools.partial(compute_tile, formula, tile)
+    return gpu_kernel(body, grid=grid, scratch_types=scratch, **settings)(arrays)
 
 
 def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
     """Launches a kernel where each cluster takes one strip, or several in turns, through shared memory."""
-    outer, _, inner = arrays[0].shape
-    across = -(-inner // plan.width)  # strips side by side
-    teams = -(-outer * across // plan.turns)
+    _, teams = _strips_and_teams(plan, arrays[0].shape)
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
         "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
@@ -105,16 +141,19 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
-
-    def body(x_gmem, *out_gmem, **scratch):
-        team = lax.axis_index("team")
-        part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        turns = lax.div(outer * across - 1 - team, teams) + 1 if plan.turns > 1 else 1
-        refs = _Refs(x_gmem, out_gmem, **scratch)
-        _Part(formula, plan, refs, team, teams, turns, part, across, settings["interpret"]).compute()
-
     grid = {"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams}
+    body = functools.partial(compute_strips, formula, plan)
     return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
+
+
+def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the number of strips of an array, and the number of clusters that take them."""
+    outer, _, inner = shape
+    strips = outer * -(-inner // plan.width)
+    return strips, -(-strips // plan.turns)
+
+
+# --- The work of a CTA on strips ----------------------------------------------------------------------
 
 
 class _Refs(NamedTuple):
@@ -138,8 +177,8 @@ class _Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """The work of one CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
+class _Cta:
+    """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
     Step numbers run on from one strip to the next. Steps take the slots in a circle.
 
@@ -151,7 +190,6 @@ class _Part:
       turns: number of strips that this cluster takes.
       part: number of this CTA in the cluster.
       across: number of strips side by side.
-      interpret: as for `pallas_call`.
     """
 
     formula: Formula
@@ -162,39 +200,6 @@ class _Part:
     turns: Any
     part: Any
     across: int
-    interpret: Any
-
-    def compute(self) -> None:
-        """Takes all strips of the cluster."""
-        lax.fori_loop(0, self.plan.slots, lambda number, _: self._fetch(number), None)
-        if self.plan.turns > 1:
-            lax.fori_loop(0, self.turns, lambda turn, _: self._take(turn), None)
-        else:
-            self._take(jnp.int32(0))
-
-    def _take(self, turn) -> None:
-        """Reduces a strip, merges it with the other CTAs, and writes it. The next strip is loaded meanwhile."""
-        plan, refs, reduction = self.plan, self.refs, self.formula.reduction
-        first = turn * plan.steps
-        lanes = jax.tree.map(self._filled, reduction.empty)
-        lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
-        total = reduction.combine_lanes(lanes, 0, self._broadcast)
-        if plan.count > 1:
-            total = self._combine(total)
-        constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
-        if self.formula.value is None:
-            outer, _, column = self._place(first)
-            for gmem, y in zip(refs.out_gmem, constants, strict=True):
-                # The result has one line, so only part 0 writes. The other parts are out of bounds.
-                tiles.store(gmem.at[outer], plan.block, self.part, y, column=column, interpret=self.interpret)
-        else:
-            lax.fori_loop(0, plan.steps, lambda i, _: self._write(first, i, constants), None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if self._refills:
-                self._fetch(first + plan.steps - 1 + plan.slots)
-        if plan.count > 1:
-            # A CTA must not exit, or overwrite `sent_smem`, while a peer may still read it.
-            plgpu.barrier_wait(refs.cluster_barrier)
 
     # --- Loads
 
@@ -219,7 +224,7 @@ class _Part:
         """Returns the lines of shared memory that hold a step."""
         return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
-    def _fetch(self, number) -> None:
+    def load(self, number) -> None:
         """Starts the copies of a step, one from each array, if there is such a step."""
 
         def fetch():
@@ -239,18 +244,22 @@ class _Part:
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)
-            x = [tiles.load_smem(smem.at[at], block, interpret=self.interpret) for smem in self.refs.x_smem]
+            x = [tiles.load_smem(smem.at[at], block) for smem in self.refs.x_smem]
             yield at, [a.astype(jnp.float32) for a in x]
 
     # --- Reduction
 
-    def _broadcast(self, per_column):
-        return lax.broadcast_in_dim(per_column, self.plan.block.shape, (1,))
+    def reduce(self, first):
+        """Returns the reduction of each column of the part. Its steps begin with number `first`."""
+        plan, reduction = self.plan, self.formula.reduction
+        lanes = jax.tree.map(self._filled, reduction.empty)
+        lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
+        return reduction.combine_lanes(lanes, 0, functools.partial(_broadcast, tile=plan.block))
 
     def _filled(self, value):
         """Returns a float32 block filled with `value`."""
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
-        return tiles.laid_out(full, self.plan.block, interpret=self.interpret)
+        return laid_out(full, tiles.layout(self.plan.block))
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -260,7 +269,7 @@ class _Part:
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
-            line = tiles.laid_out(line, plan.block, interpret=self.interpret)
+            line = laid_out(line, tiles.layout(plan.block))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
@@ -269,10 +278,10 @@ class _Part:
         lanes = formula.reduction.add(lanes, terms, number)
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot
-            self._fetch(number + plan.slots)
+            self.load(number + plan.slots)
         return lanes
 
-    def _combine(self, total):
+    def combine_over_cluster(self, total):
         """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
 
         Threads read the reductions from the CTAs as the lines of a tile.
@@ -288,27 +297,48 @@ class _Part:
         def of_peers(smem, empty):
             return tiles.load_from_ctas(smem, tile, plan.count, empty)
 
-        def broadcast(per_column):
-            return lax.broadcast_in_dim(per_column, tile.shape, (1,))
-
         reduction = self.formula.reduction
         peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
-        total = reduction.combine_lanes(peers, 0, broadcast)
+        total = reduction.combine_lanes(peers, 0, functools.partial(_broadcast, tile=tile))
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         return total
 
+    def wait_for_peers(self) -> None:
+        """Waits until all CTAs of the cluster have merged.
+
+        Until then a CTA must not exit, or overwrite `sent_smem`: a peer may still read it.
+        """
+        plgpu.barrier_wait(self.refs.cluster_barrier)
+
     # --- Results
 
-    def _write(self, first, i, constants) -> None:
+    def write_constants(self, first, constants) -> None:
+        """Writes the constants of the columns.
+
+        The result has one line, so only part 0 writes. The other parts are out of bounds.
+        """
+        outer, _, column = self._place(first)
+        for gmem, y in zip(self.refs.out_gmem, constants, strict=True):
+            tiles.store(gmem.at[outer], self.plan.block, self.part, y, column=column)
+
+    def write(self, first, constants) -> None:
+        """Writes the steps of the part. Their numbers begin with `first`."""
+        plan = self.plan
+        lax.fori_loop(0, plan.steps, lambda i, _: self._write_step(first, i, constants), None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self._refills:
+            self.load(first + plan.steps - 1 + plan.slots)
+
+    def _write_step(self, first, i, constants) -> None:
         """Writes step number first + i through its slot, and refills the slot of the step before it."""
         plan, number = self.plan, first + i
         value: Any = self.formula.value
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
         for at, x in self._blocks(number):
             y = value(*x, *constants).astype(out_smem.dtype)
-            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block), interpret=self.interpret)
+            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
         if self._refills:
@@ -316,4 +346,14 @@ class _Part:
             @pl.when(i > 0)
             def _():
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                self._fetch(number - 1 + plan.slots)
+                self.load(number - 1 + plan.slots)
+
+
+def _cta_of(formula: Formula, plan: Strips, refs: _Refs) -> _Cta:
+    """Returns this CTA, with its cluster's share of the strips."""
+    shape = refs.x_gmem[0].shape
+    strips, teams = _strips_and_teams(plan, shape)
+    team = lax.axis_index("team")
+    part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+    turns = lax.div(strips - 1 - team, teams) + 1 if plan.turns > 1 else 1
+    return _Cta(formula, plan, refs, team, teams, turns, part, -(-shape[2] // plan.width))

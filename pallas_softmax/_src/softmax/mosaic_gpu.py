@@ -66,8 +66,6 @@ def softmax_rows(
     where: jax.Array | None,
     axes: tuple[int, ...],
     plan: Columns | Tile | Parts,
-    *,
-    interpret: Any = None,
 ) -> list[jax.Array]:
     """Returns the results of an operation over `axes` of the arrays.
 
@@ -77,7 +75,6 @@ def softmax_rows(
       where: None, or a boolean of the rank of the arrays that broadcasts to them.
       axes: the reduced axes, ascending.
       plan: how rows lie over the GPU.
-      interpret: as for `pallas_call`.
 
     Returns:
       Arrays of the shape of `arrays`; or of that shape with the reduced axes of size 1.
@@ -86,7 +83,6 @@ def softmax_rows(
     keywords: dict[str, Any] = {
         "name": name if name.endswith("grad") else f"{name}_forward",
         "approximate": approximate(arrays[-1].dtype),
-        "interpret": interpret,
     }
     if isinstance(plan, Columns):
         per_row = [1 if a in axes else size for a, size in enumerate(shape)]

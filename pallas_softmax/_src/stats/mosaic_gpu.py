@@ -23,9 +23,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
     return plan_softmax(call.op, call.rows, call.vocab, call.dtype, capability, masked=call.masked)
 
 
-def token_stats(
-    plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool, interpret: Any = None
-) -> RowStats:
+def token_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
     """Returns what `xla.token_stats` returns."""
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
@@ -39,7 +37,6 @@ def token_stats(
             1 / temperatures if scaled else None,
             name="token_stats_forward",
             approximate=approximate(x.dtype),
-            interpret=interpret,
         )
     )
     moments = Moments(*moments)

@@ -112,7 +112,6 @@ class Request:
     masked: bool  # whether there is a mask; then the lowest key means a masked element
     log: bool  # whether the values are logs of probabilities
     dtype: Any  # dtype of the values
-    interpret: Any  # None on a GPU; otherwise the `interpret` argument of `pallas_call`
 
 
 class WinnerLists(NamedTuple):
@@ -145,11 +144,10 @@ def write_winners(
     `CandidateList.ranked`, as int32 or float32. `scale` is 1 / temperature of the row. If `final`, the winners' values
     are written instead of their keys.
     """
-    k, interpret = request.k, request.interpret
+    k = request.k
     for first in range(0, k, WARPGROUP):
         key, index = (
-            blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
-            for start in (first, padded_winners(k) + first)
+            blocks.load(ranked.at[pl.ds(start, WARPGROUP)]) for start in (first, padded_winners(k) + first)
         )
         if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
@@ -160,7 +158,7 @@ def write_winners(
             )
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
             held = min(WARPGROUP, k - first)
-            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held, interpret=interpret)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
     lists_gmem.m[at], lists_gmem.d[at] = normalizer
 
 

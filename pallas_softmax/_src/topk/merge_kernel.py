@@ -32,6 +32,7 @@ The operands of both PTX programs:
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -67,7 +69,101 @@ from pallas_softmax._src.topk.xla import TopK
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
-def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
+def topk_merge(
+    count: int, fan_in: int, request: Request, lists_gmem, scale_gmem, *merged_gmem, **smem
+) -> None:
+    """The kernel: merges up to `fan_in` of the `count` lists of a row into one."""
+    memory = _Memory(**smem)
+    group = _group(count, fan_in)
+    final = fan_in >= count  # whether the merged list is the only one of the row
+    scale = scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0]
+
+    normalizer = _combine_normalizers(lists_gmem, group, scale)
+    _rank(lists_gmem, memory, group, request, final and _searched(fan_in, request.k))
+    number = group.row * -(-count // fan_in) + group.number
+    write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
+
+
+class _Memory(NamedTuple):
+    """References to the shared memory of a CTA."""
+
+    best: Any  # int32, the merged list: keys, then indices from padded_winners(k) on
+    buckets: Any  # int32, one word for each candidate
+    counts: Any  # (128,) int32
+    candidates: Any  # int32, two words for each candidate
+
+
+class _Group(NamedTuple):
+    """The lists that a CTA merges: `held` lists of a row, from number `first` on. They become its list `number`."""
+
+    row: Any
+    first: Any
+    held: Any
+    number: Any
+
+
+def _group(count: int, fan_in: int) -> _Group:
+    """Returns the lists that this CTA merges."""
+    row = lax.axis_index("row")
+    number = jnp.int32(0) if fan_in >= count else lax.axis_index("merge")
+    first = number * fan_in
+    return _Group(row, first, jnp.minimum(fan_in, count - first), number)
+
+
+def _combine_normalizers(lists_gmem: WinnerLists, group: _Group, scale) -> Normalizer:
+    """Returns the combined normalizers of the lists. Thread t loads the one of list t."""
+    load = functools.partial(blocks.load_from_row, row=group.row, start=group.first, held=group.held)
+    lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
+    return normalizers.combine_lanes(lane, scale=scale)
+
+
+def _searched(fan_in: int, k: int) -> bool:
+    """Returns whether so few lists are ranked by binary searches."""
+    return fan_in <= SEARCHED_LISTS and fan_in * k <= SEARCHED_WINNERS
+
+
+def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request, searched) -> None:
+    k, keys = request.k, lists_gmem.values[group.row]
+    at = jnp.arange(keys.shape[0])
+    inside = (at >= group.first * k) & (at < (group.first + group.held) * k)
+    sort_winners(memory.best, keys, lists_gmem.indices[group.row], inside, k)
+
+
+@twin(_rank_in_jax)
+def _rank(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request, searched: bool) -> None:
+    """Writes the k best of the lists to `memory.best`, in order. `searched`: by binary searches, else by a bound."""
+    k, winners = request.k, lists_gmem.values.shape[1]
+    refs = {"candidates": memory.candidates, "ranked": memory.best}
+    refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
+    if searched:
+        insert_ptx(search_lists_program(winners // k, k), refs, {"row": group.row})
+        return
+    refs |= {"counts": memory.counts, "buckets": memory.buckets}
+    bound = _bound(lists_gmem.values, group.row, group.first, group.held, k)
+    capacity = memory.buckets.shape[0]
+    program = rank_lists_program(winners, capacity, k, jnp.dtype(request.logits_dtype))
+    insert_ptx(
+        program, refs, {"row": group.row, "first": group.first * k, "n": group.held * k, "bound": bound}
+    )
+
+
+def _bound(keys_gmem, row, first, held, k: int):
+    """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
+
+    Thread t looks at list first + t. There are at most as many lists as threads.
+    """
+    load = functools.partial(blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0)
+    share = load(start=first * k + (k + held - 1) // held - 1)
+    last = load(start=first * k + k - 1)
+    listed = blocks.positions() < held
+    least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
+    return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
+
+
+# --- Launches -----------------------------------------------------------------------------------------
+
+
+def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
@@ -77,7 +173,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype, interpret)
+    request = Request(k, won.dtype, kept is not None, log, dtype)
     lists = WinnerLists(keys, indices, parts.m.reshape(-1), parts.d.reshape(-1))
     count = parts.m.shape[1]
     return results(_launch(lists, 1 / temperature, count, count, request))
@@ -102,66 +198,21 @@ def results(lists: WinnerLists) -> tuple[TopK, Normalizer]:
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
     """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
-    k, interpret = request.k, request.interpret
-    rows, merges = len(lists.m) // count, -(-count // fan_in)
-    final = merges == 1
+    k, rows, merges = request.k, len(lists.m) // count, -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
-
-    def topk_merge(
-        lists_gmem, scale_gmem, *merged_gmem, best_smem, buckets_smem, counts_smem, candidates_smem
-    ):
-        row = lax.axis_index("row")
-        number = jnp.int32(0) if final else lax.axis_index("merge")
-        first = number * fan_in
-        held = jnp.minimum(fan_in, count - first)
-        row_scale = scale_gmem[row if scale.size > 1 else 0]
-        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
-        lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-        normalizer = normalizers.combine_lanes(lane, scale=row_scale)
-        refs = {"candidates": candidates_smem, "ranked": best_smem}
-        refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
-        if interpret:
-            keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
-            inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
-            sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
-        elif final and fan_in <= SEARCHED_LISTS and fan_in * k <= SEARCHED_WINNERS:
-            insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
-        else:
-            refs |= {"counts": counts_smem, "buckets": buckets_smem}
-            bound = _bound(lists_gmem.values, row, first, held, k, interpret)
-            program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
-            insert_ptx(program, refs, {"row": row, "first": first * k, "n": held * k, "bound": bound})
-        merged, number = WinnerLists(*merged_gmem), row * merges + number
-        write_winners(merged, number, best_smem, normalizer, row_scale, request, final)
-
     return gpu_kernel(
-        topk_merge,
-        grid={"row": rows} if final else {"row": rows, "merge": merges},
-        out_type=lists_type(rows * merges, request, final),
+        functools.partial(topk_merge, count, fan_in, request),
+        grid={"row": rows} if merges == 1 else {"row": rows, "merge": merges},
+        out_type=lists_type(rows * merges, request, final=merges == 1),
         scratch_types={
-            "best_smem": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
-            "buckets_smem": plgpu.SMEM((capacity,), jnp.int32),
-            "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "candidates_smem": plgpu.SMEM((2 * capacity,), jnp.int32),
+            "best": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
+            "buckets": plgpu.SMEM((capacity,), jnp.int32),
+            "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
+            "candidates": plgpu.SMEM((2 * capacity,), jnp.int32),
         },
+        name="topk_merge",
         approximate=True,
-        interpret=interpret,
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
-
-
-def _bound(keys_gmem, row, first, held, k: int, interpret):
-    """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
-
-    Thread t looks at list first + t. There are at most as many lists as threads.
-    """
-    load = functools.partial(
-        blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0, interpret=interpret
-    )
-    share = load(start=first * k + (k + held - 1) // held - 1)
-    last = load(start=first * k + k - 1)
-    listed = blocks.positions(interpret=interpret) < held
-    least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
-    return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
 
 
 # --- Inline PTX that ranks the winners of several lists

@@ -16,6 +16,8 @@ as another tile, k / lanes in each lane, so that `tiles.spread` can copy a numbe
     winners   overwrite the cotangents of the winners, after the warp has written the row
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +28,64 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.plan import approximate
 
 
-def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool, interpret=None):
+def topk_grad(
+    plan: Tile,
+    log: bool,
+    x_gmem,
+    scale_gmem,
+    m_gmem,
+    d_gmem,
+    g_d_gmem,
+    indices_gmem,
+    g_gmem,
+    dx_gmem,
+    dt_gmem,
+) -> None:
+    """The kernel: writes the cotangents of one tile of rows."""
+    k = indices_gmem.shape[1]
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+
+    def load_per_row(gmem):
+        if gmem.shape[0] == 1 < x_gmem.shape[0]:
+            return _over(winners, jnp.full((plan.rows,), gmem[0]))
+        return tiles.load(gmem, winners, row)
+
+    def spread(per_winner):
+        return tiles.spread(per_winner, winners, plan)
+
+    x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
+    index = tiles.load(indices_gmem, winners, row, 0)
+    g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
+    m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
+    x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
+
+    # the winners
+    scaled_won = (x_won - m) * scale
+    p_won = jnp.exp(scaled_won) / d
+    direct = g if log else g * p_won
+    rest = load_per_row(g_d_gmem) * d - _over(winners, jnp.sum(direct, 1))  # r
+    dx_won = (direct + p_won * rest) * scale
+    # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
+    slope_won = _over(winners, jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
+
+    # the row
+    weight, scale = spread(rest / d), spread(scale)
+    scaled = (x - spread(m)) * scale
+    e = jnp.exp(scaled)
+    tiles.store(dx_gmem, plan, row, e * (weight * scale))
+    slope = _over(plan, jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1))
+    tiles.store(dt_gmem, plan, row, -(weight * slope + spread(slope_won)) * scale)
+
+    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+
+
+def _over(tile: Tile, per_row):
+    """Returns numbers per row as a tile."""
+    return lax.broadcast_in_dim(per_row, tile.shape, (0,))
+
+
+def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):
     """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
 
     x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
@@ -34,54 +93,13 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
     d. With `log`, the values are logs of probabilities.
     """
     rows, vocab = x.shape
-    k = indices.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
-    scale = 1 / temperature
-
-    def over_winners(per_row):
-        return lax.broadcast_in_dim(per_row, winners.shape, (0,))
-
-    def topk_grad(x_gmem, scale_gmem, m_gmem, d_gmem, g_d_gmem, indices_gmem, g_gmem, dx_gmem, dt_gmem):
-        row = lax.axis_index("row") * plan.rows
-
-        def load_per_row(gmem):
-            if gmem.shape[0] == 1 < rows:
-                return over_winners(jnp.full((plan.rows,), gmem[0]))
-            return tiles.load(gmem, winners, row, interpret=interpret)
-
-        def spread(per_winner):
-            return tiles.spread(per_winner, winners, plan, interpret=interpret)
-
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret).astype(jnp.float32)
-        index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
-        g = tiles.load(g_gmem, winners, row, 0, interpret=interpret).astype(jnp.float32)
-        m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
-        x_won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
-        scaled_won = (x_won - m) * scale
-        p_won = jnp.exp(scaled_won) / d
-        direct = g if log else g * p_won
-        rest = load_per_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
-        won = (direct + p_won * rest) * scale
-        # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
-        slope_won = over_winners(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
-
-        weight = spread(rest / d)
-        scale_of_element = spread(scale)
-        scaled = (x - spread(m)) * scale_of_element
-        e = jnp.exp(scaled)
-        tiles.store(dx_gmem, plan, row, e * (weight * scale_of_element), interpret=interpret)
-        slope = lax.broadcast_in_dim(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan.shape, (0,))
-        dt = -(weight * slope + spread(slope_won)) * scale_of_element
-        tiles.store(dt_gmem, plan, row, dt, interpret=interpret)
-        tiles.store(dx_gmem, winners, row, won, column=index, held=k, interpret=interpret)
-
     return gpu_kernel(
-        topk_grad,
+        functools.partial(topk_grad, plan, log),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, vocab), x.dtype),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
+        name="topk_grad",
         approximate=approximate(x.dtype),
-        interpret=interpret,
-    )(x, scale, m, d, g_d, indices, g)
+    )(x, 1 / temperature, m, d, g_d, indices, g)

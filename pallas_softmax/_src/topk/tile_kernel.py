@@ -4,6 +4,7 @@ Each row lies over some lanes of a warp. Its k best are found by merging the lan
 normalizers of the lanes are combined by ⊕.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
@@ -23,40 +25,48 @@ from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.xla import TopK
 
 
+def softmax_topk(
+    plan: Tile,
+    mask: Mask | None,
+    log: bool,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    values_gmem,
+    indices_gmem,
+    m_gmem,
+    d_gmem,
+) -> None:
+    """The kernel: writes the winners and the normalizers of one tile of rows."""
+    (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
+
+    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row)
+    tiles.store(m_gmem, plan, row, m)
+    tiles.store(d_gmem, plan, row, d)
+
+    if _by_words(x_gmem.dtype):
+        key, index = take_words(plan, vocab, k, elements)
+    else:
+        index = take(plan, vocab, k, elements)
+        key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+
+    m, d, scale = (tiles.spread(a, plan, winners) for a in (m, d, scale))
+    value = probability(key, x_gmem.dtype, Normalizer(m, d), scale, log=log, masked=mask is not None)
+    tiles.store(values_gmem, winners, row, value)
+    tiles.store(indices_gmem, winners, row, index)
+
+
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, interpret=None
+    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
 ) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
-    rows, vocab = x.shape
-    scale = 1 / temperature
-    by_words = x.dtype.itemsize == 2  # keys come packed, two elements at a time
-    winners = merged_tile(plan, k)
-
-    def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
-        row = lax.axis_index("row") * plan.rows
-        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        # Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
-        elements, lowest = search_input(x, by_words)
-        if mask is not None:
-            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1, interpret=interpret)
-            elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
-            x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
-        m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
-        tiles.store(m_gmem, plan, row, m, interpret=interpret)
-        tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        if by_words:
-            key, index = take_words(plan, vocab, k, elements, interpret=interpret)
-        else:
-            index = take(plan, vocab, k, elements, interpret=interpret)
-            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, interpret)
-        m, d, row_scale = (tiles.spread(a, plan, winners, interpret=interpret) for a in (m, d, row_scale))
-        value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
-
+    rows = x.shape[0]
     values, indices, m, d = gpu_kernel(
-        softmax_topk,
+        functools.partial(softmax_topk, plan, mask, log),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), dtype),
@@ -64,10 +74,29 @@ def topk_rows(
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
+        name="softmax_topk",
         approximate=True,
-        interpret=interpret,
-    )(x, scale, None if mask is None else mask.array)
+    )(x, 1 / temperature, None if mask is None else mask.array)
     return TopK(values, indices), Normalizer(m, d)
+
+
+def _by_words(dtype) -> bool:
+    """Returns whether keys come packed, two elements at a time."""
+    return dtype.itemsize == 2
+
+
+def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: int) -> tuple[Any, Any]:
+    """Returns a tile of logits, with -inf for masked ones, and the same elements as the search takes them.
+
+    Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
+    """
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=last_row)
+    elements, lowest = search_input(x, _by_words(x.dtype))
+    if mask is not None:
+        keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=last_row)
+        elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
+        x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+    return x, elements
 
 
 def search_input(x, by_words: bool) -> tuple[Any, int]:
@@ -77,7 +106,7 @@ def search_input(x, by_words: bool) -> tuple[Any, int]:
     return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
-def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[Any, Any, Any]:
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
     """Returns m, d and the scale of each row of a tile, spread over the tile."""
 
     def broadcast(per_row):
@@ -86,7 +115,7 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     if scale_gmem.shape[0] > 1:
-        row_scale = tiles.load(scale_gmem, plan, row, interpret=interpret)
+        row_scale = tiles.load(scale_gmem, plan, row)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
     m, d = map(
@@ -95,39 +124,47 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
     return m, d, row_scale
 
 
-def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, interpret):
+def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
     """Reads the winners again, from the cache, and returns their keys."""
-    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index, interpret=interpret))
+    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))
     if mask is None:
         return key
-    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index, interpret=interpret)
+    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
+def _take_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_take_in_jax)
+def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
     """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
     `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
     """
-    out = merged_tile(tile, k)
-    if not interpret:
-        return insert_in_tile(take_program(tile, vocab, k, lanes), out, key)
-    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
-    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
-    return jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
+    return insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
 
 
-def take_words(tile: Tile, vocab: int, k: int, bits, *, interpret):
+def take_words(tile: Tile, vocab: int, k: int, bits):
     """Returns keys and indices of the k best of each row, as two tiles like the result of `take`.
 
     `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
     """
-    out = merged_tile(tile, k)
-    if not interpret:
-        word = insert_in_tile(take_words_program(tile, vocab, k), out, bits)
-    else:
-        key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
-        words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-        best = ~lax.sort(~words)[:, :k]
-        word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
+    word = _best_words(tile, vocab, k, bits)
     return word >> 16, ~word & 0xFFFF
+
+
+def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
+    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+    best = ~lax.sort(~words)[:, :k]
+    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_best_words_in_jax)
+def _best_words(tile: Tile, vocab: int, k: int, bits):
+    """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
+    return insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)

@@ -51,6 +51,7 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -67,6 +68,32 @@ from pallas_softmax._src.topk.search_ptx import search_program
 from pallas_softmax._src.topk.xla import TopK
 
 
+def softmax_topk(
+    window: Window,
+    mask: Mask | None,
+    rows: int,
+    request: Request,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    *lists_gmem,
+    groups_smem,
+    arrived,
+    lists_smem,
+    x_smem,
+) -> None:
+    """The kernel: writes the winners of a row, or of a part of a row, and the normalizer."""
+    part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
+    memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
+    scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
+
+    normalizer = _arrive(window, part, memory, arrived, scale)  # and the largest key of each group
+    ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
+    number = part.place.row * window.count + part.place.index
+    lists, final = WinnerLists(*lists_gmem), window.count == 1
+    write_winners(lists, number, ranked_smem, normalizer, scale, request, final)
+
+
 class SearchMemory(NamedTuple):
     """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
 
@@ -80,14 +107,14 @@ class SearchMemory(NamedTuple):
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None
+    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
 ) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
     The values have the `dtype`; with `log`, they are logs of probabilities.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
+    request = Request(k, x.dtype, mask is not None, log, dtype)
     scale = 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
@@ -95,64 +122,53 @@ def topk_rows(
 
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
     """Returns a list of winners for each part of each row."""
-    rows, vocab = x.shape
-    k, interpret, final = request.k, request.interpret, window.count == 1
-    if interpret:
+    (rows, vocab), k, final = x.shape, request.k, window.count == 1
+    if interpret():
         window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
-    view = aligned_view(rows, vocab, window.vec)
-
-    def softmax_topk(x_gmem, scale_gmem, mask_gmem, *out_gmem, groups_smem, arrived, lists_smem, x_smem):
-        part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        group_keys_smem, counts_smem = split(groups_smem, words, WARPGROUP)
-        candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
-        memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
-        row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
-        normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
-        ranked_smem = _find_winners(window, memory, part, k, interpret=interpret)
-        number = part.place.row * window.count + part.place.index
-        write_winners(WinnerLists(*out_gmem), number, ranked_smem, normalizer, row_scale, request, final)
-
-    words, item = group_words(window, k), jnp.int16 if window.compact else jnp.int32
+    item = jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
-        softmax_topk,
+        functools.partial(softmax_topk, window, mask, rows, request),
         grid={"row": rows} if final else {"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
-            "groups_smem": plgpu.SMEM((words + WARPGROUP,), jnp.int32),
+            "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
             "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
+        name="softmax_topk",
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
-        interpret=interpret,
-    )(x.reshape(view), scale, None if mask is None else mask.array)
+    )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
 
 
-def _arrive(
-    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale, interpret
-) -> Normalizer:
+def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
+    """Returns the shared memory of the search, in pieces."""
+    group_keys_smem, counts_smem = split(groups_smem, group_words(window, k), WARPGROUP)
+    candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
+    return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
+
+
+def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale) -> Normalizer:
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
     window_arrival.start_copies(window, part, memory.x, arrived)
-    window_arrival.fill_edges(window, part, memory.x, interpret=interpret)
-    _clear_list(memory, interpret=interpret)
+    window_arrival.fill_edges(window, part, memory.x)
+    _clear_list(memory)
 
     def take_step(i, carry, count, copied):
         lane, keep = carry
         # Its loads are in flight during this step.
-        next_keep = window_arrival.mask_of_step(window, part, i + 1, interpret)
+        next_keep = window_arrival.mask_of_step(window, part, i + 1)
         if copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            window_arrival.mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
+            window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
         masked = part.mask is not None
-        lane = _add_step(
-            window, memory, i, count, lane, scale * normalizers.LOG2_E, masked, interpret=interpret
-        )
+        lane = _add_step(window, memory, i, count, lane, scale * normalizers.LOG2_E, masked)
         return lane, next_keep
 
-    empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
-    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0, interpret)
+    empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
+    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0)
     if window.full:
         full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, full_step, carry)
@@ -164,14 +180,28 @@ def _arrive(
 # --- The search
 
 
-def _clear_list(memory: SearchMemory, *, interpret) -> None:
+@twin(lambda memory: None)
+def _clear_list(memory: SearchMemory) -> None:
     """Empties the list of candidates."""
-    if not interpret:
-        p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
-        candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
-        insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
+    p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
+    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+    """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
+    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = shift(m)
+    terms = jnp.exp2((x - s[None, :, None]) * scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+
+
+@twin(_add_step_in_jax)
 def _add_step(
     window: Window,
     memory: SearchMemory,
@@ -180,8 +210,6 @@ def _add_step(
     lane: Normalizer,
     scale,
     masked: bool,
-    *,
-    interpret,
 ) -> Normalizer:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
@@ -194,8 +222,6 @@ def _add_step(
     `lane` has the normalizer of each thread (128,) before the step. If there is a mask (`masked`), an element with the
     lowest key is masked, and counts as -inf.
     """
-    if interpret:
-        return _add_step_in_jax(window, memory, step, count, lane, scale, masked)
     element, p = Elements(memory.x.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -230,29 +256,19 @@ def _add_step(
     return Normalizer(*new)
 
 
-def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
-    """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
-    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
-    x = x.reshape(count, WARPGROUP, window.vec)
-    if masked:
-        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
-    x = x.astype(jnp.float32)
-    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
-    s = shift(m)
-    terms = jnp.exp2((x - s[None, :, None]) * scale)
-    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
+    inside = (position >= part.low) & (position < part.high)
+    candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    return memory.group_keys
 
 
-def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, interpret):
+@twin(_find_winners_in_jax)
+def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
-    if interpret:
-        position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
-        inside = (position >= part.low) & (position < part.high)
-        candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
-        return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
