@@ -228,7 +228,7 @@ def test_other_classes_are_not_read(written):
 
 
 def test_text_of_the_surroundings():
-    """A program for another kind of GPU, or with 64-bit types, has another text."""
+    """A program for another kind of GPU, or with other settings of JAX, has another text."""
 
     def call():
         ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))
@@ -241,7 +241,19 @@ def test_text_of_the_surroundings():
         blackwell = call()
     with jax.enable_x64(True):
         wide = call()
-    assert len({plain, hopper, blackwell, wide}) == 4
+    with jax.default_matmul_precision("bfloat16"):
+        coarse = call()
+    assert len({plain, hopper, blackwell, wide, coarse}) == 5
+
+
+def test_settings_are_those_of_the_lowering():
+    """XLA may ask for a device's program where JAX has other settings: here, after the context of the lowering."""
+    x = array(8, 64, dtype="float64", sharding=NamedSharding(MESH, P("v", None)))
+    with jax.enable_x64(True):
+        ((shapes, call),) = divided_calls(lowered(lambda x: ps.linear_logsumexp(x, jnp.ones((64, 8))), [x]))
+    module, *_ = partitioner._partition(shapes, [None] * len(shapes), call.encode())
+    with mlir.make_ir_context():
+        assert "tensor<8x8xf64>" in str(mlir.ir.Module.parse(module))
 
 
 def test_other_sources_have_other_texts(tmp_path):

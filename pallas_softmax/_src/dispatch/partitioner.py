@@ -81,6 +81,14 @@ def register(division: Division) -> Division:
     return division
 
 
+# The settings of JAX that change what a function computes, and their contexts.
+_SETTINGS: dict[str, Callable] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+}
+
+
 class _Divided(NamedTuple):
     """The description of a call.
 
@@ -89,7 +97,7 @@ class _Divided(NamedTuple):
       call: the call, and `requested`, the implementation that the user named.
       keywords: the static arguments of the operation, sorted by name.
       arrays: its arguments, a tree with the numbers of the arrays in place of the arrays.
-      x64: whether 64-bit types are on.
+      settings: the values of `_SETTINGS`.
       gpu: the kind, platform and cores of the abstract device that the program is lowered for, if there is one.
     """
 
@@ -98,7 +106,7 @@ class _Divided(NamedTuple):
     requested: str | None
     keywords: tuple[tuple[str, Any], ...]
     arrays: Any
-    x64: bool
+    settings: tuple[Any, ...]
     gpu: tuple[str, str, int | None] | None
 
 
@@ -130,7 +138,7 @@ def over_auto_axes(
         choice.requested,
         tuple(sorted(keywords.items())),
         tree.unflatten(range(len(leaves))),
-        jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
+        tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
     whole = jax.make_jaxpr(lambda *leaves: division.whole(choice, tree.unflatten(leaves), keywords))(*leaves)
@@ -215,12 +223,12 @@ def _context_of(divided: _Divided):
     if divided.gpu is not None:
         kind, platform, cores = divided.gpu
         device = AbstractDevice(device_kind=kind, platform=platform, num_cores=cores)
-    mesh = AbstractMesh((), (), abstract_device=device)
-    with (
-        jax.enable_x64(divided.x64),
-        jax.sharding.use_abstract_mesh(mesh),
-        jax_internals.stage_constants(),
-    ):
+    with contextlib.ExitStack() as contexts:
+        for setting, value in zip(_SETTINGS.values(), divided.settings):
+            contexts.enter_context(setting(value))
+        mesh = AbstractMesh((), (), abstract_device=device)
+        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        contexts.enter_context(jax_internals.stage_constants())
         yield
 
 
