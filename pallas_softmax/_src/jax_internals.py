@@ -10,7 +10,7 @@ from jax._src import config, core, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
 from jax._src.export import _export
 from jax._src.interpreters.mlir import build_mlir_module_helper
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -130,7 +130,8 @@ def partitioned_call(
 
 def module_of_shard(jaxpr: Any, mesh: AbstractMesh, platform: str) -> bytes:
     """Returns the MLIR bytecode of a device's program, where all axes of the mesh are bound."""
-    context: Any = mlir.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
+    of_devices: Any = mesh  # only names and sizes of the axes matter
+    context = mlir.SPMDAxisContext(of_devices, frozenset(mesh.axis_names))
     with core.extend_axis_env_nd(mesh.shape.items()):
         module = build_mlir_module_helper(
             jaxpr, name="shard", platforms=(platform,), backend=None, axis_context=context

@@ -93,7 +93,7 @@ def arrays_of(case, at=None):
     return [jax.device_put(a, NamedSharding(at, spec)) for a, (_, spec) in zip(values, case.arrays.values())]
 
 
-def like(case, at, dtype=np.float32):
+def like(case, at, dtype: Any = np.float32):
     return [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(at, spec))
         for shape, spec in case.arrays.values()
