@@ -10,11 +10,11 @@ from jax._src import config, core, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
 from jax._src.export import _export
 from jax._src.interpreters.mlir import build_mlir_module_helper
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 
 def stage_constants() -> contextlib.AbstractContextManager:
@@ -47,9 +47,9 @@ def register_partitioner(target: str, partition: Callable) -> None:
 
     def called(arg_shapes, arg_shardings, result_shape, result_sharding, text):
         shapes = [(tuple(s.dimensions()), s.numpy_dtype()) for s in arg_shapes]
-        module, arguments, results = partition(shapes, [*map(_tiles, arg_shardings)], text)
+        module, arguments, results = partition(shapes, [*map(tiles, arg_shardings)], text)
         arguments, results = (
-            [sharding._to_xla_hlo_sharding(rank) for sharding, rank in each] for each in (arguments, results)
+            [hlo_sharding(sharding, rank) for sharding, rank in each] for each in (arguments, results)
         )
         if not result_shape.is_tuple():
             return module, arguments, results[0]
@@ -74,8 +74,16 @@ def register_partitioner(target: str, partition: Callable) -> None:
     _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)
 
 
-def _tiles(sharding) -> np.ndarray | None:
-    """Returns the index of each device's tile along each dimension, (dimensions, devices); None for whole arrays."""
+def hlo_sharding(sharding: NamedSharding, rank: int) -> Any:
+    """Returns the sharding of an array with `rank` dimensions as XLA has it."""
+    return sharding._to_xla_hlo_sharding(rank)
+
+
+def tiles(sharding) -> np.ndarray | None:
+    """Returns the index of each device's tile along each dimension, (dimensions, devices); None for a whole array.
+
+    `sharding` is XLA's.
+    """
     if not sharding.is_tiled():
         return None
     dims, devices = sharding.tile_assignment_dimensions(), sharding.tile_assignment_devices()
@@ -122,7 +130,8 @@ def partitioned_call(
 
 def module_of_shard(jaxpr: Any, mesh: AbstractMesh, platform: str) -> bytes:
     """Returns the MLIR bytecode of a device's program, where all axes of the mesh are bound."""
-    context: Any = mlir.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
+    of_devices: Any = mesh  # only names and sizes of the axes matter
+    context = mlir.SPMDAxisContext(of_devices, frozenset(mesh.axis_names))
     with core.extend_axis_env_nd(mesh.shape.items()):
         module = build_mlir_module_helper(
             jaxpr, name="shard", platforms=(platform,), backend=None, axis_context=context

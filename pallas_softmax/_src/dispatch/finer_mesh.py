@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 
@@ -35,9 +35,8 @@ def decode(
     tiles = [np.zeros((rank, devices), int) if of is None else of for of, rank in zip(arrays, ranks)]
     sizes, axes = common_axes((devices,), tiles)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
-    return AbstractMesh(sizes, names), [
-        P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes
-    ]
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
 
 
 def common_axes(

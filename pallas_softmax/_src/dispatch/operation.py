@@ -48,7 +48,7 @@ class Kernel:
 
 
 OPERATIONS: dict[str, "Operation"] = {}
-"""All operations by name: the text of a sharded call names its operation. Of two with one name, the first counts."""
+"""All operations by name: the text of a sharded call names its operation. A second one with a name does not count."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -81,15 +81,23 @@ def register(division: Division) -> Division:
     return division
 
 
+# The settings of JAX that change what a function computes, and their contexts.
+_SETTINGS: dict[str, Callable] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+}
+
+
 class _Divided(NamedTuple):
-    """What a text says of a call.
+    """The description of a call.
 
     Attributes:
       division: the name of its `Division`.
       call: the call, and `requested`, the implementation that the user named.
       keywords: the static arguments of the operation, sorted by name.
       arrays: its arguments, a tree with the numbers of the arrays in place of the arrays.
-      x64: whether 64-bit types are on.
+      settings: the values of `_SETTINGS`.
       gpu: the kind, platform and cores of the abstract device that the program is lowered for, if there is one.
     """
 
@@ -98,12 +106,12 @@ class _Divided(NamedTuple):
     requested: str | None
     keywords: tuple[tuple[str, Any], ...]
     arrays: Any
-    x64: bool
+    settings: tuple[Any, ...]
     gpu: tuple[str, str, int | None] | None
 
 
 class _Program(NamedTuple):
-    """What the text of a custom call says.
+    """The description of a custom call.
 
     Attributes:
       divided: the call.
@@ -130,7 +138,7 @@ def over_auto_axes(
         choice.requested,
         tuple(sorted(keywords.items())),
         tree.unflatten(range(len(leaves))),
-        jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
+        tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
     whole = jax.make_jaxpr(lambda *leaves: division.whole(choice, tree.unflatten(leaves), keywords))(*leaves)
@@ -167,15 +175,20 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Returns the version of JAX, and a digest of this package's source.
+    """Returns the version of JAX, and a digest of this package.
 
-    Without it, the persistent compilation cache would return what an older source compiled.
+    Without them, the persistent compilation cache would return what an older source compiled.
     """
-    folder = Path(__file__).parents[2]
-    digest = hashlib.sha256()
+    return jax.__version__, digest(Path(__file__).parents[2])
+
+
+def digest(folder: Path) -> str:
+    """Returns a digest of all Python files in a folder."""
+    found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return jax.__version__, digest.hexdigest()[:16]
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, list, list]:
@@ -210,12 +223,12 @@ def _context_of(divided: _Divided):
     if divided.gpu is not None:
         kind, platform, cores = divided.gpu
         device = AbstractDevice(device_kind=kind, platform=platform, num_cores=cores)
-    mesh = AbstractMesh((), (), abstract_device=device)
-    with (
-        jax.enable_x64(divided.x64),
-        jax.sharding.use_abstract_mesh(mesh),
-        jax_internals.stage_constants(),
-    ):
+    with contextlib.ExitStack() as contexts:
+        for setting, value in zip(_SETTINGS.values(), divided.settings):
+            contexts.enter_context(setting(value))
+        mesh = AbstractMesh((), (), abstract_device=device)
+        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        contexts.enter_context(jax_internals.stage_constants())
         yield
 
 

@@ -35,13 +35,15 @@ def encode(value: Any) -> Any:
         return {"float": value.hex()}
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
-    if isinstance(value, Operation) and OPERATIONS.get(value.name) is value:
-        return {"operation": value.name}
     cls = type(value)
     name = f"{cls.__module__}:{cls.__qualname__}"
-    if (fields := _fields(cls)) is None or _class(name) is not cls:
-        raise TypeError(f"no text for a static argument {value!r} ({cls.__name__})")
-    return {name: {field: encode(getattr(value, field)) for field in fields}}
+    fields = _fields(cls)
+    if isinstance(value, Operation):
+        if OPERATIONS.get(value.name) is value:
+            return {"operation": value.name}
+    elif fields is not None and _class(name) is cls:
+        return {name: {field: encode(getattr(value, field)) for field in fields}}
+    raise TypeError(f"no text for a static argument {value!r} ({cls.__name__})")
 
 
 def decode(data: Any) -> Any:
