@@ -67,6 +67,30 @@ from pallas_softmax._src.linear.plan import (
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any: pyright believes that its transforms are abstract
 
 
+# Registers per thread. A multiprocessor has 512 for each of 128 threads. One thread of each warpgroup takes 504 in all.
+_COPIER_REGISTERS = 40
+_MULTIPLIER_REGISTERS = 232
+
+
+def multiply_tiles(cta: "_Cta", epilogue: Callable[[Any, "Place"], None]) -> None:
+    """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue."""
+
+    @pl.when(cta.warpgroup == MULTIPLIERS)
+    def _copier():
+        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        blocks = cta.over_tiles(cta.copy)
+        # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
+        for stage in range(cta.tiling.stages):
+            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, cta.consumed.at[stage]))
+
+    @pl.when(cta.warpgroup < MULTIPLIERS)
+    def _multiplier():
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        cta.over_tiles(functools.partial(cta.multiply, epilogue))
+        if cta.staging_smem is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 class Place(NamedTuple):
     """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers.
 
@@ -107,13 +131,11 @@ def product(
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
     """
-    shape, columns = _Shape.of(a, b, b_transposed, tiling), b.shape[0 if b_transposed else 1]
-    stages, cluster = tiling.stages, tiling.cluster
-    b_block = (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
-    barrier: Any = plgpu.Barrier
-    if cluster > 1:
-        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-
+    shape, columns, cluster = (
+        _Shape.of(a, b, b_transposed, tiling),
+        b.shape[0 if b_transposed else 1],
+        tiling.cluster,
+    )
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
     flat_outputs, out_tree = jax.tree.flatten(out_type)
 
@@ -121,26 +143,11 @@ def product(
         a_gmem, b_gmem, *others_gmem = in_tree.unflatten(refs[: len(flat_inputs)])
         outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
 
-        def run(a_smem, b_smem, staging_smem, arrived, consumed):
-            warpgroup = lax.axis_index("warpgroup")
-            cta = _Cta(
-                tiling, shape, warpgroup, a_gmem, b_gmem, a_smem, b_smem, staging_smem, arrived, consumed
-            )
-            pl.when(cta.warpgroup == MULTIPLIERS)(cta.copy_all)
+        def run(*memory):
+            cta = _Cta(tiling, shape, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
+            multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
 
-            @pl.when(cta.warpgroup < MULTIPLIERS)
-            def _():
-                cta.multiply_all(lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
-
-        pl.run_scoped(
-            run,
-            plgpu.SMEM((stages, TILE_M, TILE_K), a.dtype, transforms=_transforms(a.dtype)),
-            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
-            None if staged is None else _staging(staged),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
-            barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
-            collective_axes="warpgroup",
-        )
+        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
 
     launch = plgpu.kernel(
         body,
@@ -159,6 +166,32 @@ def product(
         **cost(2 * a.size * columns, a.shape[0] * columns, [*flat_inputs, *flat_outputs]),
     )
     return out_tree.unflatten(trace_kernel(launch, *flat_inputs))
+
+
+def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
+    """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_Cta`."""
+    stages, b_block = tiling.stages, (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
+    barrier: Any = plgpu.Barrier
+    if tiling.cluster > 1:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+
+    def smem(shape, dtype) -> Any:
+        """Returns blocks laid out for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
+        atom = plgpu.TilingTransform((ATOM_ROWS, _elements(dtype)))
+        return plgpu.SMEM(shape, dtype, transforms=(atom, plgpu.SwizzleTransform(SWIZZLE_BYTES)))
+
+    return (
+        smem((stages, TILE_M, TILE_K), dtype),
+        smem((stages, *b_block), dtype),
+        None if staged is None else smem((MULTIPLIERS, 2, WARPGROUP_ROWS, _elements(staged)), staged),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
+        barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
+    )
+
+
+def _elements(dtype) -> int:
+    """Returns the number of elements in a row of an atom."""
+    return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 class _Shape(NamedTuple):
@@ -210,22 +243,7 @@ class _Cta:
     arrived: Any
     consumed: Any
 
-    def copy_all(self) -> None:
-        """Runs the copier: copies the blocks of all tiles of this CTA to shared memory."""
-        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
-        blocks = self._over_tiles(self._copy)
-        # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
-        for stage in range(self.tiling.stages):
-            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
-
-    def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
-        """Runs a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
-        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
-        self._over_tiles(functools.partial(self._multiply, epilogue))
-        if self.staging_smem is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
+    def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
         """Calls take(i, j, count) for each tile (i, j) of this CTA. Returns the CTA's number of blocks of an operand.
 
         Block k of the tile is number count(k) among the CTA's blocks.
@@ -241,7 +259,7 @@ class _Cta:
 
         return blocks
 
-    def _copy(self, i, j, count) -> None:
+    def copy(self, i, j, count) -> None:
         """Starts the copies of the blocks of tile (i, j). Each waits until its stage is consumed."""
         stages = jnp.int32(self.tiling.stages)  # lax.rem would take an int as int64 under x64
         rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
@@ -264,7 +282,7 @@ class _Cta:
 
         lax.fori_loop(0, self.shape.steps, step, None)
 
-    def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
+    def multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
         stages, steps = jnp.int32(self.tiling.stages), self.shape.steps
 
@@ -292,11 +310,6 @@ class _Cta:
             epilogue(acc[...], Place(row, j * TILE_N, j, staging))
 
 
-# Registers per thread. A multiprocessor has 512 for each of 128 threads. One thread of each warpgroup takes 504 in all.
-_COPIER_REGISTERS = 40
-_MULTIPLIER_REGISTERS = 232
-
-
 def store(place: Place, values, gmem) -> None:
     """Writes a part of the product to its place in `gmem`, in the dtype of `gmem`.
 
@@ -312,14 +325,3 @@ def store(place: Place, values, gmem) -> None:
             place.staging.at[i % 2],
             gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)],
         )
-
-
-def _staging(dtype) -> Any:
-    shape = (MULTIPLIERS, 2, WARPGROUP_ROWS, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
-
-
-def _transforms(dtype) -> tuple:
-    """Returns the layout of blocks in shared memory for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((ATOM_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
