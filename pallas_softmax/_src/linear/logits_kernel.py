@@ -145,7 +145,7 @@ def row_sums(
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
     Args:
-      x, w, bias, tokens: as in `gradients.Pieces`.
+      x, w, bias, tokens: as in `gradients.ChunkFunctions`.
       reference: float32 (rows,), or None.
       head: the projection.
       tiling: sizes of tiles and stages.
@@ -182,7 +182,7 @@ def logit_gradients(
     """Returns the gradients that `Coefficients` describes, in the dtype of x.
 
     Args:
-      x, w, bias, tokens, coefficients: as in `gradients.Pieces`.
+      x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
       head: the projection.
       tiling: sizes of tiles and stages.
 
