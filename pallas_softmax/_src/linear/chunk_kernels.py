@@ -7,7 +7,6 @@
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -16,12 +15,11 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import ChunkFunctions
-from pallas_softmax._src.linear.logits_kernel import RowSums
+from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
-from pallas_softmax._src.linear.plan import TILE_N, plan_projection
+from pallas_softmax._src.linear.plan import TILE_N
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
@@ -31,10 +29,9 @@ _LARGEST_SUM = 2.0**64
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     """The `statistics` of `ChunkFunctions`."""
-    kernel = functools.partial(logits_kernel.row_sums, head=head, tiling=plan_projection(len(x)))
     if not tokens.several:
-        return _merged_tiles(kernel(x, w, bias, tokens)[0], None, len(x))
-    sums, z = kernel(x, w, bias, _without_labels(tokens), keep_logits=True)
+        return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, len(x))
+    sums, z = row_sums(x, w, bias, _without_labels(tokens), head=head, keep_logits=True)
     found = _merged_tiles(sums, None, len(x))
     return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w)))
 
@@ -50,9 +47,7 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Arra
         tokens = _without_labels(tokens)
         # No row has a label. The kernel needs an array (rows,).
         coefficients = coefficients._replace(label_term=coefficients.exp_factor)
-    return logits_kernel.logit_gradients(
-        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x))
-    )
+    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
@@ -108,11 +103,9 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
 
     The reference is the same on all devices that the columns are spread over.
     """
-    tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
-        args = (x, w, bias, tokens, reference)
-        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling)
+        return reference, *row_sums(x, w, bias, tokens, reference, head=head)
 
     def out_of_range(sums: RowSums):
         d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])

@@ -27,7 +27,7 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
-from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
+from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.normalizers import Normalizer
 
@@ -132,15 +132,7 @@ class RowSums(NamedTuple):
 
 
 def row_sums(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    tokens: Tokens,
-    reference: jax.Array | None = None,
-    *,
-    head: Head,
-    tiling: Tiling,
-    keep_logits: bool = False,
+    x, w, bias, tokens: Tokens, reference=None, *, head: Head, keep_logits: bool = False
 ) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
@@ -148,56 +140,46 @@ def row_sums(
       x, w, bias, tokens: as in `gradients.ChunkFunctions`.
       reference: float32 (rows,), or None.
       head: the projection.
-      tiling: sizes of tiles and stages.
       keep_logits: whether to write z in float32, without a reference.
 
     Returns:
       The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
-      `tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
+      `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
-    rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
-    tiles = -(-columns // TILE_N)
-    number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    rows, columns, cluster_rows = (
+        len(x),
+        w.shape[0 if head.transpose_w else 1],
+        plan_projection(len(x)).cluster_rows,
+    )
+    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), rounded_up(rows, cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
     stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
     name = "linear_statistics" if reference is None else "linear_exponentials"
-    results = sums, stored
-    return _launch(reduce_logits, name, x, w, bias, tokens, reference, results, stored_dtype, head, tiling)
+    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored_dtype, head)
 
 
-def logit_gradients(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    tokens: Tokens,
-    coefficients: Coefficients,
-    *,
-    head: Head,
-    tiling: Tiling,
-) -> jax.Array:
+def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
     """Returns the gradients that `Coefficients` describes, in the dtype of x.
 
     Args:
       x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
       head: the projection.
-      tiling: sizes of tiles and stages.
 
     Returns:
       An array (rows, columns of w), 0 from column V on.
     """
-    columns = w.shape[0 if head.transpose_w else 1]
-    results = (jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),)
+    dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
     name = "linear_logit_gradients"
-    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, results, x.dtype, head, tiling)[0]
+    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), x.dtype, head)[0]
 
 
-def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head, tiling: Tiling):
+def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head):
     """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`."""
-    vocab = head.vocab(w)
+    vocab, tiling = head.vocab(w), plan_projection(len(x))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens.labels, w.shape[0 if head.transpose_w else 1], vocab, tiling),

@@ -131,11 +131,7 @@ def product(
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
     """
-    shape, columns, cluster = (
-        _Shape.of(a, b, b_transposed, tiling),
-        b.shape[0 if b_transposed else 1],
-        tiling.cluster,
-    )
+    columns, cluster = b.shape[0 if b_transposed else 1], tiling.cluster
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
     flat_outputs, out_tree = jax.tree.flatten(out_type)
 
@@ -144,7 +140,7 @@ def product(
         outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
 
         def run(*memory):
-            cta = _Cta(tiling, shape, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
+            cta = _Cta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
             multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
 
         pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
@@ -194,34 +190,13 @@ def _elements(dtype) -> int:
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
-class _Shape(NamedTuple):
-    """The shape of a product a @ b, in tiles and blocks.
-
-    Attributes:
-      tiles: number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile.
-      steps: number of blocks along K.
-      b_transposed: whether b is (N, K).
-    """
-
-    tiles: tuple[int, int]
-    steps: int
-    b_transposed: bool
-
-    @staticmethod
-    def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
-        """Returns the shape of the product of two arrays."""
-        columns = b.shape[0 if b_transposed else 1]
-        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, TILE_N)
-        return _Shape(tiles, pl.cdiv(a.shape[1], TILE_K), b_transposed)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Cta:
     """The work of a CTA, and its memory; the drawings at the top of this file show both.
 
     Attributes:
       tiling: sizes of tiles and stages.
-      shape: the shape of the product.
+      b_transposed: whether b is (N, K).
       warpgroup: number of this warpgroup. The multipliers come first, then the copier.
       a_gmem: the first operand.
       b_gmem: the second operand.
@@ -233,7 +208,7 @@ class _Cta:
     """
 
     tiling: Tiling
-    shape: _Shape
+    b_transposed: bool
     warpgroup: Any
     a_gmem: Any
     b_gmem: Any
@@ -243,19 +218,30 @@ class _Cta:
     arrived: Any
     consumed: Any
 
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """The number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile."""
+        columns = self.b_gmem.shape[0 if self.b_transposed else 1]
+        return pl.cdiv(self.a_gmem.shape[0], self.tiling.cluster_rows), pl.cdiv(columns, TILE_N)
+
+    @property
+    def steps(self) -> int:
+        """The number of blocks along K."""
+        return pl.cdiv(self.a_gmem.shape[1], TILE_K)
+
     def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
         """Calls take(i, j, count) for each tile (i, j) of this CTA. Returns the CTA's number of blocks of an operand.
 
         Block k of the tile is number count(k) among the CTA's blocks.
         """
-        tiles, cluster = self.shape.tiles, self.tiling.cluster
+        tiles, cluster = self.tiles, self.tiling.cluster
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="cta", init_carry=jnp.int32(0))
         def blocks(loop, carry):
             i, j = plgpu.planar_snake(loop.index[0], tiles, 0, self.tiling.rows_together)
             i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
             take(i, j, lambda k: carry + k)
-            return carry + self.shape.steps
+            return carry + self.steps
 
         return blocks
 
@@ -274,17 +260,15 @@ class _Cta:
 
             arrived = self.arrived.at[stage]
             plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], self.a_smem.at[stage], arrived)
-            b_block = (
-                self.b_gmem.at[columns, along] if self.shape.b_transposed else self.b_gmem.at[along, columns]
-            )
+            b_block = self.b_gmem.at[columns, along] if self.b_transposed else self.b_gmem.at[along, columns]
             plgpu.copy_gmem_to_smem(b_block, self.b_smem.at[stage], arrived, **shared)
             return carry
 
-        lax.fori_loop(0, self.shape.steps, step, None)
+        lax.fori_loop(0, self.steps, step, None)
 
     def multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
-        stages, steps = jnp.int32(self.tiling.stages), self.shape.steps
+        stages, steps = jnp.int32(self.tiling.stages), self.steps
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
@@ -293,7 +277,7 @@ class _Cta:
                 plgpu.barrier_wait(self.arrived.at[stage])
                 a_block = self.a_smem.at[stage, pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
                 b_block = self.b_smem.at[stage]
-                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.shape.b_transposed else b_block)
+                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.b_transposed else b_block)
                 plgpu.wgmma_wait(1)
 
                 @pl.when(k > 0)  # the previous wgmma has ended; this one is still running

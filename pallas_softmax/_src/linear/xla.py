@@ -75,7 +75,10 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """The `add_product` of `ChunkFunctions`. On the CPU, XLA does not add in place, so it adds some columns at a time."""
+    """The `add_product` of `ChunkFunctions`.
+
+    On the CPU, where XLA does not add in place, some columns are added at a time.
+    """
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
