@@ -90,7 +90,7 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the backward of `per_token` needs: the arguments, their statistics, and whether dw is wanted."""
+    """The residuals of `per_token`: the arguments, their statistics, and whether dw is wanted."""
 
     arguments: tuple
     statistics: Statistics

@@ -69,12 +69,8 @@ class ChunkFunctions(NamedTuple):
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
     """Returns the operations of a projection, by name, made of the functions of an implementation."""
-    operations = {
-        "projection": projection,
-        "projection_grad": projection_grad,
-        "projection_with_grad": projection_with_grad,
-    }
-    return {name: functools.partial(operation, functions) for name, operation in operations.items()}
+    operations = projection, projection_grad, projection_with_grad
+    return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
 def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static):

@@ -106,7 +106,7 @@ class Labels(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the logits of a product consist of in addition: bias (V,) and 1 / temperature (rows,), or None; labels."""
+    """Arrays that both epilogues read: the bias (V,) or None, the labels, and 1 / temperature (rows,) or None."""
 
     bias: Any
     labels: Labels
@@ -186,17 +186,9 @@ def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged
         _inverse_temperature(tokens, tiling),
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
-    return product(
-        functools.partial(epilogue, head, vocab),
-        x,
-        w,
-        (inputs, per_row),
-        results,
-        b_transposed=head.transpose_w,
-        staged=staged,
-        tiling=tiling,
-        name=name,
-    )
+    epilogue = functools.partial(epilogue, head, vocab)
+    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    return product(epilogue, x, w, (inputs, per_row), results, **options)
 
 
 # ---- Logits in registers

@@ -108,14 +108,14 @@ class Place(NamedTuple):
 
 
 def product(
-    epilogue: Callable[..., None],
-    a: jax.Array,
-    b: jax.Array,
+    epilogue: Callable,
+    a,
+    b,
     others: tuple,
     out_type: tuple,
     *,
-    b_transposed: bool = False,
-    staged: Any = None,
+    b_transposed: bool,
+    staged: Any,
     tiling: Tiling,
     name: str,
 ) -> tuple:
