@@ -129,7 +129,8 @@ def checked_call(
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
         " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
-    x, w, bias, weights = (None if a is None else reverse_only(a, reason) for a in (x, w, bias, weights))
+    x, w = reverse_only(x, reason), reverse_only(w, reason)
+    bias, weights = (None if a is None else reverse_only(a, reason) for a in (bias, weights))
 
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)

@@ -105,7 +105,7 @@ def _per_token_forward(static: Static, *primals):
 
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
     if static.head.entropy:
-        zeros = jnp.zeros_like(saved.statistics.t)
+        zeros = jnp.zeros_like(saved.statistics.moments.t)
         cotangents = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
     weights = sum_cotangents(cotangents, static.mesh_axes)
     if static.head.entropy:

@@ -242,7 +242,8 @@ def _gradients_of_rows(layer: _Projection, rows: _Rows):
     per_row = vary_together((statistics, jnp.zeros_like(x)), rows, w, but=layer.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *per_row, None, vary_together(dbias, rows, w)[0]
-    *per_row, dw, dbias = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    sums: Any = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    *per_row, dw, dbias = sums
 
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return tuple(per_row), ((dw * (1 if product else scale)).astype(w.dtype), dbias)
@@ -339,7 +340,7 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
     else:
         dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
     if tokens.several:  # no implementation of several labels has a factor of each row
-        statistics = found if known is None else known
+        statistics: Any = found if known is None else known
         coefficients = layer.coefficients(statistics, weights, tokens)
         at_labels = formulas.gradient_at_label(statistics.label_logit, coefficients, tokens, head)
         dz = _put_at_labels(dz, at_labels, tokens.labels, layer.vocab)
