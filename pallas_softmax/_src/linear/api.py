@@ -235,11 +235,11 @@ def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) 
     """Returns the weighted loss of each token; without labels, its logsumexp."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
-    labels = tokens.labels
+    labels, one_label = tokens.labels, False
     if (
-        one_label := labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1
-    ):  # then kernels need not store logits
-        tokens = tokens._replace(labels=labels[..., 0])
+        labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1
+    ):  # kernels need not store logits
+        tokens, one_label = tokens._replace(labels=labels[..., 0]), True
     losses: Any = derivatives.per_token(static, x, w, bias, tokens)
     losses = differentiable_if_finite(losses[..., None] if one_label else losses)
     if tokens.kept is not None:
