@@ -236,9 +236,8 @@ def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) 
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, one_label = tokens.labels, False
-    if (
-        labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1
-    ):  # kernels need not store logits
+    if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
+        # kernels need not store logits for a single label
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
     losses: Any = derivatives.per_token(static, x, w, bias, tokens)
     losses = differentiable_if_finite(losses[..., None] if one_label else losses)
