@@ -11,8 +11,4 @@ def stage_constants() -> contextlib.AbstractContextManager:
     There JAX would evaluate such operations while it traces. It cannot do so in a kernel, or in `jax.shard_map`.
     """
     # an eager call takes 20 µs longer if a setting of JAX changes, even to the same value
-    return (
-        config.eager_constant_folding(False)
-        if config.eager_constant_folding.value
-        else contextlib.nullcontext()
-    )
+    return config.eager_constant_folding(False) if config.eager_constant_folding.value else contextlib.nullcontext()
