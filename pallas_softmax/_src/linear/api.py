@@ -235,13 +235,14 @@ def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) 
     """Returns the weighted loss of each token; without labels, its logsumexp."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
-    labels, kept = tokens.labels, tokens.kept
-    one_label = labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1
-    if one_label:  # then kernels need not store logits
-        tokens = tokens._replace(labels=labels[..., 0])
-    losses = derivatives.per_token(static, x, w, bias, tokens)
+    labels, one_label = tokens.labels, False
+    if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
+        # kernels need not store logits for a single label
+        tokens, one_label = tokens._replace(labels=labels[..., 0]), True
+    losses: Any = derivatives.per_token(static, x, w, bias, tokens)
     losses = differentiable_if_finite(losses[..., None] if one_label else losses)
-    losses = losses if kept is None else jnp.where(formulas.like_labels(kept, losses), losses, 0)
+    if tokens.kept is not None:
+        losses = jnp.where(formulas.like_labels(tokens.kept, losses), losses, 0)
     return losses if weights is None else formulas.product(losses, weights)
 
 
@@ -253,7 +254,8 @@ def _token_stats(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
     static, arrays = checked_call(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
-    *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
+    found: Any = derivatives.per_token(static, x, w, bias, tokens)
+    *floats, bits = found
     log_probs, entropy, logsumexp = map(differentiable_if_finite, floats)
     argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)

@@ -38,45 +38,11 @@ class Options(NamedTuple):
     implementation: ImplementationName | None
 
 
-class Projection(NamedTuple):
-    """The checked arguments that all functions take.
-
-    Attributes:
-      x, w, bias: the arrays.
-      head: the static arguments of the projection.
-      workspace_bytes: the bound on the stored logits.
-      mesh_axes: the mesh axes that the columns are spread over.
-      vocab: the number of columns of a whole row.
-    """
-
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
-    head: Head
-    workspace_bytes: int
-    mesh_axes: tuple[str, ...]
-    vocab: int
-
-
-class _Range(NamedTuple):
-    """The numbers that a loss accepts.
-
-    Attributes:
-      default: the number that changes nothing.
-      accepted: maps an array of numbers to booleans.
-      wanted: the range in words, for messages.
-    """
-
-    default: float
-    accepted: Callable
-    wanted: str
-
-
-_POSITIVE = _Range(1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37")
-_RANGES = {
-    "temperature": _POSITIVE,
-    "label_smoothing": _Range(0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
-    "z_loss": _Range(0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
+# For each number of a loss: the default, which changes nothing; which numbers are accepted; the same in words.
+_RANGES: dict[str, tuple[float, Callable, str]] = {
+    "temperature": (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37"),
+    "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
+    "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
 
 
@@ -91,12 +57,13 @@ def known_options(function: str, softcap, *others) -> Options:
 def _known_softcap(function: str, softcap) -> float | None:
     if softcap is None:
         return None
-    wanted = f"None or {_POSITIVE.wanted}"
+    _, accepted, wanted = _RANGES["temperature"]  # the same range
+    wanted = f"None or {wanted}"
     if isinstance(softcap, Tracer):
         raise TypeError(
             f"{function}: softcap must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
         )
-    softcap = arguments.in_range(function, "softcap", softcap, _POSITIVE.accepted, wanted)
+    softcap = arguments.in_range(function, "softcap", softcap, accepted, wanted)
     if np.ndim(softcap):
         raise ValueError(f"{function}: softcap must be {wanted}, got shape {np.shape(softcap)}")
     return float(softcap)
@@ -162,7 +129,8 @@ def checked_call(
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
         " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
-    x, w, bias, weights = (None if a is None else reverse_only(a, reason) for a in (x, w, bias, weights))
+    x, w = reverse_only(x, reason), reverse_only(w, reason)
+    bias, weights = (None if a is None else reverse_only(a, reason) for a in (bias, weights))
 
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
@@ -172,8 +140,10 @@ def checked_call(
     return static, (x, w, bias, weights, tokens)
 
 
-def checked_projection(x, w, bias, options: Options) -> Projection:
-    """Returns the arguments that all functions take, checked."""
+def checked_projection(
+    x, w, bias, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int, tuple[str, ...], int]:
+    """Returns x, w, bias, head, workspace_bytes, mesh axes, and the columns of a whole row, all checked."""
     name = options.function
     x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
     bias = None if bias is None else arguments.array(name, "bias", bias)
@@ -203,7 +173,7 @@ def checked_projection(x, w, bias, options: Options) -> Projection:
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
     vocab = vocab * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    return Projection(x, w, bias, head, workspace_bytes, mesh_axes, vocab)
+    return x, w, bias, head, workspace_bytes, mesh_axes, vocab
 
 
 def _precision(dtype) -> Any:

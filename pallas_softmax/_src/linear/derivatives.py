@@ -90,7 +90,7 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the backward of `per_token` needs: the arguments, their statistics, and whether dw is wanted."""
+    """The residuals of `per_token`: the arguments, their statistics, and whether dw is wanted."""
 
     arguments: tuple
     statistics: Statistics
@@ -105,7 +105,7 @@ def _per_token_forward(static: Static, *primals):
 
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
     if static.head.entropy:
-        zeros = jnp.zeros_like(saved.statistics.t)
+        zeros = jnp.zeros_like(saved.statistics.moments.t)
         cotangents = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
     weights = sum_cotangents(cotangents, static.mesh_axes)
     if static.head.entropy:

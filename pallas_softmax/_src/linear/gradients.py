@@ -39,7 +39,7 @@ _MOST_LOGITS = 2**31 - 1
 _LARGEST = 2.0**10
 
 
-class Pieces(NamedTuple):
+class ChunkFunctions(NamedTuple):
     """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
     bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
@@ -67,39 +67,35 @@ class Pieces(NamedTuple):
     bytes_per_logit: Callable[[int, bool], tuple[float, float]]
 
 
-def operations_of(pieces: Pieces) -> dict[str, Callable]:
+def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
     """Returns the operations of a projection, by name, made of the functions of an implementation."""
-    operations = {
-        "projection": projection,
-        "projection_grad": projection_grad,
-        "projection_with_grad": projection_with_grad,
-    }
-    return {name: functools.partial(operation, pieces) for name, operation in operations.items()}
+    operations = projection, projection_grad, projection_with_grad
+    return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
-def projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
+def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static):
     """Returns the statistics of whole rows.
 
     Args:
-      pieces, w, bias: as for `_Projection`.
+      functions, w, bias: as for `_Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
       **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
     """
-    layer = _Projection(pieces, w, bias, **static)
+    layer = _Projection(functions, w, bias, **static)
     tokens = layer.with_own_labels(tokens, x)
     empty = vary_together(_no_statistics(x, tokens, layer.head), x, w, tokens)[0]
     found, _ = on_kept_rows(lambda rows: (_statistics(layer, *rows), None), tokens.kept, (x, tokens), empty)
     return found.merged(layer.mesh_axes, layer.vocab)
 
 
-def projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
+def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics, **static):
     """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
 
     dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
 
     Args:
-      pieces, x, w, bias, tokens: as for `projection`.
+      functions, x, w, bias, tokens: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
         (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
         `losses.coefficients`.
@@ -110,12 +106,12 @@ def projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statist
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(_Projection(pieces, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
+    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
 
 
-def projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):
+def projection_with_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, **static):
     """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(_Projection(pieces, w, bias, **static), _Rows(x, tokens, weights, None))
+    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +119,7 @@ class _Projection:
     """All that is the same for every row of a projection on one device.
 
     Attributes:
-      pieces: the functions of the implementation.
+      functions: the functions of the implementation.
       w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
       bias: (V,) or None.
       head: the static part of the projection and its loss.
@@ -135,7 +131,7 @@ class _Projection:
       partial_dx: the same for dx, which is then not summed over `mesh_axes`.
     """
 
-    pieces: Pieces
+    functions: ChunkFunctions
     w: jax.Array
     bias: jax.Array | None
     head: Head
@@ -191,12 +187,12 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
     """Returns the statistics of this device's columns."""
-    stored, _ = layer.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
     rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
     w, bias, head = layer.w, layer.bias, layer.head
 
     def step(chunk: Chunk, found: Statistics) -> Statistics:
-        statistics = layer.pieces.statistics(chunk.slice(x), w, bias, chunk.slice(tokens), head=head)
+        statistics = layer.functions.statistics(chunk.slice(x), w, bias, chunk.slice(tokens), head=head)
         return chunk.put(found, vary_together(statistics, x, w)[0])
 
     empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
@@ -254,7 +250,8 @@ def _gradients_of_rows(layer: _Projection, rows: _Rows):
     per_row = _vary((statistics, layer.no_dx(x)), layer, rows)
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *per_row, None, vary_together(dbias, rows, w)[0]
-    *per_row, dw, dbias = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    sums: Any = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    *per_row, dw, dbias = sums
 
     dw = dw * (1 if product else scale)
     dbias = None if bias is None else dbias * scale
@@ -277,11 +274,14 @@ def _way_to_dw(layer: _Projection, x, tokens: Tokens) -> tuple[Any, Callable | N
     """
     n = x.shape[0]
     # For this product, x is multiplied by the scale, which could overflow in float16.
-    product = layer.pieces.product if x.dtype == jnp.bfloat16 and not layer.partial_dw else None
-    _, stored = layer.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    product = layer.functions.product if x.dtype == jnp.bfloat16 else None
+    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
     dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
-    return rows, product if is_one_chunk(n, rows) else None
+    if product is None or not is_one_chunk(n, rows):
+        return rows, None
+    # `add_product` without a total is the product in float32
+    return rows, functools.partial(layer.functions.add_product, None) if layer.partial_dw else product
 
 
 def gradient_rows(
@@ -322,7 +322,7 @@ def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale,
     x_factor = factor * scale if product else factor
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
     head = layer.head
-    dw = product(x, dz, head=head) if product else layer.pieces.add_product(dw, x, dz, head=head)
+    dw = product(x, dz, head=head) if product else layer.functions.add_product(dw, x, dz, head=head)
     dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
     if dbias is not None:
         dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
@@ -331,7 +331,7 @@ def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale,
 
 
 def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
-    """Returns (statistics, dz, factor) of a chunk, as `Pieces.statistics_and_dlogits` does.
+    """Returns (statistics, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
 
     The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
 
@@ -341,7 +341,7 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
       chunk: which rows.
       x, weights: these rows of the arrays; rows that do not count are 0.
     """
-    pieces, head, w = layer.pieces, layer.head, layer.w
+    functions, head, w = layer.functions, layer.head, layer.w
     tokens = chunk.slice(rows.tokens)
     if tokens.temperature is not None:  # out of range, it is NaN
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
@@ -355,11 +355,13 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
     found = factor = None
     known = chunk.slice(rows.known)
     if known is None:
-        found, dz, factor = pieces.statistics_and_dlogits(*arrays, to_coefficients, layer.largest, head=head)
+        found, dz, factor = functions.statistics_and_dlogits(
+            *arrays, to_coefficients, layer.largest, head=head
+        )
     else:
-        dz = pieces.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
+        dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
     if tokens.several:  # no implementation of several labels has a factor of each row
-        statistics = found if known is None else known
+        statistics: Any = found if known is None else known
         coefficients = layer.coefficients(statistics, weights, tokens)
         at_labels = formulas.gradient_at_label(statistics.label_logit, coefficients, tokens, head)
         dz = _put_at_labels(dz, at_labels, tokens.labels, layer.vocab)

@@ -280,7 +280,7 @@ def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, h
     With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
     """
     m, exp_factor, label_term, *_ = coefficients
-    temperature = 1 if tokens.temperature is None else tokens.temperature
+    temperature: Any = 1 if tokens.temperature is None else tokens.temperature
     if tokens.several:
         m, exp_factor = m[:, None], exp_factor[:, None]
         temperature = 1 if tokens.temperature is None else temperature[:, None]

@@ -108,17 +108,7 @@ def _(primals, tangents):
 
 
 def _projection_topk(
-    x,
-    w,
-    bias,
-    tokens: Tokens,
-    *,
-    head: Head,
-    workspace_bytes: int,
-    topk: Choice,
-    k: int,
-    log: bool,
-    mesh_axes: tuple[str, ...] = (),
+    x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, topk: Choice, k, log: bool, mesh_axes=()
 ) -> TopK:
     """Returns the winners of whole rows, (n, k).
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.linear.gradients import Pieces, dot, operations_of
+from pallas_softmax._src.linear.gradients import ChunkFunctions, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
@@ -25,17 +25,17 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """The `statistics` of `Pieces`."""
+    """The `statistics` of `ChunkFunctions`."""
     return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    """The `dlogits` of `Pieces`."""
+    """The `dlogits` of `ChunkFunctions`."""
     return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """The `statistics_and_dlogits` of `Pieces`."""
+    """The `statistics_and_dlogits` of `ChunkFunctions`."""
     del largest
     z = logits(x, w, bias, tokens, head=head)
     merged, coefficients = to_coefficients(_reduced(z, tokens, head))
@@ -75,7 +75,10 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """The `add_product` of `Pieces`. On the CPU, where XLA does not add in place, it adds some columns at a time."""
+    """The `add_product` of `ChunkFunctions`.
+
+    On the CPU, where XLA does not add in place, some columns are added at a time.
+    """
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
@@ -108,7 +111,7 @@ def add_product(total, x, dz, *, head: Head):
 
 
 def product(x, dz, *, head: Head):
-    """The `product` of `Pieces`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
+    """The `product` of `ChunkFunctions`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
     a, b = (dz, x) if head.transpose_w else (x, dz)
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
@@ -122,5 +125,5 @@ def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
 OPERATIONS = operations_of(
-    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+    ChunkFunctions(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
 )
