@@ -4,51 +4,33 @@ The number of devices must be set before JAX starts. So two child processes with
 checks. On a machine with several GPUs, run `pytest -m gpu -n 0 tests/dispatch/test_sharded.py`.
 """
 
-import fcntl
-import json
 import math
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch import finer_mesh as decode
+from pallas_softmax._src.dispatch import partitioner
 from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
+from tests.support.children import child, once, reports
 from tests.support.covering import cover, slow
+from tests.support.lowering import divided_calls, lowered
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
 HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
-
-
-def child(script, *arguments, cpu_devices=None):
-    """Starts a program of tests/programs on `cpu_devices` CPU devices, or on the machine's GPUs."""
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path}
-    if cpu_devices is not None:
-        # Most of the time is compilation.
-        flags = f"--xla_force_host_platform_device_count={cpu_devices} --xla_backend_optimization_level=0"
-        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, PROGRAMS / script, *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
     """Returns a function for the error of a check, or None. The first pytest worker that asks runs the check's half."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
     selected = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -57,19 +39,8 @@ def report(request, tmp_path_factory):
 
     def error(name):
         (half,) = (i for i, names in enumerate(HALVES) if name in names)
-        path = folder / f"sharded_{half}.json"
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                names = [n for n in HALVES[half] if n in selected]
-                with child("sharded_checks.py", *names, cpu_devices=8) as process:
-                    try:
-                        out, err = process.communicate(timeout=600)
-                    finally:
-                        process.kill()
-                found = {k: v for line in out.splitlines() for k, v in json.loads(line).items()}
-                path.write_text(json.dumps({"": err[-4000:]} | found))
-        found = json.loads(path.read_text())
+        names = [n for n in HALVES[half] if n in selected]
+        found = once(tmp_path_factory, f"sharded_{half}", lambda _: reports("sharded_checks.py", *names))
         return found.get(name, found[""] + "\nthe child ended before this check")
 
     return error
@@ -219,36 +190,17 @@ def assert_kernels_of_parts(op, text):
 
 @pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
 def test_each_device_runs_kernels_on_its_part(op, how):
-    """The test needs no devices. Under jit it lowers the function that `partition` returns for each device."""
+    """The test needs no devices. Under jit it asks for the program of each device, in XLA's place."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(None, "v"))
     x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=sharding)
     at = sharded_checks.Split(mesh, (None, "v"))
     f = sharded_checks.on(at, how, op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
+    text = lowered(f, x)
     if how == "auto":
-        (partition,) = partitions(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)).jaxpr)
-        columns, whole = (stand_in(lambda i: slice(i, i + 1)), stand_in(lambda _: slice(None)))
-        arrays = [SimpleNamespace(shape=x.shape, sharding=columns)]
-        arrays += [SimpleNamespace(shape=(1, 1), sharding=whole)] * (op in TOPK)  # the temperature
-        _, part, outs, ins = partition(mesh, arrays, None)
-        specs = [tuple(sharding.spec for sharding in each) for each in (ins, outs)]
-        mapped = jax.shard_map(part, mesh=mesh, in_specs=specs[0], out_specs=list(specs[1]), check_vma=False)
-        f = lambda x: mapped(x, *[jax.numpy.ones((1, 1))] * (len(ins) - 1))  # noqa: E731
-    assert_kernels_of_parts(op, jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text())
-
-
-def stand_in(columns):
-    """Returns a stand-in for XLA's sharding of a matrix with eight columns over eight devices."""
-    indices = {i: (slice(None), columns(i)) for i in range(8)}
-    return SimpleNamespace(device_set={*indices}, devices_indices_map=lambda shape: indices)
-
-
-def partitions(jaxpr):
-    """Returns the partition function of every custom_partitioning equation."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "custom_partitioning":
-            yield equation.params["partition"]
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from partitions(inner)
+        ((shapes, call),) = divided_calls(text)
+        tiles = [tiles_of((1, 8))] + [None] * (op in TOPK)  # the temperature is whole
+        module, _, _ = partitioner._partition(shapes, tiles, call.encode())
+        with mlir.make_ir_context():
+            text = str(ir.Module.parse(module))
+    assert_kernels_of_parts(op, text)

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import _scale, chunk_rows, gradient_rows
+from pallas_softmax._src.linear.chunks import chunk_rows
+from pallas_softmax._src.linear.gradients import _scale, gradient_rows
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import oracle
 from tests.support.covering import first, pairs, slow
@@ -955,7 +956,7 @@ def test_the_forward_may_round_float32_logits_differently():
     weights = np.random.default_rng(1).standard_normal(n).astype("float32")
     static = {"head": Head(precision="highest"), "workspace_bytes": workspace(vocab)}
     operations, tokens, order = (
-        xla_projection.functions,
+        xla_projection.OPERATIONS,
         Tokens(labels),
         np.random.default_rng(2).permutation(depth),
     )

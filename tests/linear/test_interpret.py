@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu import interpreter
-from pallas_softmax._src.linear import mosaic_gpu, pieces, product
+from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import linear
 from tests.support.kernels import INTERPRET
@@ -88,7 +88,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
         return found, coefficients(found, weights, tokens, 320)
 
     run = jax.jit(
-        functools.partial(pieces.statistics_and_dlogits, head=head),
+        functools.partial(chunk_kernels.statistics_and_dlogits, head=head),
         static_argnums=(4, 5),
     )
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)

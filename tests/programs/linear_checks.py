@@ -275,3 +275,81 @@ for (kind, function), how, layout in itertools.product(
 for check_vma in (False, True):
     CHECKS[f"linear-features-{check_vma}"] = functools.partial(features, check_vma)
 SLOW.add("linear-features-True")
+
+
+# --- The bytes that a training step must send -----------------------------------------------------------
+
+# Mesh sizes for 8 devices, and shardings of x (batch, sequence, D) and w (D, V).
+STEPS = {
+    "tokens": ({"data": 8}, P("data"), P()),
+    "fsdp": ({"data": 8}, P("data"), P("data")),
+    "fsdp over two axes": ({"a": 2, "b": 4}, P(("a", "b")), P(("a", "b"))),
+    "hybrid fsdp": ({"a": 2, "b": 4}, P(("a", "b")), P("b")),
+    "columns": ({"model": 8}, P(), P(None, "model")),
+    "tokens and columns": ({"data": 2, "model": 4}, P("data"), P(None, "model")),
+    "fsdp and columns": ({"data": 2, "model": 4}, P("data"), P("data", "model")),
+    "sequence and columns": ({"data": 2, "model": 4}, P("data", "model"), P(None, "model")),
+}
+
+
+def step_bytes(layout, loss):
+    """Returns the bytes that a device receives in a training step of a loss of x, w and labels, all float32."""
+    sizes, of_x, of_w = STEPS[layout]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
+    b, s, d, v = STEP_SHAPE
+    specs = of_x, of_w, P(*of_x[:2])
+    shapes = ((b, s, d), "float32"), ((d, v), "float32"), ((b, s), "int32")
+    laid = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs)
+    ]
+    out = None, tuple(a.sharding for a in laid[:2])
+    program = jax.jit(jax.value_and_grad(loss, (0, 1)), out_shardings=out).lower(*laid).compile()
+    return sum(c.received for c in links.collectives(program.as_text()))
+
+
+STEP_SHAPE = 16, 32, 64, 4096
+
+
+def least_bytes(layout):
+    """Returns the least: w and x are gathered where they must be, gradients are summed once, statistics are merged."""
+    sizes, of_x, of_w = STEPS[layout]
+    b, s, d, v = STEP_SHAPE
+    columns = sizes.get("model", 1)
+    tokens = 8 // columns
+    dw, x = 4 * d * v // columns, 4 * b * s * d // tokens
+    over_tokens, over_columns = (tokens - 1) / tokens, (columns - 1) / columns
+    # an all-reduce, or an all-gather forward and a reduce-scatter backward: the same bytes
+    total = 2 * over_tokens * dw + 2 * over_columns * x
+    if layout == "hybrid fsdp":  # w is gathered over b; the sum is scattered over b, then reduced over a
+        total = (2 * 3 / 4 + 2 * 1 / 2 / 4) * dw
+    return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
+
+
+def few_bytes(layout):
+    """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
+    if jax.device_count() < 8:
+        return
+    assert step_bytes(layout, ps.linear_cross_entropy) <= 1.1 * least_bytes(layout)
+
+
+def one_rounding(layout):
+    """A bfloat16 dw over 8 devices is that of one device: a float32 sum, rounded once."""
+    if jax.device_count() < 8:
+        return
+    x, w, labels, _ = linear.arrays(N, D, V, "bfloat16")
+    sizes, of_x, of_w = STEPS[layout]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
+    gradient = jax.jit(jax.grad(ps.linear_cross_entropy, 1))
+    want = np.asarray(gradient(x, w, labels), "float32")
+    got = np.asarray(gradient(*lay((x, w, labels), mesh, (of_x, of_w, of_x))), "float32")
+    assert np.mean(got != want) < 0.02  # sums in another order may be rounded to a neighbour
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
+
+
+for layout in STEPS:
+    CHECKS[f"linear-few_bytes-{layout}"] = functools.partial(few_bytes, layout)
+    if layout not in ("fsdp over two axes", "sequence and columns"):
+        SLOW.add(f"linear-few_bytes-{layout}")
+for layout in ("tokens", "hybrid fsdp"):
+    CHECKS[f"linear-one_rounding-{layout}"] = functools.partial(one_rounding, layout)

@@ -18,7 +18,6 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
-from pallas_softmax._src.linear.plan import plan_projection
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
@@ -206,7 +205,7 @@ def projection_kernels(x, w, b, tokens, coefficients, **known):
     dz = logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
     known["head"] = dataclasses.replace(known["head"], entropy=True)
     with_t, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
-    coefficients = coefficients._replace(slope=0 * coefficients.m)
+    coefficients = coefficients._replace(entropy_factor=0 * coefficients.m)
     return sums, e, dz, with_t, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
 
 
@@ -225,7 +224,7 @@ def projection():
         m, d = z.max(1), np.exp(z - z.max(1, keepdims=True)).sum(1)
         coefficients = Coefficients(*(jnp.asarray(c, "float32") for c in (m, 1 / d, 0 * d + 1, 0 * d)))
         tokens = linear.tokens_of(labels, temperature=t)
-        found = projection_kernels(x, w, b, tokens, coefficients, head=head, tiling=plan_projection(n))
+        found = projection_kernels(x, w, b, tokens, coefficients, head=head)
         sums, e, dz, with_t, dz_of_entropy = jax.tree.map(np.asarray, found)
         e_of_row = np.exp(z - m[:, None])
         close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)

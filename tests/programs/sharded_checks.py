@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
@@ -599,13 +600,16 @@ def shard_map_over_one_axis_of_two(op):
 
 @each(op=SOME, layout=("batch", "both"), fast=2)
 def exported(op, layout):
-    """An export keeps no Python function for the partitioning, so XLA partitions the program."""
+    """An export is divided like any other program, with the same communication."""
     at, x = split(layout, "auto"), logits()
     sharding = NamedSharding(at.mesh, P(*at.spec))
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     f = jax.jit(functools.partial(ours, op), in_shardings=sharding)
     stored = jax.export.deserialize(jax.export.export(f)(like).serialize())
-    assert_value(op, jax.jit(stored.call)(at.place(x)), x, NAMES)
+    result, sent = execute(stored.call, at.place(x))
+    k, n = TOPK[op]["k"] if op in TOPK else 0, at.size(at.row)
+    assert_sent(sent, at, x.shape, 2, k and n * (2 * min(k, V // n) + 2))
+    assert_value(op, result, x, NAMES)
 
 
 @each(how=("auto", "explicit"), fast=1)
@@ -777,12 +781,14 @@ def reshaped(op, shape, heads):
         assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
 
 
-@each(spec=(("b", "v"), (None, ("v", "b"))))
-def sharding_without_a_mesh(spec):
-    """A mesh is found even if XLA names none, which happens for arrays without a NamedSharding."""
-    given, no_mesh = NamedSharding(mesh(), P(*spec)), jax.sharding.Mesh(np.empty((), object), ())
-    found, (found_spec,) = decode(no_mesh, [given], [2])
-    assert NamedSharding(found, found_spec).is_equivalent_to(given, 2), found_spec
+@each(spec=(("b", "v"), (None, ("v", "b")), ("v", "b")))
+def decoded(spec):
+    """The mesh that is found from XLA's sharding alone gives each device the same part."""
+    given = NamedSharding(mesh(), P(*spec))
+    n = given.mesh.size
+    found, (found_spec,) = decode(n, [jax_internals.tiles(jax_internals.hlo_sharding(given, 2))], [2])
+    devices = jax.sharding.Mesh(given.mesh.devices.reshape(found.axis_sizes), found.axis_names)
+    assert NamedSharding(devices, found_spec).is_equivalent_to(given, 2), found_spec
 
 
 @each(shape=("line", "rows"), kv_heads=(4, 2), fast=1)

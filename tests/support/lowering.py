@@ -28,6 +28,30 @@ def kernel_names(text):
     return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
 
 
+def divided_calls(text):
+    """Returns what XLA gives to the package, which divides these calls over a mesh: [(shapes of arguments, text)]."""
+    calls = re.findall(
+        r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", .* : \((.*?)\) -> ", text
+    )
+    return [([*map(_shape, _TENSOR.findall(types))], call.replace("\\22", '"')) for call, types in calls]
+
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "i32": "int32",
+    "ui32": "uint32",
+    "i1": "bool",
+}
+
+
+def _shape(tensor):
+    dims, dtype = tensor
+    return tuple(int(d) for d in dims.split("x")[:-1]), jnp.dtype(_DTYPES[dtype])
+
+
 def square_sum(f):
     """Returns x -> sum(f(x)^2), a function to differentiate."""
     return lambda x: jnp.sum(f(x).astype("float32") ** 2)

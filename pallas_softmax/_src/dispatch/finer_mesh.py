@@ -1,44 +1,41 @@
-"""Reads XLA's shardings as `PartitionSpec`s, on the program's mesh or on a finer one.
+"""Reads XLA's shardings as `PartitionSpec`s, on the coarsest mesh that can express them.
 
-XLA may split one mesh axis over two dimensions. On a mesh of 8 devices, a reshape from (2, 64) to (2, 4, 16) does so:
+XLA knows the device of each tile, but no mesh. It may also split one axis of the program's mesh over two dimensions. On
+a mesh of 8 devices, a reshape from (2, 64) to (2, 4, 16) does so:
 
     mesh axes   shape        PartitionSpec
     d=8         (2, 64)      (None, d)
     d=8         (2, 4, 16)   there is none for 4 x 2 tiles
     a=4, b=2    (2, 4, 16)   (None, a, b)
 
-The finer mesh has the same devices in the same order. Only its axes differ.
+The mesh has the devices of the program in the same order. Only its axes may differ.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 
-def decode(mesh: Mesh, shardings: Sequence[Sharding], ranks: Sequence[int]) -> tuple[Mesh, list[P]]:
+def decode(
+    devices: int, arrays: Sequence[np.ndarray | None], ranks: Sequence[int]
+) -> tuple[AbstractMesh, list[P]]:
     """Returns a mesh, and how each array is sharded on it.
 
-    The mesh is the program's own if that can express all shardings. An array is replicated if no finer mesh can express
-    its sharding together with the shardings of the arrays before it.
+    An array is replicated if no mesh can express its sharding together with the shardings of the arrays before it.
 
     Args:
-      mesh: the program's mesh, which is empty if no sharding in the program has a mesh.
-      shardings: XLA's sharding of each array.
+      devices: the number of devices.
+      arrays: for each array, the index of each device's tile along each dimension, (dimensions, devices); None if the
+        array is whole on each device.
       ranks: the number of dimensions of each array.
     """
-    n = len(shardings[0].device_set)
-    # JAX wants a shape that the tiles divide evenly. Tiles may not divide the array's dimension, but they divide n.
-    indices = [sharding.devices_indices_map((n,) * rank) for sharding, rank in zip(shardings, ranks)]
-    devices = np.array([*indices[0]])
-    if mesh.size != n:
-        mesh = Mesh(devices, ("devices",))
-    sizes, axes = common_axes(mesh.axis_sizes, [_tiles(of.values(), n, r) for of, r in zip(indices, ranks)])
-    if sizes != mesh.axis_sizes:
-        mesh = Mesh(devices.reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
-    names = mesh.axis_names
+    tiles = [np.zeros((rank, devices), int) if of is None else of for of, rank in zip(arrays, ranks)]
+    sizes, axes = common_axes((devices,), tiles)
+    names = tuple(f"axis{i}" for i in range(len(sizes)))
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
 
 
@@ -61,12 +58,6 @@ def common_axes(
             finer, fitting = trial_sizes, trial
     axes = [_axes_of(tiles, finer) if i in fitting else None for i, tiles in enumerate(arrays)]
     return finer, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
-
-
-def _tiles(indices: Iterable[tuple[slice, ...]], n: int, rank: int) -> np.ndarray:
-    """Returns the index of each device's tile, as `common_axes` takes it, given what it has of a shape of all n."""
-    bounds = np.array([[at.indices(n) for at in of_device] for of_device in indices], int).reshape(n, rank, 3)
-    return (bounds[..., 0] // (bounds[..., 1] - bounds[..., 0])).T
 
 
 def _split(sizes: tuple[int, ...], tiles: np.ndarray) -> tuple[int, ...]:

@@ -4,29 +4,25 @@ Each device takes the rows it holds, or its shard of each row. Nothing is gather
 
     inside shard_map, with axis_name=   the shards are at hand: `on_shard`
     Explicit mesh axes                  types say how arrays are sharded: `jax.shard_map` around `on_shard`
-    Auto mesh axes                      XLA decides on the sharding; `custom_partitioning` asks for a device's program
+    Auto mesh axes                      XLA decides on the sharding, and asks for a device's program: `partitioner.py`
 
 Arrays that no mesh divides go to `platform.by_platform`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
-from pallas_softmax._src.dispatch.platform import by_platform, compiled, result_shapes, row_axes, run_shard
-from pallas_softmax._src.dispatch.refusal import placeholder, refuse_unless_cuda
+from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
+from pallas_softmax._src.dispatch.platform import by_platform, result_shapes, row_axes, run_shard
+from pallas_softmax._src.dispatch.refusal import placeholder
 
 
 def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
@@ -45,13 +41,7 @@ def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     if left_to_xla or not divisible(leaves):
         return by_platform(choice, arrays, keywords)
 
-    def shard_function(mesh_axes: tuple[str, ...]):
-        return lambda *arrays: on_shard(choice, arrays, keywords, mesh_axes)
-
-    def whole(*arrays):
-        return by_platform(choice, arrays, keywords)
-
-    return divide(choice, arrays, whole, _DimensionsOfRows.of(choice, arrays, keywords), shard_function)
+    return divide(_ROWS, choice, arrays, keywords)
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
@@ -76,55 +66,22 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
     return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
 
 
-class Dimensions(Protocol):
-    """The dimensions of a call's arrays, for `divide`: which of them share mesh axes."""
-
-    @property
-    def result_shapes(self) -> Any:
-        """The results of the call, as a tree of `jax.ShapeDtypeStruct`s."""
-
-    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns how to divide arguments and results, given how the arguments are sharded.
-
-        Args:
-          specs: how each argument is sharded.
-          mesh_sizes: the number of devices along each mesh axis.
-
-        Returns:
-          The specs of the arguments, the specs of the results, and the mesh axes that `shard_function` needs; see
-          `divide`.
-        """
-        ...
-
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns Shardy's rule, with a factor for each dimension, and the factors that no mesh axis may divide."""
-        ...
-
-
-def divide(
-    choice: Choice, arrays: tuple, whole: Callable, dimensions: Dimensions, shard_function: Callable
-) -> Any:
+def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on arrays that a mesh may divide.
 
     Args:
+      division: how a mesh divides such calls.
       choice: the call and its implementations.
       arrays: its arguments.
-      whole: the function of the whole arrays.
-      dimensions: the dimensions of the arguments and the results.
-      shard_function: given the third result of `dimensions.lay_out`, returns the function of a device's shards.
+      keywords: its static arguments.
     """
-    leaves, tree = jax.tree.flatten(arrays)
-
-    def of_leaves(function):
-        return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
-
-    def on_shard(mesh_axes):
-        return of_leaves(shard_function(mesh_axes))
-
-    mesh = explicit_mesh(leaves)
-    if mesh is not None:
-        return _over_explicit_axes(leaves, dimensions, on_shard, mesh)
-    return _over_auto_axes(choice, leaves, of_leaves(whole), dimensions, on_shard)
+    mesh = explicit_mesh(jax.tree.leaves(arrays))
+    if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
+        return division.whole(choice, arrays, keywords)
+    dimensions = division.dimensions(choice, arrays, keywords)
+    if mesh is None:
+        return over_auto_axes(division, choice, arrays, keywords, dimensions)
+    return _over_explicit_axes(division, choice, arrays, keywords, dimensions, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +154,25 @@ class _DimensionsOfRows:
         return " -> ".join(sides), tuple(others)
 
 
-def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable, mesh) -> Any:
+_ROWS = register(Division("rows", _DimensionsOfRows.of, by_platform, on_shard))
+
+
+def _over_explicit_axes(
+    division: Division,
+    choice: Choice,
+    arrays: tuple,
+    keywords: dict[str, Any],
+    dimensions: Dimensions,
+    mesh,
+) -> Any:
     """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the shapes of its results
         return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
+    leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
-    in_specs, out_specs, mesh_axes = dimensions.lay_out(specs, mesh.shape)
+    in_specs, out_specs, axes = dimensions.lay_out(specs, mesh.shape)
     mapped = jax.shard_map(
-        on_shard(mesh_axes),
+        lambda *leaves: jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes)),
         mesh=mesh,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
@@ -214,57 +182,12 @@ def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable
     return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), mapped(*laid))
 
 
-def _over_auto_axes(
-    choice: Choice, leaves: list, whole: Callable, dimensions: Dimensions, on_shard: Callable
-) -> Any:
-    """Runs a call by `custom_partitioning`. XLA decides how the arrays are sharded."""
-
-    def partition(mesh, arg_shapes, _):
-        mesh, given = decode(mesh, [a.sharding for a in arg_shapes], [len(a.shape) for a in arg_shapes])
-        in_specs, out_specs, mesh_axes = dimensions.lay_out(given, mesh.shape)
-        in_shardings, out_shardings = (
-            [NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs)
-        )
-        return mesh, on_shard(mesh_axes), out_shardings, tuple(in_shardings)
-
-    function = custom_partitioning(whole)
-    rule, other_factors = dimensions.sharding_rule()
-    function.def_partition(
-        partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=other_factors
-    )
-    divided = jax.make_jaxpr(function)(*leaves)
-    results = _divided_p.bind(*leaves, whole=whole, divided=divided, refusal=choice.refusal)
-    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
-
-
-# This operation runs `divided`, the call by `custom_partitioning`. `jax.export` cannot keep Python functions that
-# partition a call. There the operation runs `whole`, and XLA divides it.
-_divided_p = Primitive("pallas_softmax_divided")
-_divided_p.multiple_results = True
-_divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "refusal"))
-
-
-@_divided_p.def_abstract_eval
-def _(*_, divided, **__):
-    return divided.out_avals
-
-
-def _lower(ctx, *leaves, whole, divided, refusal):
-    refuse_unless_cuda(ctx, refusal)  # here: XLA replaces an error that is raised inside a partition
-    exported = ctx.module_context.lowering_parameters.for_export
-    function = whole if exported else jaxpr_as_fun(divided)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
-
-
-mlir.register_lowering(_divided_p, _lower)
-
-
 def divisible(leaves: list[jax.Array]) -> bool:
     """Returns whether a mesh may divide the arrays. It may not where they already are shards."""
     first, context = leaves[0], jax.sharding.get_abstract_mesh()
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
-    # custom_partitioning works neither for arrays without a mesh among Explicit axes, nor with the older partitioner
+    # the partitioner works neither for arrays without a mesh among Explicit axes, nor with GSPMD
     typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return known and real and typed and shardy and not context.manual_axes

@@ -64,7 +64,7 @@ def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[
     """
     spec, used = [], set()
     for a, n in enumerate(shape):
-        entries = [_axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
+        entries = [axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
         fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
         spec.append(fit[0] if fit else ())
         used |= {*spec[-1]}
@@ -76,7 +76,7 @@ def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
     return P(*(of or None if carries else None for of, carries in zip(axes, full)))
 
 
-def _axes_of_entry(entry) -> tuple[str, ...]:
+def axes_of_entry(entry) -> tuple[str, ...]:
     """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 

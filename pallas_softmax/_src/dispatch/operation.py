@@ -49,6 +49,10 @@ class Kernel:
     slower: Callable[["Call"], str | None] = _never
 
 
+OPERATIONS: dict[str, "Operation"] = {}
+"""All operations by name: the text of a sharded call names its operation. A second one with a name does not count."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
     """An operation with implementations.
@@ -64,6 +68,9 @@ class Operation:
     plain: Callable[..., Any]
     kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
     better_by_xla: Callable[["Call"], str | None] = _never
+
+    def __post_init__(self):
+        OPERATIONS.setdefault(self.name, self)
 
     @property
     def shard_operation(self) -> "Operation | None":

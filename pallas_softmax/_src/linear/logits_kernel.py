@@ -27,7 +27,7 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
-from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
+from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.normalizers import Normalizer
 
@@ -35,20 +35,17 @@ from pallas_softmax._src.normalizers import Normalizer
 def reduce_logits(
     head: Head,
     vocab: int,
-    keep_logits: bool,
     acc,
     place: Place,
-    bias_gmem,
-    labels_gmem: "Labels",
-    scale_gmem,
+    inputs: "Inputs",
     reference_gmem,
     sums_gmem: "RowSums",
     stored_gmem,
 ) -> None:
-    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store their exponentials."""
-    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or its exponentials."""
+    z, column = _logits(acc, place, inputs, head, vocab)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-    sums_gmem.label_logit[own] = _logit_at_label(z, labels_gmem, place, column)
+    sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
     if sums_gmem.total is not None:
         sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
 
@@ -64,41 +61,33 @@ def reduce_logits(
         sums_gmem.t[own] = jnp.sum(below * e, axis=1)
     sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
 
-    if keep_logits:
-        store(place, z, stored_gmem)
+    if reference_gmem is not None:
+        store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
     elif stored_gmem is not None:
-        store(place, e * _slope(z, place, scale_gmem, head), stored_gmem)
+        store(place, z, stored_gmem)
 
 
 def write_gradients(
-    head: Head,
-    vocab: int,
-    acc,
-    place: Place,
-    bias_gmem,
-    labels_gmem: "Labels",
-    scale_gmem,
-    coefficients_gmem: Coefficients,
-    out_gmem,
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", coefficients_gmem: Coefficients, dz_gmem
 ) -> None:
     """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
-    z, column = _logits(acc, place, bias_gmem, scale_gmem, head, vocab)
-    m, of_exp, of_label, constant, slope = jax.tree.map(
+    z, column = _logits(acc, place, inputs, head, vocab)
+    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
         lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
     )
-    if slope is None:
-        dz = of_exp * jnp.exp(z - m)
-    else:  # with the entropy
+    if entropy_factor is None:
+        dz = exp_factor * jnp.exp(z - m)
+    else:
         below = normalizers.distance(z, m)
-        dz = (of_exp + slope * below) * jnp.exp(below)
+        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
     if constant is not None:
         dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
     dz = lax.cond(
-        _has_labels(labels_gmem, place),
-        lambda: dz - jnp.where(_at_label(labels_gmem, place, column), of_label, 0.0),
+        _has_labels(inputs.labels, place),
+        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), label_term, 0.0),
         lambda: dz,
     )
-    store(place, dz * _slope(z, place, scale_gmem, head), out_gmem)
+    store(place, dz * _softcap_slope(z, place, inputs, head), dz_gmem)
 
 
 # ---- Launches
@@ -114,6 +103,14 @@ class Labels(NamedTuple):
 
     column: Any
     in_tile: Any
+
+
+class Inputs(NamedTuple):
+    """Arrays that both epilogues read: the bias (V,) or None, the labels, and 1 / temperature (rows,) or None."""
+
+    bias: Any
+    labels: Labels
+    inverse_temperature: Any
 
 
 class RowSums(NamedTuple):
@@ -135,114 +132,79 @@ class RowSums(NamedTuple):
 
 
 def row_sums(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    tokens: Tokens,
-    reference: jax.Array | None = None,
-    *,
-    head: Head,
-    tiling: Tiling,
-    keep_logits: bool = False,
+    x, w, bias, tokens: Tokens, reference=None, *, head: Head, keep_logits: bool = False
 ) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
     Args:
-      x, w, bias, tokens: as in `chunks.Pieces`.
+      x, w, bias, tokens: as in `gradients.ChunkFunctions`.
       reference: float32 (rows,), or None.
       head: the projection.
-      tiling: sizes of tiles and stages.
       keep_logits: whether to write z in float32, without a reference.
 
     Returns:
       The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
-      `tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
+      `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
-    rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
-    tiles = -(-columns // TILE_N)
-    number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    rows, columns, cluster_rows = (
+        len(x),
+        w.shape[0 if head.transpose_w else 1],
+        plan_projection(len(x)).cluster_rows,
+    )
+    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), rounded_up(rows, cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
     stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
-    inputs = (
-        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(tokens.labels, columns, head.vocab(w), tiling),
-        _inverse_temperature(tokens, tiling),
-        None if reference is None else _padded(reference, tiling.cluster_rows),
-    )
-
-    return product(
-        functools.partial(reduce_logits, head, head.vocab(w), keep_logits),
-        x,
-        w,
-        inputs,
-        (sums, stored),
-        b_transposed=head.transpose_w,
-        staged=stored_dtype,
-        tiling=tiling,
-        name="linear_statistics" if reference is None else "linear_exponentials",
-    )
+    name = "linear_statistics" if reference is None else "linear_exponentials"
+    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored_dtype, head)
 
 
-def logit_gradients(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    tokens: Tokens,
-    coefficients: Coefficients,
-    *,
-    head: Head,
-    tiling: Tiling,
-) -> jax.Array:
+def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
     """Returns the gradients that `Coefficients` describes, in the dtype of x.
 
     Args:
-      x, w, bias, tokens, coefficients: as in `chunks.Pieces`.
+      x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
       head: the projection.
-      tiling: sizes of tiles and stages.
 
     Returns:
       An array (rows, columns of w), 0 from column V on.
     """
-    columns = w.shape[0 if head.transpose_w else 1]
-    inputs = (
-        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(tokens.labels, columns, head.vocab(w), tiling),
-        _inverse_temperature(tokens, tiling),
-        jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
-    )
+    dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
+    name = "linear_logit_gradients"
+    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), x.dtype, head)[0]
 
-    (dz,) = product(
-        functools.partial(write_gradients, head, head.vocab(w)),
-        x,
-        w,
-        inputs,
-        (jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),),
-        b_transposed=head.transpose_w,
-        staged=x.dtype,
-        tiling=tiling,
-        name="linear_logit_gradients",
+
+def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head):
+    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`."""
+    vocab, tiling = head.vocab(w), plan_projection(len(x))
+    inputs = Inputs(
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
+        _labels(tokens.labels, w.shape[0 if head.transpose_w else 1], vocab, tiling),
+        _inverse_temperature(tokens, tiling),
     )
-    return dz
+    per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
+    epilogue = functools.partial(epilogue, head, vocab)
+    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    return product(epilogue, x, w, (inputs, per_row), results, **options)
 
 
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int):
+def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
     """Returns the logits of a part of the product, and their column numbers within the part."""
     column = _columns(acc.shape)
     z = acc
-    if bias_gmem is not None:
-        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0)
+    if inputs.bias is not None:
+        bias = _load(inputs.bias.at[pl.ds(place.column, acc.shape[1])], 0)
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
-    if scale_gmem is not None:
-        z = z * _broadcast_rows(_load_per_row(scale_gmem, place), z)
+    if inputs.inverse_temperature is not None:
+        z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
@@ -275,10 +237,10 @@ def _first_of_largest(z, m, column):
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
     compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
-    of_row: Any = plgpu.Layout.WGMMA.reduce(1)
-    of_result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=of_row)
+    row_layout: Any = plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=row_layout)
 
-    @inline(arg_types=(plgpu.Layout.WGMMA, of_row), return_type=of_result)
+    @inline(arg_types=(plgpu.Layout.WGMMA, row_layout), return_type=result)
     def first_of_largest(_, z, m):
         in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
         columns, registers = z.registers.reshape(-1, 2), []
@@ -296,7 +258,7 @@ def _first_of_largest(z, m, column):
             for distance in 1, 2:
                 first = arith.minsi(first, utils.shfl_bfly(first, distance))
             registers.append(pack([first]))
-        return array(of_row.to_mgpu(), m.shape, registers)
+        return array(row_layout.to_mgpu(), m.shape, registers)
 
     return first_of_largest(z, m)
 
@@ -311,14 +273,14 @@ def _below(m: ir.Value) -> ir.Value:
         -inf          NaN, because every z is m
         NaN           inf, because only NaNs count as m
     """
-    compare, of = arith.CmpFPredicate, ir.F32Type.get()
-    bits, zero = arith.bitcast(ir.IntegerType.get_signless(32), m), arith.constant(of, 0.0)
-    of_zero = arith.bitcast(of, i32(-(2**31) + 1))  # the largest negative number
+    compare, f32 = arith.CmpFPredicate, ir.F32Type.get()
+    bits, zero = arith.bitcast(ir.IntegerType.get_signless(32), m), arith.constant(f32, 0.0)
+    below_zero = arith.bitcast(f32, i32(-(2**31) + 1))  # the largest negative number
     is_positive = arith.cmpf(compare.OGT, m, zero)
     step = arith.select(is_positive, i32(-1), i32(1))
-    below = arith.bitcast(of, arith.addi(bits, step))
-    below = arith.select(arith.cmpf(compare.OEQ, m, zero), of_zero, below)
-    return arith.select(arith.cmpf(compare.UNO, m, m), arith.constant(of, float("inf")), below)
+    below = arith.bitcast(f32, arith.addi(bits, step))
+    below = arith.select(arith.cmpf(compare.OEQ, m, zero), below_zero, below)
+    return arith.select(arith.cmpf(compare.UNO, m, m), arith.constant(f32, float("inf")), below)
 
 
 # Pairs of columns that a thread compares one after another. Several such chains run at the same time.
@@ -336,13 +298,15 @@ def _tanh(y):
     return jnp.where(square < 0.01, near, far)
 
 
-def _slope(z, place: Place, scale_gmem, head: Head):
+def _softcap_slope(z, place: Place, inputs: Inputs, head: Head):
     """Returns the derivative of the softcap; 1 without a softcap. From column V on, where z is -inf, it is 0."""
     if head.softcap is None:
         return 1.0
-    capped = z if scale_gmem is None else z * _broadcast_rows(1 / _load_per_row(scale_gmem, place), z)
-    t = jnp.maximum(capped * (1 / head.softcap), -1)
-    return (1 - t) * (1 + t)
+    capped = z
+    if inputs.inverse_temperature is not None:
+        capped = z * _broadcast_rows(1 / _load_per_row(inputs.inverse_temperature, place), z)
+    tanh = jnp.maximum(capped * (1 / head.softcap), -1)
+    return (1 - tanh) * (1 + tanh)
 
 
 # ---- Per-row and per-column numbers

@@ -109,20 +109,21 @@ class Statistics(NamedTuple):
 class Coefficients(NamedTuple):
     """Numbers of each row, (rows,) each, that give the gradient of sum(weights * losses) in the raw logits:
 
-        ((of_exp + slope * (z - m)) * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
+        ((exp_factor + entropy_factor * (z - m)) * exp(z - m) - label_term * [column == label] - constant)
+            * (1 - tanh) * (1 + tanh)
 
-    t = z * temperature / softcap is the tanh; without a softcap, t is 0. At the label of a peaked row the first two
+    tanh = z * temperature / softcap; without a softcap, it is 0. At the label of a peaked row the first two
     terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
     is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing,
-    `slope` without an entropy.
-    With several labels, `of_label` is (rows, K), and the term of each label is subtracted.
+    `entropy_factor` without an entropy.
+    With several labels, `label_term` is (rows, K), and the term of each label is subtracted.
     """
 
     m: jax.Array
-    of_exp: jax.Array
-    of_label: jax.Array
+    exp_factor: jax.Array
+    label_term: jax.Array
     constant: jax.Array | None
-    slope: jax.Array | None = None
+    entropy_factor: jax.Array | None = None
 
 
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
@@ -160,6 +161,11 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     return loss
 
 
+def like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns an array with one element per token, with one more dimension if the labels have one."""
+    return per_token if per_token.ndim == labels.ndim else per_token[..., None]
+
+
 def product(values: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns values * weights. The derivatives of a product that is not finite are 0."""
     result = values * weights
@@ -186,10 +192,10 @@ def shares(weights: jax.Array) -> jax.Array:
     large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
     each = weights / large, weights, _times_power(weights, large**1.5)
     counts = ~is_zero(weights)
-    of_small, of_given, of_large = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
-    is_small = (jnp.abs(of_given) < 1 / large) & jnp.isfinite(of_large)
-    chosen = jnp.where(jnp.isfinite(of_given), 1 + is_small.astype(jnp.int32), 0)
-    total = lax.select_n(chosen, of_small, of_given, of_large)
+    small_sum, given_sum, large_sum = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
+    is_small = (jnp.abs(given_sum) < 1 / large) & jnp.isfinite(large_sum)
+    chosen = jnp.where(jnp.isfinite(given_sum), 1 + is_small.astype(jnp.int32), 0)
+    total = lax.select_n(chosen, small_sum, given_sum, large_sum)
     usable = jnp.isfinite(total) & (total != 0)
     share = product(lax.select_n(chosen, *each), 1 / jnp.where(usable, total, 1))
     tiny = lax.stop_gradient(jnp.finfo(share.dtype).tiny - share)  # a share of 0 would leave the token out
@@ -227,40 +233,43 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
       tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
-    out = left_out(weights)
-
-    def kept(number):
-        return jnp.where(out if number.ndim == 1 else out[:, None], 0, number)
-
+    weightless = is_weightless(weights)
     if statistics.t is not None:
         return _coefficients_with_entropy(statistics, weights, tokens)
-    of_label = weights
+
+    def kept(number):
+        return jnp.where(weightless if number.ndim == 1 else weightless[:, None], 0, number)
+
+    label_term = weights
     if tokens.temperature is not None:
-        of_label = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
-    raw = jnp.sum(of_label, 1) if tokens.several else of_label
-    of_exp, constant = raw / d, None
+        label_term = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
+    weight = jnp.sum(label_term, 1) if tokens.several else label_term
+    exp_factor, constant = weight / d, None
     if tokens.z_loss is not None:
-        of_exp = raw * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
+        exp_factor = weight * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
     if tokens.label_smoothing is not None:
-        of_label = raw * (1 - tokens.label_smoothing)
-        constant = kept(raw * tokens.label_smoothing / vocab)
-    m = jnp.where(out, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
-    return Coefficients(m, kept(of_exp), kept(of_label), constant)
+        label_term = weight * (1 - tokens.label_smoothing)
+        constant = kept(weight * tokens.label_smoothing / vocab)
+    m = jnp.where(weightless, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
+    return Coefficients(m, kept(exp_factor), kept(label_term), constant)
 
 
 def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
     """Returns the coefficients of the gradient of a weighted sum of loss, entropy and logsumexp."""
     m, d, t = statistics.moments
-    out = left_out(weights)
+    weightless = is_weightless(weights)
     if tokens.temperature is not None:
         weights = weights / tokens.temperature[:, None]
-    of_label, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
-    of_exp = (of_label + of_logsumexp + of_entropy * (t / d)) / d
-    of_exp, of_label, slope = (jnp.where(out, 0, a) for a in (of_exp, of_label, -of_entropy / d))
-    return Coefficients(jnp.where(out, jnp.inf, normalizers.shift(m)), of_exp, of_label, None, slope)
+    loss, entropy, logsumexp = (weights[:, i] for i in range(3))
+    exp_factor = (loss + logsumexp + entropy * (t / d)) / d
+    exp_factor, label_term, entropy_factor = (
+        jnp.where(weightless, 0, a) for a in (exp_factor, loss, -entropy / d)
+    )
+    m = jnp.where(weightless, jnp.inf, normalizers.shift(m))
+    return Coefficients(m, exp_factor, label_term, None, entropy_factor)
 
 
-def left_out(weights: jax.Array) -> jax.Array:
+def is_weightless(weights: jax.Array) -> jax.Array:
     """Returns which rows have no other weight than 0."""
     return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
 
@@ -270,14 +279,15 @@ def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, h
 
     With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
     """
-    m, of_exp, of_label, *_ = coefficients
-    t = 1 if tokens.temperature is None else tokens.temperature
+    m, exp_factor, label_term, *_ = coefficients
+    temperature: Any = 1 if tokens.temperature is None else tokens.temperature
     if tokens.several:
-        m, of_exp, t = (a if isinstance(a, int) else a[:, None] for a in (m, of_exp, t))
+        m, exp_factor = m[:, None], exp_factor[:, None]
+        temperature = 1 if tokens.temperature is None else temperature[:, None]
         equal = tokens.labels[:, :, None] == tokens.labels[:, None, :]
-        of_label = jnp.sum(jnp.where(equal, of_label[:, None, :], 0), 2)
-    gradient = of_exp * jnp.exp(label_logit - m) - of_label
+        label_term = jnp.sum(jnp.where(equal, label_term[:, None, :], 0), 2)
+    gradient = exp_factor * jnp.exp(label_logit - m) - label_term
     if head.softcap is not None:
-        tanh = label_logit * t / head.softcap
+        tanh = label_logit * temperature / head.softcap
         gradient = gradient * (1 - tanh) * (1 + tanh)
     return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
-from pallas_softmax._src.linear.chunks import operations_of
+from pallas_softmax._src.linear.chunk_kernels import FUNCTIONS
+from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Tokens
-from pallas_softmax._src.linear.pieces import PIECES
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 
 HOPPER = 9  # major compute capability of the GPUs that have wgmma
@@ -36,7 +36,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 
 def _on_whole_atoms(
-    operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
+    operation: Callable, name: str, x, w, bias, tokens: Tokens, *per_token, head: Head, **static
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
@@ -47,7 +47,7 @@ def _on_whole_atoms(
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     wide = max(wide, FEWEST_COLUMNS)
     if (rows, deep, wide) == (n, depth, vocab):
-        return operation(x, w, bias, tokens, *of_rows, head=head, **static)
+        return operation(x, w, bias, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int):
         return jnp.pad(
@@ -57,12 +57,12 @@ def _on_whole_atoms(
     w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
     temperature = tokens.temperature
     # The new rows have weight 0. They must not divide by a temperature of 0.
-    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))
+    tokens, per_token = jax.tree.map(lambda a: extended(a, rows), (tokens, per_token))
     if temperature is not None:
         tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
     bias = None if bias is None else extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
-    results = operation(extended(x, rows, deep), w, bias, tokens, *of_rows, head=head, **static)
+    results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
     if name == "projection":
         return jax.tree.map(lambda a: a[:n], results)
     *statistics, dx, dw, dbias = results
@@ -77,6 +77,6 @@ def _kernel(function: Callable) -> Kernel:
 
 OPERATIONS: dict[str, Callable] = {
     name: functools.partial(_on_whole_atoms, operation, name)
-    for name, operation in operations_of(PIECES).items()
+    for name, operation in operations_of(FUNCTIONS).items()
 }
 KERNELS = {name: _kernel(function) for name, function in OPERATIONS.items()}

@@ -1,4 +1,4 @@
-"""The three operations on a projection and its softmax, as objects; `chunks.py` describes them.
+"""The three operations on a projection and its softmax, as objects; `gradients.py` describes them.
 
 Their arguments are x, w and bias instead of logits, so they are no `RowOperation`s. `linear/mesh.py` divides them over
 a mesh, and their kernels take mesh_axes= themselves.
@@ -16,7 +16,7 @@ def _operation(name: str) -> Operation:
 
     return Operation(
         name=name,
-        plain=xla.functions[name],
+        plain=xla.OPERATIONS[name],
         kernels={"mosaic_gpu": mosaic_gpu},
     )
 

@@ -67,6 +67,30 @@ from pallas_softmax._src.linear.plan import (
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any: pyright believes that its transforms are abstract
 
 
+# Registers per thread. A multiprocessor has 512 for each of 128 threads. One thread of each warpgroup takes 504 in all.
+_COPIER_REGISTERS = 40
+_MULTIPLIER_REGISTERS = 232
+
+
+def multiply_tiles(cta: "_Cta", epilogue: Callable[[Any, "Place"], None]) -> None:
+    """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue."""
+
+    @pl.when(cta.warpgroup == MULTIPLIERS)
+    def _copier():
+        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        blocks = cta.over_tiles(cta.copy)
+        # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
+        for stage in range(cta.tiling.stages):
+            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, cta.consumed.at[stage]))
+
+    @pl.when(cta.warpgroup < MULTIPLIERS)
+    def _multiplier():
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        cta.over_tiles(functools.partial(cta.multiply, epilogue))
+        if cta.staging_smem is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 class Place(NamedTuple):
     """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers.
 
@@ -84,14 +108,14 @@ class Place(NamedTuple):
 
 
 def product(
-    epilogue: Callable[..., None],
-    a: jax.Array,
-    b: jax.Array,
+    epilogue: Callable,
+    a,
+    b,
     others: tuple,
     out_type: tuple,
     *,
-    b_transposed: bool = False,
-    staged: Any = None,
+    b_transposed: bool,
+    staged: Any,
     tiling: Tiling,
     name: str,
 ) -> tuple:
@@ -107,13 +131,7 @@ def product(
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
     """
-    shape, columns = _Shape.of(a, b, b_transposed, tiling), b.shape[0 if b_transposed else 1]
-    stages, cluster = tiling.stages, tiling.cluster
-    b_block = (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
-    barrier: Any = plgpu.Barrier
-    if cluster > 1:
-        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-
+    columns, cluster = b.shape[0 if b_transposed else 1], tiling.cluster
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
     flat_outputs, out_tree = jax.tree.flatten(out_type)
 
@@ -121,26 +139,11 @@ def product(
         a_gmem, b_gmem, *others_gmem = in_tree.unflatten(refs[: len(flat_inputs)])
         outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
 
-        def run(a_smem, b_smem, staging_smem, arrived, consumed):
-            warpgroup = lax.axis_index("warpgroup")
-            cta = _Cta(
-                tiling, shape, warpgroup, a_gmem, b_gmem, a_smem, b_smem, staging_smem, arrived, consumed
-            )
-            pl.when(cta.warpgroup == MULTIPLIERS)(cta.copy_all)
+        def run(*memory):
+            cta = _Cta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
+            multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
 
-            @pl.when(cta.warpgroup < MULTIPLIERS)
-            def _():
-                cta.multiply_all(lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
-
-        pl.run_scoped(
-            run,
-            plgpu.SMEM((stages, TILE_M, TILE_K), a.dtype, transforms=_transforms(a.dtype)),
-            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
-            None if staged is None else _staging(staged),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
-            barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
-            collective_axes="warpgroup",
-        )
+        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
 
     launch = plgpu.kernel(
         body,
@@ -161,25 +164,30 @@ def product(
     return out_tree.unflatten(trace_kernel(launch, *flat_inputs))
 
 
-class _Shape(NamedTuple):
-    """The shape of a product a @ b, in tiles and blocks.
+def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
+    """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_Cta`."""
+    stages, b_block = tiling.stages, (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
+    barrier: Any = plgpu.Barrier
+    if tiling.cluster > 1:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
-    Attributes:
-      tiles: number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile.
-      steps: number of blocks along K.
-      b_transposed: whether b is (N, K).
-    """
+    def smem(shape, dtype) -> Any:
+        """Returns blocks laid out for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
+        atom = plgpu.TilingTransform((ATOM_ROWS, _elements(dtype)))
+        return plgpu.SMEM(shape, dtype, transforms=(atom, plgpu.SwizzleTransform(SWIZZLE_BYTES)))
 
-    tiles: tuple[int, int]
-    steps: int
-    b_transposed: bool
+    return (
+        smem((stages, TILE_M, TILE_K), dtype),
+        smem((stages, *b_block), dtype),
+        None if staged is None else smem((MULTIPLIERS, 2, WARPGROUP_ROWS, _elements(staged)), staged),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
+        barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
+    )
 
-    @staticmethod
-    def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
-        """Returns the shape of the product of two arrays."""
-        columns = b.shape[0 if b_transposed else 1]
-        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, TILE_N)
-        return _Shape(tiles, pl.cdiv(a.shape[1], TILE_K), b_transposed)
+
+def _elements(dtype) -> int:
+    """Returns the number of elements in a row of an atom."""
+    return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +196,7 @@ class _Cta:
 
     Attributes:
       tiling: sizes of tiles and stages.
-      shape: the shape of the product.
+      b_transposed: whether b is (N, K).
       warpgroup: number of this warpgroup. The multipliers come first, then the copier.
       a_gmem: the first operand.
       b_gmem: the second operand.
@@ -200,7 +208,7 @@ class _Cta:
     """
 
     tiling: Tiling
-    shape: _Shape
+    b_transposed: bool
     warpgroup: Any
     a_gmem: Any
     b_gmem: Any
@@ -210,38 +218,34 @@ class _Cta:
     arrived: Any
     consumed: Any
 
-    def copy_all(self) -> None:
-        """Runs the copier: copies the blocks of all tiles of this CTA to shared memory."""
-        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
-        blocks = self._over_tiles(self._copy)
-        # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
-        for stage in range(self.tiling.stages):
-            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """The number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile."""
+        columns = self.b_gmem.shape[0 if self.b_transposed else 1]
+        return pl.cdiv(self.a_gmem.shape[0], self.tiling.cluster_rows), pl.cdiv(columns, TILE_N)
 
-    def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
-        """Runs a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
-        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
-        self._over_tiles(functools.partial(self._multiply, epilogue))
-        if self.staging_smem is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    @property
+    def steps(self) -> int:
+        """The number of blocks along K."""
+        return pl.cdiv(self.a_gmem.shape[1], TILE_K)
 
-    def _over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
+    def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
         """Calls take(i, j, count) for each tile (i, j) of this CTA. Returns the CTA's number of blocks of an operand.
 
         Block k of the tile is number count(k) among the CTA's blocks.
         """
-        tiles, cluster = self.shape.tiles, self.tiling.cluster
+        tiles, cluster = self.tiles, self.tiling.cluster
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="cta", init_carry=jnp.int32(0))
         def blocks(loop, carry):
             i, j = plgpu.planar_snake(loop.index[0], tiles, 0, self.tiling.rows_together)
             i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
             take(i, j, lambda k: carry + k)
-            return carry + self.shape.steps
+            return carry + self.steps
 
         return blocks
 
-    def _copy(self, i, j, count) -> None:
+    def copy(self, i, j, count) -> None:
         """Starts the copies of the blocks of tile (i, j). Each waits until its stage is consumed."""
         stages = jnp.int32(self.tiling.stages)  # lax.rem would take an int as int64 under x64
         rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
@@ -256,17 +260,15 @@ class _Cta:
 
             arrived = self.arrived.at[stage]
             plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], self.a_smem.at[stage], arrived)
-            b_block = (
-                self.b_gmem.at[columns, along] if self.shape.b_transposed else self.b_gmem.at[along, columns]
-            )
+            b_block = self.b_gmem.at[columns, along] if self.b_transposed else self.b_gmem.at[along, columns]
             plgpu.copy_gmem_to_smem(b_block, self.b_smem.at[stage], arrived, **shared)
             return carry
 
-        lax.fori_loop(0, self.shape.steps, step, None)
+        lax.fori_loop(0, self.steps, step, None)
 
-    def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
+    def multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
-        stages, steps = jnp.int32(self.tiling.stages), self.shape.steps
+        stages, steps = jnp.int32(self.tiling.stages), self.steps
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
@@ -275,7 +277,7 @@ class _Cta:
                 plgpu.barrier_wait(self.arrived.at[stage])
                 a_block = self.a_smem.at[stage, pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
                 b_block = self.b_smem.at[stage]
-                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.shape.b_transposed else b_block)
+                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.b_transposed else b_block)
                 plgpu.wgmma_wait(1)
 
                 @pl.when(k > 0)  # the previous wgmma has ended; this one is still running
@@ -290,11 +292,6 @@ class _Cta:
             row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
             staging = None if self.staging_smem is None else self.staging_smem.at[self.warpgroup]
             epilogue(acc[...], Place(row, j * TILE_N, j, staging))
-
-
-# Registers per thread. A multiprocessor has 512 for each of 128 threads. One thread of each warpgroup takes 504 in all.
-_COPIER_REGISTERS = 40
-_MULTIPLIER_REGISTERS = 232
 
 
 def store(place: Place, values, gmem) -> None:
@@ -312,14 +309,3 @@ def store(place: Place, values, gmem) -> None:
             place.staging.at[i % 2],
             gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)],
         )
-
-
-def _staging(dtype) -> Any:
-    shape = (MULTIPLIERS, 2, WARPGROUP_ROWS, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
-
-
-def _transforms(dtype) -> tuple:
-    """Returns the layout of blocks in shared memory for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((ATOM_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)

@@ -13,13 +13,20 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch import mesh
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
-from pallas_softmax._src.linear.api import WORKSPACE_BYTES, Options, checked_projection, known_softcap
+from pallas_softmax._src.linear.checks import (
+    WORKSPACE_BYTES,
+    Options,
+    check_replicated,
+    checked_projection,
+    known_options,
+    lay_out,
+)
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, over_chunks
 from pallas_softmax._src.linear.losses import Head, Tokens
-from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
+from pallas_softmax._src.linear.mesh import describe
 from pallas_softmax._src.linear.vmap import as_tokens
 from pallas_softmax._src.linear.xla import logits
 from pallas_softmax._src.normalizers import widen
@@ -63,42 +70,28 @@ def linear_topk(
     """
     name = "linear_topk"
     temperature = arguments.known_temperature(name, temperature, x)
-    softcap = known_softcap(name, softcap)
-    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _topk_of(x, w, bias, temperature, k, log, options)
 
 
 @at_once("k", "log", "options")
 def _topk_of(x, w, bias, temperature, k, log, options: Options) -> TopK:
     name = options.function
-    x, w, bias, head, workspace_bytes = checked_projection(x, w, bias, options)
-    mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
-    k = arguments.count_in_row(
-        name, "k", k, head.vocab(w) * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    )
+    x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
+    k = arguments.count_in_row(name, "k", k, vocab)
     log = arguments.static_bool(name, "log", log)
     dtype, batch = widen(x).dtype, x.shape[:-1]
-    t = arguments.row_temperature(name, temperature, x.shape, x.ndim - 1, dtype)
-    tokens = Tokens(None, jnp.broadcast_to(t[..., 0], batch))
-    for of, a in ("x", x), ("temperature", tokens.temperature):
-        if varies(a, mesh_axes):
-            raise ValueError(
-                f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
-            )
+    temperature = arguments.row_temperature(name, temperature, x.shape, x.ndim - 1, dtype)
+    tokens = Tokens(None, jnp.broadcast_to(temperature[..., 0], batch))
+    check_replicated(options, mesh_axes, x=x, temperature=tokens.temperature)
     rows: Any = jax.ShapeDtypeStruct((*batch, head.vocab(w)), dtype)
-    of_rows = choose(
-        describe_rows(TOPK, rows, (len(batch),), None, k, mesh_axes, function=name), options.implementation
-    )
-    of_rows.required_cuda()
-    x, w, bias, tokens = lay_out_arrays(_without_gradient((x, w, bias, tokens)), head)
-    x, w, bias, tokens = vary_together(x, w, bias, tokens, but=mesh_axes)
-    w, bias = vary_together(w, bias, over=mesh_axes)
-    static = {"head": head, "workspace_bytes": workspace_bytes, "topk": of_rows, "k": k, "log": log}
-    return as_tokens(
-        choose_plain(describe(PROJECTION_TOPK, x, w, head, mesh_axes, function=name)),
-        *(x, w, bias, tokens),
-        **static,
-    )
+    call = describe_rows(TOPK, rows, (len(batch),), None, k, mesh_axes, function=name)
+    topk = choose(call, options.implementation)
+    topk.required_cuda()
+    x, w, bias, tokens = lay_out(_without_gradient((x, w, bias, tokens)), head, mesh_axes)
+    choice = choose_plain(describe(PROJECTION_TOPK, x, w, head, mesh_axes, function=name))
+    static = {"head": head, "workspace_bytes": workspace_bytes, "topk": topk, "k": k, "log": log}
+    return as_tokens(choice, x, w, bias, tokens, **static)
 
 
 @jax.custom_jvp
@@ -116,23 +109,13 @@ def _(primals, tangents):
 
 
 def _projection_topk(
-    x,
-    w,
-    bias,
-    tokens: Tokens,
-    *,
-    head: Head,
-    workspace_bytes: int,
-    topk: Choice,
-    k: int,
-    log: bool,
-    mesh_axes: tuple[str, ...] = (),
+    x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, topk: Choice, k, log: bool, mesh_axes=()
 ) -> TopK:
     """Returns the winners of whole rows, (n, k).
 
     Args:
       x: (n, D).
-      w, bias, head, workspace_bytes, mesh_axes: as for `chunks._Projection`.
+      w, bias, head, workspace_bytes, mesh_axes: as for `gradients._Projection`.
       tokens: the temperature of each token, (n,).
       topk: the choice of top-k for the user's call.
       k, log: as for `linear_topk`.
@@ -141,8 +124,8 @@ def _projection_topk(
     rows = chunk_rows(n, vocab, dtype.itemsize, workspace_bytes)
 
     def step(chunk: Chunk, found: TopK) -> TopK:
-        z = logits(chunk.of(x), w, bias, Tokens(None), head=head)
-        arrays = z, None, chunk.of(tokens.temperature)[:, None]
+        z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
+        arrays = z, None, chunk.slice(tokens.temperature)[:, None]
         winners, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
         return chunk.put(found, vary(TopK(*winners), x, w, tokens)[0])
 

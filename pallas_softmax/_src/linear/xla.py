@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
+from pallas_softmax._src.linear.gradients import ChunkFunctions, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
 
-# On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
+# On the CPU, x.T @ dz is stored before it is added to the total. At most this many bytes are stored at a time.
 _PRODUCT_BYTES = 32 * 2**20
 
 
@@ -25,26 +25,26 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """The `statistics` of `Pieces`."""
-    return _statistics_of(logits(x, w, bias, tokens, head=head), tokens, head)
+    """The `statistics` of `ChunkFunctions`."""
+    return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    """The `dlogits` of `Pieces`."""
-    return _dlogits_of(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
+    """The `dlogits` of `ChunkFunctions`."""
+    return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """The `statistics_and_dlogits` of `Pieces`."""
+    """The `statistics_and_dlogits` of `ChunkFunctions`."""
     del largest
     z = logits(x, w, bias, tokens, head=head)
-    merged, coefficients = to_coefficients(_statistics_of(z, tokens, head))
-    return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype), None
+    merged, coefficients = to_coefficients(_reduced(z, tokens, head))
+    return merged, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
 
 
-def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
-    of: Any = Moments if head.entropy else Normalizer
-    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=of)
+def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
+    form: Any = Moments if head.entropy else Normalizer
+    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=form)
     label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
@@ -53,17 +53,19 @@ def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
     return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
 
 
-def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
-    m, of_exp, of_label, constant, slope = jax.tree.map(lambda number: number[:, None], coefficients)
+def _gradient(z, tokens: Tokens, coefficients, head: Head):
+    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
+        lambda number: number[:, None], coefficients
+    )
     z = jnp.where(m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
-    if slope is None:
-        dz = of_exp * jnp.exp(z - m)
+    if entropy_factor is None:
+        dz = exp_factor * jnp.exp(z - m)
     else:
         below = normalizers.distance(z, m)
-        dz = (of_exp + slope * below) * jnp.exp(below)
+        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
     if not tokens.several:
         at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
-        dz = dz - jnp.where(at_label, of_label, 0)
+        dz = dz - jnp.where(at_label, label_term, 0)
     dz = dz if constant is None else dz - constant
     if head.softcap is None:
         return dz
@@ -73,7 +75,10 @@ def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """The `add_product` of `Pieces`. On the CPU, where XLA does not add in place, it adds some columns at a time."""
+    """The `add_product` of `ChunkFunctions`.
+
+    On the CPU, where XLA does not add in place, some columns are added at a time.
+    """
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
@@ -106,7 +111,7 @@ def add_product(total, x, dz, *, head: Head):
 
 
 def product(x, dz, *, head: Head):
-    """The `product` of `Pieces`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
+    """The `product` of `ChunkFunctions`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
     a, b = (dz, x) if head.transpose_w else (x, dz)
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
@@ -119,6 +124,6 @@ def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
 
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
-functions = operations_of(
-    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+OPERATIONS = operations_of(
+    ChunkFunctions(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
 )

@@ -1,4 +1,4 @@
-"""The pieces of a projection (`chunks.Pieces`) by Mosaic GPU kernels, for 16-bit floats.
+"""The functions of a chunk (`gradients.ChunkFunctions`) by Mosaic GPU kernels, for 16-bit floats.
 
     statistics               one product; its epilogue reduces, and stores the logits for several labels
     dlogits                  one product; its epilogue writes the gradients
@@ -15,12 +15,11 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import Pieces
-from pallas_softmax._src.linear.logits_kernel import RowSums
+from pallas_softmax._src.linear.gradients import ChunkFunctions
+from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
-from pallas_softmax._src.linear.plan import TILE_N, plan_projection
+from pallas_softmax._src.linear.plan import TILE_N
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
@@ -29,12 +28,12 @@ _LARGEST_SUM = 2.0**64
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """The `statistics` of `Pieces`."""
-    tiling, several = plan_projection(len(x)), tokens.several
-    of_one = _without_labels(tokens) if several else tokens
-    sums, z = logits_kernel.row_sums(x, w, bias, of_one, head=head, tiling=tiling, keep_logits=several)
-    found = _of_rows(sums, None, len(x))
-    return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w))) if several else found
+    """The `statistics` of `ChunkFunctions`."""
+    if not tokens.several:
+        return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, len(x))
+    sums, z = row_sums(x, w, bias, _without_labels(tokens), head=head, keep_logits=True)
+    found = _merged_tiles(sums, None, len(x))
+    return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w)))
 
 
 def _without_labels(tokens: Tokens) -> Tokens:
@@ -43,23 +42,22 @@ def _without_labels(tokens: Tokens) -> Tokens:
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
-    """The `dlogits` of `Pieces`."""
+    """The `dlogits` of `ChunkFunctions`."""
     if tokens.several:
         tokens = _without_labels(tokens)
-        coefficients = coefficients._replace(of_label=coefficients.of_exp)  # (rows,); no row has a label
-    return logits_kernel.logit_gradients(
-        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x))
-    )
+        # No row has a label. The kernel needs an array (rows,).
+        coefficients = coefficients._replace(label_term=coefficients.exp_factor)
+    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """The `statistics_and_dlogits` of `Pieces`.
+    """The `statistics_and_dlogits` of `ChunkFunctions`.
 
-    Except at the label, the gradient of the logits is of_exp * exp(z - m). m and of_exp are known only after the whole
-    row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e times a
-    number for each row, if one element of e is changed:
+    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
+    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
+    e times a number for each row, if one element of e is changed:
 
-        dz = factor * e,   factor = of_exp * exp(r - m)          at the label, e = the gradient there / factor
+        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
 
     A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
     row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
@@ -71,10 +69,10 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
         return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
 
     reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
-    found = _of_rows(sums, reference, len(x))
+    found = _merged_tiles(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
-    m, of_exp, *_ = coefficients
-    factor = of_exp * jnp.exp(reference - m)
+    m, exp_factor, *_ = coefficients
+    factor = exp_factor * jnp.exp(reference - m)
     at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
     own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     column = jnp.where(own_label, tokens.labels, e.shape[1])
@@ -105,14 +103,12 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
 
     The reference is the same on all devices that the columns are spread over.
     """
-    tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
-        args = (x, w, bias, tokens, reference)
-        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling)
+        return reference, *row_sums(x, w, bias, tokens, reference, head=head)
 
     def out_of_range(sums: RowSums):
-        d = largest(_sum_of_exponentials(sums, len(x)))
+        d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(state):
@@ -126,27 +122,22 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
 
 
-def _sum_of_exponentials(sums: RowSums, rows: int) -> jax.Array:
-    """Returns the sum of exp(z - reference) of each row."""
-    return jnp.sum(sums.normalizer.d, 0)[:rows]
-
-
 def _first_columns(w, bias, head: Head):
     columns = min(_GUESS_COLUMNS, head.vocab(w))
     w = w[:columns] if head.transpose_w else w[:, :columns]
     return w, None if bias is None else bias[:columns]
 
 
-def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
+def _merged_tiles(sums: RowSums, reference, rows: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     m, d = sums.normalizer
     if reference is None:
         tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
-        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda of_row: of_row[None])
+        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None])
         normalizer = Normalizer(m[:rows], d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]
-        d = _sum_of_exponentials(sums, rows)
+        d = jnp.sum(d, 0)[:rows]
         normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
     label_logit = jnp.sum(sums.label_logit, 0)[:rows]
     found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
@@ -165,7 +156,7 @@ def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
     return 24 / TILE_N + (4 if several else 0), itemsize
 
 
-PIECES = Pieces(
+FUNCTIONS = ChunkFunctions(
     statistics,
     dlogits,
     statistics_and_dlogits,

@@ -1,0 +1,300 @@
+"""Programs with Auto mesh axes: caches, executables, exports, and the text that describes a call."""
+
+import dataclasses
+import inspect
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from pallas_softmax._src import jax_internals
+from pallas_softmax._src.dispatch import partitioner, text
+from pallas_softmax._src.dispatch.operation import OPERATIONS, Call
+from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.topk.operation import TOPK
+from tests.programs import portable_checks
+from tests.programs.portable_checks import CASES, CHECKS
+from tests.support.calls import device
+from tests.support.children import once, reports
+from tests.support.covering import slow
+from tests.support.lowering import array, divided_calls, kernel_names
+
+FAST = ("fused_topk", "linear_cross_entropy")
+NAMES = [*CHECKS["first"], *CHECKS["second"]]
+CASE = {label: name for checks in CHECKS.values() for label, (_, name) in checks.items()}
+
+
+@pytest.fixture(scope="session")
+def report(request, tmp_path_factory):
+    """Returns the errors of all checks. The first pytest worker that asks runs them in two processes."""
+    asked = {
+        CASE[item.callspec.params["name"]]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_on_eight_cpu_devices
+    }
+
+    def run(folder):
+        folder = folder / "portable"
+        folder.mkdir()
+        return {
+            process: reports("portable_checks.py", process, str(folder), *asked)
+            for process in ("first", "second")
+        }
+
+    return once(tmp_path_factory, "portable", run)
+
+
+@pytest.mark.parametrize("name", [name if CASE[name] in FAST else slow(name) for name in NAMES])
+def test_on_eight_cpu_devices(report, name):
+    found = report["first" if name in CHECKS["first"] else "second"]
+    error = found.get(name, found[""] + "\nthe child ended before this check")
+    assert error is None, error
+
+
+# --- Static arguments ---------------------------------------------------------------------------------
+
+MESH = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
+ROWS, V, D = 16, 1024, 64
+X = array(ROWS, V, dtype="bfloat16", sharding=NamedSharding(MESH, P(None, "v")))
+CUBE = array(2, ROWS, V, dtype="bfloat16", sharding=NamedSharding(MESH, P(None, None, "v")))
+H = array(ROWS, D, dtype="bfloat16", sharding=NamedSharding(MESH, P()))
+SQUARE = array(D, D, dtype="bfloat16", sharding=NamedSharding(MESH, P(None, "v")))
+EXPERTS = array(ROWS, 64, sharding=NamedSharding(MESH, P("v", None)))
+LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
+
+# Arguments that are arrays, or numbers that become arrays; their shapes and dtypes are in every lowered program. A
+# mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
+ARRAYS = {
+    "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
+    "token_weights", "label_smoothing", "z_loss", "axis_name",
+}  # fmt: skip
+
+
+class Calls(NamedTuple):
+    """A function, its arrays, its other arguments, and values of each static argument; the first is the default."""
+
+    function: Any
+    arrays: tuple
+    static: dict[str, tuple]
+
+
+SOFTMAX = {"axis": (-1, 1, (1, 2)), "implementation": (None, "mosaic_gpu")}
+LINEAR = {
+    "softcap": (None, 30.0, 30.5),
+    "transpose_w": (False, True),
+    "workspace_bytes": (2**29, 2**20),
+    "implementation": (None, "xla"),
+}
+CALLS = {
+    "softmax": Calls(ps.softmax, (CUBE,), SOFTMAX),
+    "log_softmax": Calls(ps.log_softmax, (CUBE,), SOFTMAX),
+    "logsumexp": Calls(
+        ps.logsumexp, (CUBE,), SOFTMAX | {"keepdims": (False, True), "return_sign": (False, True)}
+    ),
+    "fused_topk": Calls(
+        ps.fused_topk,
+        (X,),
+        {
+            "k": (4, 5),
+            "axis": (-1, 0),
+            "log": (False, True),
+            "dtype": (None, "float32"),
+            "implementation": (None, "mosaic_gpu", "xla"),
+        },
+    ),
+    "sample": Calls(
+        lambda x, **kwargs: ps.sample(jax.random.key(0), x, **kwargs),
+        (X,),
+        {"axis": (-1, 0), "implementation": (None, "xla")},
+    ),
+    "token_stats": Calls(ps.token_stats, (X,), {"axis": (-1, 0), "implementation": (None, "xla")}),
+    "route": Calls(
+        ps.route,
+        (EXPERTS,),
+        {
+            "k": (4, 5),
+            "score": ("softmax", "sigmoid"),
+            "groups": (8, 4),
+            "top_groups": (2, 4),
+            "renormalize": (False, True),
+            "scale": (1.0, 2.0),
+            "implementation": (None, "xla"),
+        },
+    ),
+    "linear_logsumexp": Calls(ps.linear_logsumexp, (H, SQUARE), LINEAR),
+    "linear_cross_entropy": Calls(
+        ps.linear_cross_entropy, (H, SQUARE, LABELS), LINEAR | {"reduction": ("mean", "sum", None)}
+    ),
+    "linear_log_probs": Calls(ps.linear_log_probs, (H, SQUARE, LABELS), LINEAR),
+    "linear_token_stats": Calls(ps.linear_token_stats, (H, SQUARE, LABELS), LINEAR),
+    "linear_topk": Calls(ps.linear_topk, (H, SQUARE), LINEAR | {"k": (4, 5), "log": (False, True)}),
+}
+
+
+def test_all_functions_and_static_arguments_are_listed():
+    functions = {name for name in ps.__all__ if inspect.isfunction(getattr(ps, name))} - {"explain"}
+    assert {*CALLS} == functions
+    for name, calls in CALLS.items():
+        arguments = {*inspect.signature(getattr(ps, name)).parameters}
+        assert arguments - ARRAYS == {*calls.static}, name
+
+
+def lowered(f, arrays):
+    def call(*arrays):
+        return f(*arrays)
+
+    return jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_static_arguments_have_programs_of_their_own(name):
+    """Calls that differ in one static argument lower to different texts, so no cache can take one for the other."""
+    function, arrays, static = CALLS[name]
+    base = {argument: values[0] for argument, values in static.items()}
+    variants = [base] + [base | {argument: v} for argument in static for v in static[argument][1:]]
+    texts = [lowered(lambda *a, v=v: function(*a, **v), arrays) for v in variants]
+    same = [(a, b) for (a, x), (b, y) in itertools.combinations(zip(variants, texts), 2) if x == y]
+    assert not same
+    assert divided_calls(texts[0])
+
+
+# --- The text of a call -------------------------------------------------------------------------------
+
+CALL = Call(TOPK, "float32", 16, 1024, k=4, mesh_axes=("v",), function="fused_topk")
+VALUES = [
+    None, True, False, 0, 1, -1, 2**70, 0.0, -0.0, 1.0, 0.1, math.inf, "", "None", "é\"\\\n", (), (1,), (1.0,), ((1,),),
+    (True, None), np.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("int32"), Head(),
+    Head(True, 30.0, "highest", 5), Head(softcap=1.0), Tokens((1,)), Tokens((1,), 2), CALL,
+    dataclasses.replace(CALL, k=5),
+]  # fmt: skip
+
+
+def test_values_have_texts_of_their_own():
+    """Different values have different texts, also where Python says they are equal, as 1, 1.0 and True."""
+    texts = [text.dumps(value) for value in VALUES]
+    assert len({*texts}) == len(texts)
+    for value, written in zip(VALUES, texts):
+        read = text.loads(written.encode())
+        assert type(read) is type(value)
+        assert read == value
+        assert text.dumps(read) == written
+    assert math.isnan(text.loads(text.dumps(math.nan)))
+    assert math.copysign(1, text.loads(text.dumps(-0.0))) == -1
+
+
+def test_operations_are_read_by_name():
+    for operation in OPERATIONS.values():
+        assert text.loads(text.dumps(operation)) is operation
+
+
+OTHERS = [
+    [1],
+    {"a": 1},
+    {1},
+    np.float32(1),
+    np.int32(1),
+    jnp.float32,
+    np.ones(2),
+    1j,
+    object(),
+    len,
+    (1, [2]),
+    lambda: 1,
+    jax.ShapeDtypeStruct((1,), "float32"),
+    AxisType.Auto,
+    dataclasses.replace(TOPK),
+    Head(softcap=np.float32(1)),  # pyright: ignore[reportArgumentType]
+]
+
+
+@pytest.mark.parametrize("i", range(len(OTHERS)))
+def test_other_values_have_no_text(i):
+    with pytest.raises(TypeError, match="no text for a static argument"):
+        text.dumps(OTHERS[i])
+
+
+@pytest.mark.parametrize("written", ['{"os:system":{"x":1}}', '{"pallas_softmax._src.target:capability":{}}'])
+def test_other_classes_are_not_read(written):
+    with pytest.raises(ValueError, match="has no class"):
+        text.loads(written)
+
+
+def test_text_of_the_surroundings():
+    """A program for another kind of GPU, or with other settings of JAX, has another text."""
+
+    def call():
+        ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))
+        return found
+
+    plain = call()
+    with device("NVIDIA H100 80GB HBM3"):
+        hopper = call()
+    with device("NVIDIA B200"):
+        blackwell = call()
+    with jax.enable_x64(True):
+        wide = call()
+    with jax.default_matmul_precision("bfloat16"):
+        coarse = call()
+    assert len({plain, hopper, blackwell, wide, coarse}) == 5
+
+
+def test_settings_are_those_of_the_lowering():
+    """XLA may ask for a device's program where JAX has other settings: here, after the context of the lowering."""
+    x = array(8, 64, dtype="float64", sharding=NamedSharding(MESH, P("v", None)))
+    with jax.enable_x64(True):
+        ((shapes, call),) = divided_calls(lowered(lambda x: ps.linear_logsumexp(x, jnp.ones((64, 8))), [x]))
+    module, *_ = partitioner._partition(shapes, [None] * len(shapes), call.encode())
+    with mlir.make_ir_context():
+        assert "tensor<8x8xf64>" in str(mlir.ir.Module.parse(module))
+
+
+def test_other_sources_have_other_texts(tmp_path):
+    """A compilation cache outlives a change of the source."""
+    (tmp_path / "a").mkdir()
+    found = [partitioner.digest(tmp_path)]
+    for name, content in [("a/b.py", ""), ("a/b.py", "x"), ("a/c.py", ""), ("d.py", "")]:
+        (tmp_path / name).write_text(content)
+        found.append(partitioner.digest(tmp_path))
+    assert len({*found}) == len(found)
+    assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))[0][1]
+
+
+# --- More devices than there are ----------------------------------------------------------------------
+
+KERNELS = {
+    "softmax": {"logsumexp_forward"},
+    "fused_topk": {"softmax_topk", "topk_merge"},
+    "sample": set(),  # plain JAX if V is sharded
+    "token_stats": {"token_stats_forward"},
+    "route": {"route", "route_grad"},
+    "linear_cross_entropy": {"linear_exponentials"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_program_of_a_gpu(name):
+    """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
+    mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
+    case = CASES[name]
+    program = lowered(portable_checks.with_gradient(case), portable_checks.like(case, mesh, "bfloat16"))
+    modules = []
+    for shapes, call in divided_calls(program):
+        specs = [P(*({16: "b", 4096: "v"}.get(n) for n in shape)) for shape, _ in shapes]
+        tiles = [
+            jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec)))
+            for spec in specs
+        ]
+        module, *_ = partitioner._partition(shapes, tiles, call.encode())
+        with mlir.make_ir_context():
+            modules.append(str(mlir.ir.Module.parse(module)))
+    assert modules
+    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (4096, 64)), "a whole array"
+    assert {kernel for module in modules for kernel in kernel_names(module)} == KERNELS[name]

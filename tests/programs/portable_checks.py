@@ -1,0 +1,277 @@
+"""Programs with Auto mesh axes are ordinary programs; tests/dispatch/test_partitioner.py runs each check as a test.
+
+Two processes with eight CPU devices each. The first compiles every call, and writes its results, its executable and its
+export to a folder, and fills a compilation cache there. The second must get the same from the folder:
+
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu PYTHONPATH=. \
+      python tests/programs/portable_checks.py first FOLDER [CALL ...] && (the same with `second`)
+
+Each process prints the name of each check with its error or null.
+"""
+
+import contextlib
+import json
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from benchmarks.support import links
+from pallas_softmax._src.dispatch import partitioner
+
+ROWS, V, D, EXPERTS = 16, 4096, 64, 64
+
+
+class Case(NamedTuple):
+    """A function of arrays with its gradient, and how the arrays are sharded on a mesh with the axes "b" and "v"."""
+
+    function: Any  # arrays -> results, a tree
+    arrays: dict[str, Any]  # name: (shape, PartitionSpec)
+
+
+def labels():
+    return jnp.arange(ROWS) * 7 % V
+
+
+def drawn(x):
+    found = ps.sample(jax.random.key(0), x, top_k=50, top_p=0.9)
+    return found._replace(log_mass=jax.lax.stop_gradient(found.log_mass))
+
+
+LOGITS = {"x": ((ROWS, V), P("b", "v"))}
+CASES = {
+    "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
+    "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
+    "sample": Case(drawn, LOGITS),
+    "token_stats": Case(lambda x: ps.token_stats(x, labels()), LOGITS),
+    "route": Case(lambda x: ps.route(x, 4), {"x": ((ROWS, EXPERTS), P(("b", "v"), None))}),
+    "linear_cross_entropy": Case(
+        lambda x, w: ps.linear_cross_entropy(x, w, labels()),
+        {"x": ((ROWS, D), P("b", None)), "w": ((D, V), P(None, "v"))},
+    ),
+}
+
+
+def with_gradient(case):
+    """Returns arrays -> (results, gradients of the sum of the floating results, weighted so that none is 0)."""
+
+    def loss(*arrays):
+        results = case.function(*arrays)
+        floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+        return sum(jnp.vdot(jnp.cos(jnp.arange(a.size)).reshape(a.shape), a) for a in floats), results
+
+    def call(*arrays):
+        (_, results), gradients = jax.value_and_grad(loss, range(len(arrays)), has_aux=True)(*arrays)
+        return results, gradients
+
+    return call
+
+
+def mesh(*sizes):
+    sizes = sizes or (2, 4)
+    return jax.make_mesh(
+        sizes, ("b", "v"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]]
+    )
+
+
+def arrays_of(case, at=None):
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(shape, np.float32) for shape, _ in case.arrays.values()]
+    if at is None:
+        return values
+    return [jax.device_put(a, NamedSharding(at, spec)) for a, (_, spec) in zip(values, case.arrays.values())]
+
+
+def like(case, at, dtype: Any = np.float32):
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(at, spec))
+        for shape, spec in case.arrays.values()
+    ]
+
+
+def close(got, want):
+    """Asserts equal integers, and floats within rounding."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 if np.asarray(b).dtype.kind == "f" else 0)
+
+
+def equal(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_no_gather(case, compiled):
+    """Asserts that no collective moves a device's share of the logits, or of x and w."""
+    shares = [np.prod(shape) * 4 // 8 for shape, _ in case.arrays.values()]
+    sent = links.collectives(compiled.as_text())
+    assert all(c.bytes < max(shares) for c in sent if c.kind == "all-gather" and c.group > 1), sent
+
+
+# --- The first process --------------------------------------------------------------------------------
+
+
+def write(name, folder):
+    """One device gives the same values, and no logits are gathered."""
+    case = CASES[name]
+    compiled = jax.jit(with_gradient(case)).lower(*arrays_of(case, mesh())).compile()
+    results = compiled(*arrays_of(case, mesh()))
+    close(results, jax.jit(with_gradient(case))(*arrays_of(case)))
+    assert_no_gather(case, compiled)
+    (folder / f"{name}.results").write_bytes(pickle.dumps([*map(np.asarray, jax.tree.leaves(results))]))
+    (folder / f"{name}.executable").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    exported = jax.export.export(jax.jit(with_gradient(case)))(*like(case, mesh()))
+    (folder / f"{name}.export").write_bytes(exported.serialize())
+
+
+def abstract(name, folder):
+    """A lowering for an AbstractMesh, which may have more devices than there are, has the same calls."""
+    case, kinds = CASES[name], (AxisType.Auto,) * 2
+    text = jax.jit(with_gradient(case)).lower(*like(case, mesh())).as_text()
+    assert partitioner.TARGET in text
+    for sizes in ((2, 4), (2, 8)):
+        at = AbstractMesh(sizes, ("b", "v"), axis_types=kinds)
+        program = jax.jit(with_gradient(case)).trace(*like(case, at))
+        lowered = program.lower(lowering_platforms=("cpu",)).as_text()
+        assert partitioner.TARGET in lowered
+        calls = [t.count(partitioner.TARGET) for t in (text, lowered)]
+        assert calls[0] == calls[1], calls
+
+
+def two_meshes(name, folder):
+    """One program with arrays on a mesh of 2 x 4, and on one of 4 x 2 of the same devices."""
+    case = CASES[name]
+    meshes = mesh(2, 4), mesh(4, 2)
+    f = with_gradient(case)
+
+    def both(first, second):
+        return f(*first), f(*second)
+
+    shapes = jax.eval_shape(f, *arrays_of(case))
+    out = tuple(jax.tree.map(lambda _, at=at: NamedSharding(at, P()), shapes) for at in meshes)
+    given = [arrays_of(case, at) for at in meshes]
+    got = jax.jit(both, out_shardings=out)(*given)
+    want = jax.jit(f)(*arrays_of(case))
+    close(got, (want, want))
+
+
+def exported_gradient(name, folder):
+    """An export with vjp_order=1 under an Auto mesh, read back and differentiated."""
+    case, f = CASES[name], lambda *arrays: jax.tree.leaves(CASES[name].function(*arrays))
+    with jax.set_mesh(mesh()):
+        arrays = arrays_of(case, mesh())
+        stored = jax.export.export(jax.jit(f))(*arrays).serialize(vjp_order=1)
+        call = jax.export.deserialize(stored).call
+
+        def loss(call):
+            def total(*arrays):
+                results = [a for a in call(*arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
+                return sum(jnp.vdot(jnp.cos(jnp.arange(a.size)).reshape(a.shape), a) for a in results)
+
+            return jax.jit(jax.grad(total, range(len(arrays))))
+
+        close(loss(call)(*arrays), loss(f)(*arrays))
+
+
+def several_platforms(name, folder):
+    """An export for several platforms is divided on each of them."""
+    case = CASES[name]
+    f = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(*like(case, mesh()))
+    compiled = jax.jit(f.call).lower(*arrays_of(case, mesh())).compile()
+    assert_no_gather(case, compiled)
+    close(compiled(*arrays_of(case, mesh())), jax.jit(with_gradient(case))(*arrays_of(case)))
+
+
+def static_arguments(name, folder):
+    """Calls that differ in a static argument have cache entries of their own, though the functions have one name."""
+    x = jax.device_put(arrays_of(CASES["fused_topk"])[0], NamedSharding(mesh(), P(None, "v")))
+
+    def f_of(log):
+        def f(x):
+            return ps.fused_topk(x, 4, log=log).values
+
+        return f
+
+    values, logs = (np.asarray(jax.jit(f_of(log))(x)) for log in (False, True))
+    np.testing.assert_allclose(np.exp(logs), values, rtol=1e-5)
+
+
+# --- The second process -------------------------------------------------------------------------------
+
+
+def cache(name, folder):
+    """The same program is found in the cache of the other process."""
+    case = CASES[name]
+    arrays = arrays_of(case, mesh())
+    events = []
+    lowered = jax.jit(with_gradient(case)).lower(*arrays)
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    try:
+        compiled = lowered.compile()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert [e.rsplit("/", 1)[-1] for e in events if "cache_hits" in e or "cache_misses" in e] == [
+        "cache_hits"
+    ], events
+    equal(compiled(*arrays), pickle.loads((folder / f"{name}.results").read_bytes()))
+
+
+def executable(name, folder):
+    """The executable of the other process runs."""
+    stored = pickle.loads((folder / f"{name}.executable").read_bytes())
+    compiled = serialize_executable.deserialize_and_load(*stored)
+    results = compiled(*arrays_of(CASES[name], mesh()))
+    equal(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+
+
+def export(name, folder):
+    """The export of the other process is divided without a gather."""
+    case = CASES[name]
+    stored = jax.export.deserialize(bytearray((folder / f"{name}.export").read_bytes()))
+    compiled = jax.jit(stored.call).lower(*arrays_of(case, mesh())).compile()
+    assert_no_gather(case, compiled)
+    results = compiled(*arrays_of(case, mesh()))
+    close(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+
+
+def of_each(*checks):
+    return {f"{check.__name__}-{name}": (check, name) for check in checks for name in CASES}
+
+
+CHECKS = {
+    "first": of_each(write, abstract, two_meshes, exported_gradient, several_platforms)
+    | {"static_arguments": (static_arguments, "fused_topk")},
+    "second": of_each(cache, executable, export),
+}
+
+
+def main(process, folder, *names):
+    folder = Path(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    for label, (check, name) in CHECKS[process].items():
+        if names and name not in names:
+            continue
+        error = None
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # JAX prints to stdout
+                check(name, folder)
+        except (Exception, pytest.fail.Exception):
+            error = traceback.format_exc()[-3000:]
+        print(json.dumps({label: error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""Child processes of tests: the number of JAX's devices must be set before JAX starts."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+def child(script, *arguments, cpu_devices=None):
+    """Starts a program of tests/programs on `cpu_devices` CPU devices, or on the machine's GPUs."""
+    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path}
+    if cpu_devices is not None:
+        # Most of the time is compilation.
+        flags = f"--xla_force_host_platform_device_count={cpu_devices} --xla_backend_optimization_level=0"
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, PROGRAMS / script, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def reports(script, *arguments):
+    """Returns what a program prints on eight CPU devices: the error of each check, or None; and stderr as ""."""
+    with child(script, *arguments, cpu_devices=8) as process:
+        try:
+            out, err = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    found = {k: v for line in out.splitlines() for k, v in json.loads(line).items()}
+    return {"": err[-4000:]} | found
+
+
+def once(tmp_path_factory, name, make):
+    """Returns make(folder) of the first pytest worker that asks, with a folder that all workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / f"{name}.json"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(json.dumps(make(folder)))
+    return json.loads(path.read_text())
