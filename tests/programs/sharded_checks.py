@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src import jax_internals
+from pallas_softmax._src.dispatch import mesh_types
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
@@ -872,6 +873,28 @@ def explained(op, how):
     if how == "shard_map":  # the part of a device is known
         local = (len(NAMES) // at.size("b"), V // at.size("v"))
         assert (choices[0].call.rows, choices[0].call.vocab) == local
+
+
+@each(op=[*TOPK, "token_stats"], dtype=(F32, BF16), fast=3)
+def many_devices(op, dtype):
+    """With more devices than one all-gather is for, each merges its share of the rows; the results are the same."""
+    at, x = split("line", "shard_map"), logits(dtype)
+    f = (lambda x, **of: ps.token_stats(x, **of)[1:]) if op == "token_stats" else functools.partial(ours, op)
+    mapped = jax.shard_map(
+        functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=P(*at.spec), out_specs=P()
+    )
+    few, sent_by_few = execute(mapped, at.place(x))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_types, "GATHERED_DEVICES", 1)
+        jax.clear_caches()
+        many, sent = execute(lambda x: mapped(x), at.place(x))
+    jax.clear_caches()
+    for got, want in zip(jax.tree.leaves(many), jax.tree.leaves(few)):
+        np.testing.assert_array_equal(np.asarray(got, "float64"), np.asarray(want, "float64"))
+    assert [c.kind for c in sent_by_few] == ["all-gather"]
+    assert sorted(c.kind for c in sent) == ["all-gather", "all-to-all"]
+    # what each device gathers is the results, and no longer the winners of all devices
+    assert sum(c.received for c in sent) < sum(c.received for c in sent_by_few)
 
 
 SHARDS = {

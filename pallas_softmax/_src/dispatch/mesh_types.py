@@ -7,8 +7,9 @@ device to device. Operands of an operation must vary over the same axes, so this
 types say nothing: each device holds a copy of a replicated value, and each copy has its own cotangent.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,19 +126,68 @@ def _varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def gather(arrays: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> list[jax.Array]:
+# Up to so many devices, one all-gather is faster than two collectives. Beyond, it would grow with the devices.
+GATHERED_DEVICES = 8
+
+
+def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, ...], own: tuple) -> Any:
+    """Returns merge(gathered, own): each device's numbers of a row, merged to results of the whole row.
+
+    With more than `GATHERED_DEVICES` devices, each device merges its share of the rows, and the results are gathered.
+    So the bytes that a device receives do not grow with the number of devices.
+
+    Args:
+      axes: the mesh axes that each row is spread over.
+      merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
+      parts: this device's numbers, (..., n) each.
+      own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices; None stays.
+    """
+    batch, devices = parts[0].shape[:-1], lax.axis_size(axes)
+    rows = math.prod(batch)
+    if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows % devices:
+        return merge(gather(parts, axes), own)
+
+    def share(a):  # this device's rows; a number for all rows stays
+        if a.size == a.shape[-1]:
+            return a.reshape(1, -1)
+        size = rows // devices
+        return lax.dynamic_slice_in_dim(a.reshape(rows, -1), lax.axis_index(axes) * size, size)
+
+    words = _pack(tuple(a.reshape(rows, -1) for a in parts))
+    words = lax.all_to_all(words.reshape(devices, rows // devices, -1), axes, 0, 0)
+    results = merge(_unpack(jnp.moveaxis(words, 0, -2), parts), jax.tree.map(share, own))
+    leaves, tree = jax.tree.flatten(results)
+    to = "invarying" if is_tracked(axes) else "varying"
+    words = lax.all_gather(_pack(tuple(leaves)), axes, tiled=True, to=to)[:, None]
+    return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, tuple(leaves))])
+
+
+def gather(parts: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> list[jax.Array]:
     """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
     axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    to = "invarying" if is_tracked(axes) else "varying"
+    return _unpack(jnp.moveaxis(lax.all_gather(_pack(parts), axes, to=to), 0, -2), parts)
+
+
+def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the bits of arrays (..., n) side by side, as words of 32 bits. A 16-bit number takes a word."""
     words = []
     for a in arrays:
-        bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits: two words, in a dimension of their own
-        words.append(bits.reshape(*a.shape[:-1], a.shape[-1] * (a.dtype.itemsize // 4)))
-    to = "invarying" if is_tracked(axes) else "varying"
-    gathered = jnp.moveaxis(lax.all_gather(jnp.concatenate(words, -1), axes, to=to), 0, -2)
-    ends = [sum(w.shape[-1] for w in words[: i + 1]) for i in range(len(words))]
+        if a.dtype.itemsize == 2:
+            bits = lax.bitcast_convert_type(a, jnp.uint16).astype(jnp.uint32)
+        else:  # of 64 bits: two words, in a dimension of their own
+            bits = lax.bitcast_convert_type(a, jnp.uint32)
+        words.append(bits.reshape(*a.shape[:-1], -1))
+    return jnp.concatenate(words, -1)
+
+
+def _unpack(words: jax.Array, like: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Returns the arrays (..., devices * n) of the words (..., devices, all words of a device)."""
+    sizes = [a.shape[-1] * max(1, a.dtype.itemsize // 4) for a in like]
     out = []
-    for a, bits in zip(arrays, jnp.split(gathered, ends[:-1], -1)):
-        two_words = () if a.dtype.itemsize == 4 else (a.dtype.itemsize // 4,)
+    for a, bits in zip(like, jnp.split(words, list(itertools.accumulate(sizes))[:-1], -1)):
+        two_words = (2,) if a.dtype.itemsize == 8 else ()
         bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * a.shape[-1], *two_words)
+        bits = bits.astype(jnp.uint16) if a.dtype.itemsize == 2 else bits
         out.append(lax.bitcast_convert_type(bits, a.dtype))
     return out

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import gather
+from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.stats.xla import finished, is_column, logits_at, value_key
 
@@ -35,11 +35,15 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, scale=Non
     Returns:
       The moments, the label's logit, and the position of the first of the largest logits, of whole rows.
     """
-    *parts, label_logits, positions = gather((*moments, label_logit, position), mesh_axes)
-    parts = Moments(*parts)
-    total = normalizers.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
-    total = Moments(*(a[..., None] for a in total))
-    keys = value_key(parts.m)
-    is_largest = keys == jnp.max(keys, -1, keepdims=True)
-    first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
-    return total, jnp.sum(label_logits, -1, keepdims=True), first
+
+    def merge(gathered, scale):
+        *parts, label_logits, positions = gathered
+        parts = Moments(*parts)
+        total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
+        total = Moments(*(a[..., None] for a in total))
+        keys = value_key(parts.m)
+        is_largest = keys == jnp.max(keys, -1, keepdims=True)
+        first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
+        return total, jnp.sum(label_logits, -1, keepdims=True), first
+
+    return merge_over(mesh_axes, merge, (*moments, label_logit, position), scale)

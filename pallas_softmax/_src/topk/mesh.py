@@ -4,14 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import gather
+from pallas_softmax._src.dispatch.mesh_types import gather, merge_over
 from pallas_softmax._src.masks import mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import best_order
 
 
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, mesh_axes):
-    """Merges each device's winners over one mesh axis after the other, the last first: a tree of all-gathers.
+    """Merges each device's winners over one mesh axis after the other, the last first: a tree.
 
     The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
     winners, which lie in the order of the devices, can be merged by position. `xla.topk` documents most arguments, here
@@ -34,12 +34,16 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
-    won, position, tops, d = gather((won, position, top, d), mesh_axes[0])
-    lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
-    keywords = {"k": k, "log": log, "dtype": dtype}
-    if list_length < k:  # kernels merge lists of k winners only
-        return merge.plain(*lists, **keywords)
-    return run_shard(merge, lists, keywords)
+
+    def merged(gathered, temperature):
+        won, position, tops, d = gathered
+        lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
+        keywords = {"k": k, "log": log, "dtype": dtype}
+        if list_length < k:  # kernels merge lists of k winners only
+            return merge.plain(*lists, **keywords)
+        return run_shard(merge, lists, keywords)
+
+    return merge_over(mesh_axes[:1], merged, (won, position, top, d), temperature)
 
 
 def _kept(position, where):
