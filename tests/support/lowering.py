@@ -37,7 +37,14 @@ def divided_calls(text):
 
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
-_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i32": "int32", "ui32": "uint32", "i1": "bool"}
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "i32": "int32",
+    "ui32": "uint32",
+    "i1": "bool",
+}
 
 
 def _shape(tensor):
