@@ -1,8 +1,8 @@
 """Programs with Auto mesh axes are ordinary programs; tests/dispatch/test_partitioner.py runs each check as a test.
 
 Two processes with eight CPU devices each, or with the GPUs of the machine. The first compiles every call, and writes
-its results, its executable and its export to a folder, and fills a compilation cache there. The second must get the same
-from the folder:
+its results, its executable and its export to a folder, and fills a compilation cache there. The second must get
+the same from the folder:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu PYTHONPATH=. \
       python tests/programs/portable_checks.py first FOLDER [CALL ...] && (the same with `second`)
