@@ -59,6 +59,18 @@ def test_on_eight_cpu_devices(report, name):
     assert error is None, error
 
 
+@pytest.mark.gpu
+@pytest.mark.xdist_group("several GPUs")
+def test_on_gpus(tmp_path):
+    """The same in processes that share the machine's GPUs."""
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for process, checks in CHECKS.items():
+        found = reports("portable_checks.py", process, str(tmp_path), cpu_devices=None)
+        assert {*checks} <= {*found}, found[""]
+        assert not any(found[name] for name in checks), [*filter(None, map(found.get, checks))]
+
+
 # --- Static arguments ---------------------------------------------------------------------------------
 
 MESH = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))

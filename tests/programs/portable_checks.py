@@ -1,7 +1,8 @@
 """Programs with Auto mesh axes are ordinary programs; tests/dispatch/test_partitioner.py runs each check as a test.
 
-Two processes with eight CPU devices each. The first compiles every call, and writes its results, its executable and its
-export to a folder, and fills a compilation cache there. The second must get the same from the folder:
+Two processes with eight CPU devices each, or with the GPUs of the machine. The first compiles every call, and writes
+its results, its executable and its export to a folder, and fills a compilation cache there. The second must get
+the same from the folder:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu PYTHONPATH=. \
       python tests/programs/portable_checks.py first FOLDER [CALL ...] && (the same with `second`)
@@ -31,6 +32,7 @@ from benchmarks.support import links
 from pallas_softmax._src.dispatch import partitioner
 
 ROWS, V, D, EXPERTS = 16, 4096, 64, 64
+PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
 
 
 class Case(NamedTuple):
@@ -78,11 +80,11 @@ def with_gradient(case):
     return call
 
 
-def mesh(*sizes):
-    sizes = sizes or (2, 4)
-    return jax.make_mesh(
-        sizes, ("b", "v"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]]
-    )
+def mesh(swapped=False):
+    """Returns a mesh of 8, 4 or 2 devices, two of them along "b"; `swapped`: two of them along "v"."""
+    n = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    sizes = (n // 2, 2) if swapped else (2, n // 2)
+    return jax.make_mesh(sizes, ("b", "v"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:n])
 
 
 def arrays_of(case, at=None):
@@ -113,7 +115,7 @@ def equal(got, want):
 
 def assert_no_gather(case, compiled):
     """Asserts that no collective moves a device's share of the logits, or of x and w."""
-    shares = [np.prod(shape) * 4 // 8 for shape, _ in case.arrays.values()]
+    shares = [np.prod(shape) * 4 // mesh().size for shape, _ in case.arrays.values()]
     sent = links.collectives(compiled.as_text())
     assert all(c.bytes < max(shares) for c in sent if c.kind == "all-gather" and c.group > 1), sent
 
@@ -139,19 +141,19 @@ def abstract(name, folder):
     case, kinds = CASES[name], (AxisType.Auto,) * 2
     text = jax.jit(with_gradient(case)).lower(*like(case, mesh())).as_text()
     assert partitioner.TARGET in text
-    for sizes in ((2, 4), (2, 8)):
+    for sizes in (mesh().axis_sizes, (2, mesh().size)):
         at = AbstractMesh(sizes, ("b", "v"), axis_types=kinds)
         program = jax.jit(with_gradient(case)).trace(*like(case, at))
-        lowered = program.lower(lowering_platforms=("cpu",)).as_text()
+        lowered = program.lower(lowering_platforms=(PLATFORM[jax.default_backend()],)).as_text()
         assert partitioner.TARGET in lowered
         calls = [t.count(partitioner.TARGET) for t in (text, lowered)]
         assert calls[0] == calls[1], calls
 
 
 def two_meshes(name, folder):
-    """One program with arrays on a mesh of 2 x 4, and on one of 4 x 2 of the same devices."""
+    """One program with arrays on two meshes of the same devices, such as 2 x 4 and 4 x 2."""
     case = CASES[name]
-    meshes = mesh(2, 4), mesh(4, 2)
+    meshes = mesh(), mesh(swapped=True)
     f = with_gradient(case)
 
     def both(first, second):

@@ -22,9 +22,9 @@ def child(script, *arguments, cpu_devices=None):
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def reports(script, *arguments):
-    """Returns what a program prints on eight CPU devices: the error of each check, or None; and stderr as ""."""
-    with child(script, *arguments, cpu_devices=8) as process:
+def reports(script, *arguments, cpu_devices=8):
+    """Returns what a program prints: the error of each check, or None; and the end of stderr as ""."""
+    with child(script, *arguments, cpu_devices=cpu_devices) as process:
         try:
             out, err = process.communicate(timeout=600)
         finally:
