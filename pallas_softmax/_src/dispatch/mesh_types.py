@@ -130,7 +130,7 @@ def _varying_axes(x: Any) -> frozenset[str]:
 GATHERED_DEVICES = 8
 
 
-def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, ...], own: tuple) -> Any:
+def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, ...], own: Any) -> Any:
     """Returns merge(gathered, own): each device's numbers of a row, merged to results of the whole row.
 
     With more than `GATHERED_DEVICES` devices, each device merges its share of the rows, and the results are gathered.
