@@ -62,7 +62,8 @@ def route(
     Sources: Shazeer et al., arXiv 1701.06538; DeepSeek-V3, arXiv 2412.19437, equations 13 to 16.
 
     Args:
-      logits: real array (..., E): one row of E experts for each token.
+      logits: real array (..., E): one row of E experts for each token. `route` needs whole rows: if a mesh
+        divides the experts, it gathers the logits.
       k: static int, the number of experts of a token, 0 <= k <= E.
       score: "softmax" or "sigmoid": how the logits become scores.
       bias: None, or a real array (E,). Experts are chosen by score + bias, and weighted by the score alone.
