@@ -38,7 +38,7 @@ class Options(NamedTuple):
     implementation: ImplementationName | None
 
 
-# For each number of a loss: the default, which leaves the loss unchanged; which numbers are accepted; the same in words.
+# For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
 _RANGES: dict[str, tuple[float, Callable, str]] = {
     "temperature": (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
@@ -103,8 +103,8 @@ def checked_call(
 ) -> tuple[Static, tuple]:
     """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
 
-    Labels become int32. A label out of range becomes -1. A token counts if its weight is not 0 and `where` is True. The
-    other tokens get weight 0, label 0 and default numbers.
+    Labels become int32. A label out of range becomes -1. Tokens with weight 0 are left out, as if `where` were False
+    there. Tokens that are left out get weight 0, label 0 and default numbers.
 
     Args:
       x, w, bias, where, token_weights, tokens: as users pass them.
@@ -181,7 +181,10 @@ def checked_projection(
 
 
 def _precision(dtype) -> Any:
-    """Returns the precision of products: `jax.default_matmul_precision`, or "highest" if unset; None for 16-bit dtypes."""
+    """Returns the precision of products: None for 16-bit dtypes.
+
+    For others it is `jax.default_matmul_precision`, or "highest" if that is unset.
+    """
     if dtype.itemsize < 4:
         return None
     return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
@@ -197,7 +200,7 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
 
 
 def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
-    """Returns x, w, bias and the arrays of tokens, sharded alike. Only w and bias vary over `mesh_axes`."""
+    """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
     x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
 

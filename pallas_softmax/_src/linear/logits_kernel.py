@@ -1,8 +1,7 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
 `row_sums` reduces the rows of each tile. It may also write the logits. If each row has a reference (a guess of its
-maximum), it writes exponentials instead. `logit_gradients` writes gradients. Otherwise the logits stay in
-registers:
+maximum), it writes exponentials instead. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
 
     acc, 64 rows of a tile of x @ w, float32
       │  + bias, softcap, temperature; -inf from column V on
