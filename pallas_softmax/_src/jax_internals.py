@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 def stage_constants() -> contextlib.AbstractContextManager:
     """Returns a context in which JAX stages operations on constants, even in `jax.ensure_compile_time_eval`.
 
-    There JAX would evaluate such operations while it traces. It cannot do so in a kernel, or in `jax.shard_map`.
+    `ensure_compile_time_eval` makes JAX evaluate such operations while it traces. JAX cannot evaluate them in a kernel
+    or in `jax.shard_map`.
     """
     # an eager call takes 20 µs longer if a setting of JAX changes, even to the same value
     return (
@@ -34,15 +35,16 @@ def stage_constants() -> contextlib.AbstractContextManager:
 
 
 def register_partitioner(target: str, partition: Callable) -> None:
-    """Registers how XLA divides the custom calls of a target, on every platform.
-
-    `jax.export` then accepts the target.
+    """Registers how XLA divides the custom calls with the name `target`, on every platform. `jax.export` accepts them.
 
     Args:
       target: the name.
-      partition: (shapes of the arguments, `tiles` of each argument or None, the text of the call) -> (MLIR bytecode
-        of a device's program, shardings of the arguments, shardings of the results), with a `NamedSharding` and the
-        number of dimensions for each array.
+      partition: the function that XLA calls for each custom call. It takes three arguments:
+        shapes: (shape, dtype) of each argument.
+        tiles: the result of `tiles` for each argument.
+        text: the text of the call.
+        It returns the MLIR bytecode of a device's program, then lists for the arguments and for the results. The lists
+        have a pair (`NamedSharding`, number of dimensions) for each array.
     """
 
     def called(arg_shapes, arg_shardings, result_shape, result_sharding, text):
@@ -75,25 +77,26 @@ def register_partitioner(target: str, partition: Callable) -> None:
 
 
 def hlo_sharding(sharding: NamedSharding, rank: int) -> Any:
-    """Returns the sharding of an array with `rank` dimensions as XLA has it."""
+    """Returns the XLA sharding of an array with `rank` dimensions."""
     return sharding._to_xla_hlo_sharding(rank)
 
 
 def tiles(sharding) -> np.ndarray | None:
-    """Returns the index of each device's tile along each dimension, (dimensions, devices); None for a whole array.
+    """Returns which tile of an array each device has, as indices (dimensions, devices); None for a replicated array.
 
-    `sharding` is XLA's.
+    `sharding` is an XLA sharding.
     """
     if not sharding.is_tiled():
         return None
     dims, devices = sharding.tile_assignment_dimensions(), sharding.tile_assignment_devices()
+    # the last tile dimensions are no dimensions of the array: devices along them have the same tile
     rank = len(dims) - len(sharding.subgroup_types()) - sharding.replicate_on_last_tile_dim()
     tiles = np.indices(dims).reshape(len(dims), -1)[:rank]
     return tiles[:, np.argsort(devices)]
 
 
 def divisible_over(ctx: mlir.LoweringRuleContext) -> int:
-    """Returns the number of devices that XLA may divide arrays over, where an operation is lowered."""
+    """Returns the number of devices that XLA may divide an operation over; 1 if all mesh axes are Manual."""
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
         return getattr(context, "num_devices", 1)
@@ -103,11 +106,11 @@ def divisible_over(ctx: mlir.LoweringRuleContext) -> int:
 def partitioned_call(
     ctx: mlir.LoweringRuleContext, target: str, values: Sequence, text: str, rule: str, whole: Sequence[str]
 ) -> Sequence:
-    """Lowers to a custom call of a target of `register_partitioner`, and returns its results.
+    """Lowers to a custom call that XLA divides by the function of `register_partitioner`. Returns its results.
 
     Args:
       ctx: the context of the lowering.
-      target: the name.
+      target: the name that was registered.
       values: the arguments.
       text: describes the call to `partition`.
       rule: Shardy's rule: which dimensions share mesh axes.
@@ -129,7 +132,7 @@ def partitioned_call(
 
 
 def module_of_shard(jaxpr: Any, mesh: AbstractMesh, platform: str) -> bytes:
-    """Returns the MLIR bytecode of a device's program, where all axes of the mesh are bound."""
+    """Returns the MLIR bytecode of a device's program. Its collectives may use all axes of the mesh."""
     of_devices: Any = mesh  # only names and sizes of the axes matter
     context = mlir.SPMDAxisContext(of_devices, frozenset(mesh.axis_names))
     with core.extend_axis_env_nd(mesh.shape.items()):

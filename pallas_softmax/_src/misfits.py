@@ -1,4 +1,4 @@
-"""Arrays and Python integers that JAX would misread, or refuse without the name of the argument."""
+"""Finds misfits: arrays and Python integers that JAX would misread, or reject without naming the argument."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from jax.core import Tracer
 
 
 def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | None:
-    """Returns why JAX cannot take the numbers of `x`: an exception type, and what an argument must be. None if it can.
+    """Returns None if JAX can take the numbers of `x`; if not, the error to raise.
+
+    The error is a pair: the exception type, and the end of the message "(argument) must be ...".
 
     Args:
-      x: what a user passed: an array, a number, or anything else, which is no misfit.
+      x: what a user passed: an array, a number, or anything else. Anything else is never a misfit.
       any_integer: whether integers beyond the range of JAX's integers are accepted.
     """
     if isinstance(x, np.ndarray | np.generic):
@@ -21,7 +23,7 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
                 ValueError,
                 "an array without a mask, got a masked array of numpy.ma; fill it with its filled()",
             )
-        # a builtin dtype has the machine's byte order; the dtypes of ml_dtypes have isbuiltin 2
+        # isbuiltin is 0 for another byte order or a structured dtype, 1 for NumPy's own dtypes, 2 for ml_dtypes
         if dtype.isbuiltin == 0 or (dtype.isbuiltin == 1 and dtype.char in "OSUVMmgGT"):
             order = "" if dtype.isnative else " in the byte order of the machine"
             return TypeError, f"of numbers that JAX has{order}, got dtype {dtype}"
@@ -32,7 +34,10 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
 
 
 def has_wide_integers(x) -> bool:
-    """Returns whether `x` holds known integers of 64 bits that become 32 bits in JAX, as without jax_enable_x64."""
+    """Returns whether `x` is a concrete array of 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64).
+
+    An array that this process cannot read counts as False.
+    """
     if not isinstance(x, np.ndarray | np.generic | jax.Array) or isinstance(x, Tracer):
         return False
     if x.dtype not in _WIDE or _as_stored(x.dtype) == x.dtype:
@@ -53,7 +58,7 @@ def _beyond(x) -> Any:
 
 
 def _as_stored(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of an integer array in JAX: of 32 bits for 64 bits, unless jax_enable_x64 is set."""
+    """Returns the dtype of an integer array in JAX. Without jax_enable_x64, 64-bit dtypes become 32-bit dtypes."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 

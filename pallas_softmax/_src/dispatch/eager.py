@@ -1,7 +1,8 @@
-"""Each public function is one program, also outside of `jax.jit`, where JAX would dispatch each operation.
+"""Runs each public function as one jitted program, even if the user calls it outside of `jax.jit`.
 
-The program is cached by the function, its static arguments, and the shapes and dtypes of its arrays. So a second eager
-call, gradient or vmap compiles nothing, and equal calls inside a larger program share one lowering.
+Without that, JAX would dispatch the operations of an eager call one by one. The program is cached by the function, its
+static arguments, and the shapes and dtypes of its arrays. So a second eager call, gradient or vmap compiles nothing.
+Equal calls inside a larger program share one lowering.
 """
 
 import functools
@@ -24,13 +25,15 @@ F = TypeVar("F", bound=Callable)
 def at_once(
     *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that makes one program of a function. The program has the function's name.
+    """Returns a decorator that jits a function. The program has the function's name.
+
+    Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
 
     Args:
       *static: the names of the static arguments. Each combination of them has its own program. The other arguments are
         arrays, scalars, None, or named tuples of them.
-      known: maps the arguments by name, as the user passed them, to replacements of some of them. It checks numbers
-        before JAX traces or truncates them.
+      known: checks numbers before JAX traces or truncates them. It takes all arguments by name, as the user passed
+        them, and returns those that it replaces.
     """
 
     def decorate(function: F) -> F:
@@ -47,7 +50,7 @@ def at_once(
             given = defaults | dict(zip(positional, args)) | kwargs
             is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
             if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
-                return function(*args, **kwargs)  # which raises an error with the name of the function
+                return function(*args, **kwargs)  # Python raises its TypeError, with the function's name
             if known is not None:
                 given |= known(given)
             options = tuple([_plain(given[name]) for name in static])
@@ -56,7 +59,7 @@ def at_once(
             leaves = _leaves([given[name] for name in arrays])
             if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
                 return function(*args, **kwargs)
-            # 1, 1.0 and True are equal, but as k only the first is accepted
+            # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
             with stage_constants():
                 return _program(function, static, types, target.capability())(*args, **kwargs)
@@ -70,8 +73,8 @@ def at_once(
 def _program(
     function: Callable, static: tuple[str, ...], types: tuple, capability: tuple[int, int]
 ) -> Callable:
-    """Returns the function, jitted. `types` and `capability` only distinguish programs."""
-    # jax.jit caches by the identity of what it is given, so each program needs an object of its own
+    """Returns the jitted function, one for each combination of the arguments."""
+    # jax.jit caches by the function that it is given, so each program needs its own partial
     return jax.jit(functools.partial(function), static_argnames=static)
 
 
@@ -87,9 +90,9 @@ def _accepted(x) -> bool:
 
 
 def _plain(option) -> Any:
-    """Returns an option with Python numbers in place of NumPy's: one compilation for both.
+    """Returns an option with Python numbers in place of NumPy numbers, so that both share one compilation.
 
-    JAX also compares options of different calls, and a NumPy number has no boolean `==` with a tuple.
+    JAX also compares the options of different calls by `==`. Between a NumPy number and a tuple, that is no bool.
     """
     if isinstance(option, np.generic):
         return option.item()

@@ -1,6 +1,7 @@
-"""A linear map as one operation of JAX, `linear_p`, with a transpose, a vmap rule and derivatives.
+"""A linear map as one JAX primitive, `linear_p`, with a transpose, a vmap rule and derivatives.
 
-It is home-made: `jax.custom_derivatives.linear_call` has no vmap rule, and rejects tangents of its residuals.
+The map is linear in some arrays, and depends on others that the forward has saved. JAX has such a primitive,
+`jax.custom_derivatives.linear_call`. But it has no vmap rule, and rejects tangents of the saved arrays.
 """
 
 import dataclasses
@@ -17,12 +18,13 @@ from pallas_softmax._src.dispatch.vmap import is_visible
 
 
 class _Level(NamedTuple):
-    """One vmap around a linear map. Each flag says whether the batch is the first dimension of an array.
+    """One vmap around a linear map. A flag says whether an array has a batch; the batch is its first dimension.
 
     Attributes:
       saved: flags of the leaves of `saved`.
       inputs: flags of the linear arrays.
-      outputs: flags of the results. A result without a batch is the sum over it: the transpose of a shared input.
+      outputs: flags of the results. If False, the result is summed over the batch. That happens in a transpose: a
+        cotangent of an input without a batch is the sum of the cotangents of all slices.
     """
 
     saved: tuple[bool, ...]
@@ -36,11 +38,11 @@ class LinearMap:
 
     Attributes:
       tangent: the map: (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True
-        it is plain JAX, which can be differentiated in `saved`.
-      cotangent: its transpose, in the same form.
-      static: their first argument, the `Static` of a call.
+        it is plain JAX, so that JAX can differentiate it in `saved`.
+      cotangent: the transpose of the map, with the same arguments.
+      static: the first argument of `tangent` and `cotangent`, the `Static` of a call.
       saved_tree: the structure of `saved`.
-      levels: the vmaps around it, the innermost first.
+      levels: the vmaps around the map, the innermost first.
     """
 
     tangent: Callable
@@ -68,7 +70,7 @@ class LinearMap:
 
 
 def _at_level(function: Callable, level: _Level) -> Callable:
-    """Returns the function (saved, linear) of two lists of arrays under one vmap."""
+    """Returns a function of two lists of arrays, (saved, linear), under one vmap."""
     axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
 
     def batched(saved, linear):
@@ -78,7 +80,7 @@ def _at_level(function: Callable, level: _Level) -> Callable:
     return batched
 
 
-# The map as a program. Equal maps share it, although their jaxprs differ.
+# Evaluates the map eagerly, as a compiled program. It is cached by the map, since equal maps may have unequal jaxprs.
 _program = compiled(lambda saved, linear, *, function: function(saved, linear), "function")
 
 linear_p = Primitive("pallas_softmax_linear")
@@ -86,7 +88,7 @@ linear_p.multiple_results = True
 
 
 def apply(function: LinearMap, saved: list, linear) -> list:
-    """Binds the map as one operation. Its jaxpr is a parameter, so that JAX sees what is inside."""
+    """Binds `linear_p`. The jaxpr of the map is a parameter, so that JAX and its tools see the operations inside."""
     linear, count = list(linear), len(saved)
     jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)
     return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
@@ -101,7 +103,7 @@ def _abstract(*args, jaxpr, function, count):
 
 
 def _jvp(primals, tangents, *, jaxpr, function, count):
-    """The tangent in the linear arrays is the map itself; in `saved` it is the derivative of the plain map."""
+    """The tangent in the linear arrays is the map itself. The tangent in `saved` is a JVP of the plain map."""
     primals = list(primals)
     outputs = apply(function, primals[:count], primals[count:])
     sums = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
@@ -128,6 +130,7 @@ def _transpose(cotangents, *args, jaxpr, function, count):
         for ct, aval in zip(cotangents, jaxpr.out_avals)
     ]
     saved, transposed = list(args[:count]), function.transposed
+    # Plain operations that need no wrapper need no primitive either.
     if all(is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)):
         return [None] * count + transposed(saved, cotangents)
     return [None] * count + list(apply(transposed, saved, cotangents))

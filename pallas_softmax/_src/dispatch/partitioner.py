@@ -1,10 +1,12 @@
-"""The custom call of a call that Auto mesh axes may divide, and the function that XLA asks for a device's program.
+"""Lets XLA divide a call among devices. Under Auto mesh axes, XLA chooses the shardings, after JAX has traced the call.
 
-    lowering        the call becomes a custom call, with a text that describes it (`text.py`)
-    partitioning    XLA decides how the arrays are sharded, and calls `_partition` with the text
+    tracing         `over_auto_axes` binds the call as one primitive
+    lowering        `_lower` makes a custom call of it, with a text that describes the call (`text.py`)
+    partitioning    XLA chooses how the arrays are sharded, and calls `_partition` with the text. `_partition` returns
+                    the program of one device.
 
-The text holds no Python object. So a program can be cached, serialized and exported, and compiled by another process
-that has imported this package.
+The text holds no Python object. So a program can be cached, serialized and exported. Another process can compile it, if
+that process has imported this package.
 """
 
 import contextlib
@@ -33,14 +35,14 @@ TARGET = "pallas_softmax_divided"
 
 
 class Dimensions(Protocol):
-    """The dimensions of a call's arrays: which of them share mesh axes."""
+    """The dimensions of a call's arrays: which of them are divided alike, over the same mesh axes."""
 
     @property
     def result_shapes(self) -> Any:
         """The results of the call, as a tree of `jax.ShapeDtypeStruct`s."""
 
     def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns how to divide arguments and results, given how the arguments are sharded.
+        """Returns how to divide arguments and results, given how XLA has sharded the arguments.
 
         Args:
           specs: how each argument is sharded.
@@ -52,18 +54,22 @@ class Dimensions(Protocol):
         ...
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns Shardy's rule, with a factor for each dimension, and the factors that no mesh axis may divide."""
+        """Returns Shardy's rule, and the factors of the rule that no mesh axis may divide.
+
+        The rule names a factor for each dimension. Shardy divides dimensions with the same factor alike.
+        """
         ...
 
 
 class Division(NamedTuple):
-    """How a mesh divides calls of one kind. All functions take (choice, arrays, static arguments).
+    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments).
 
     Attributes:
       name: the name in texts.
-      dimensions: -> the `Dimensions` of the call.
-      whole: -> the results, of whole arrays.
-      on_shard: (..., the third result of `Dimensions.lay_out`) -> the results, of a device's shards.
+      dimensions: returns the `Dimensions` of the call.
+      whole: computes the call on whole arrays.
+      on_shard: computes the call on a device's shards. Its fourth argument is the third result of
+        `Dimensions.lay_out`.
     """
 
     name: str
@@ -76,7 +82,7 @@ _divisions: dict[str, Division] = {}
 
 
 def register(division: Division) -> Division:
-    """Returns the division, and lets texts name it."""
+    """Registers a division under its name, so that `_partition` finds it. Returns the division."""
     _divisions[division.name] = division
     return division
 
@@ -90,15 +96,16 @@ _SETTINGS: dict[str, Callable] = {
 
 
 class _Divided(NamedTuple):
-    """The description of a call.
+    """The description of a call, as tracing knows it.
 
     Attributes:
       division: the name of its `Division`.
-      call: the call, and `requested`, the implementation that the user named.
+      call: the call.
+      requested: the implementation that the user named, or None.
       keywords: the static arguments of the operation, sorted by name.
-      arrays: its arguments, a tree with the numbers of the arrays in place of the arrays.
+      arrays: the tree of its array arguments. Array i is replaced by the number i.
       settings: the values of `_SETTINGS`.
-      gpu: the kind, platform and cores of the abstract device that the program is lowered for, if there is one.
+      gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.
     """
 
     division: str
@@ -111,13 +118,13 @@ class _Divided(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """The description of a custom call.
+    """The description of a custom call: the call, and what only lowering knows.
 
     Attributes:
       divided: the call.
       devices: the number of devices.
       platform: the platform that the call is lowered for.
-      versions: of JAX and of this package. They only keep programs of other versions apart.
+      versions: the results of `_versions`. `_partition` ignores them. They change the text, see `_versions`.
     """
 
     divided: _Divided
@@ -129,7 +136,10 @@ class _Program(NamedTuple):
 def over_auto_axes(
     division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], dimensions: Dimensions
 ) -> Any:
-    """Runs a call on arrays that Auto mesh axes may divide, as XLA decides."""
+    """Runs a call on arrays that XLA may divide over Auto mesh axes.
+
+    The primitive also has the jaxpr of the call on whole arrays, which is lowered if XLA can divide nothing.
+    """
     leaves, tree = jax.tree.flatten(arrays)
     device = jax.sharding.get_abstract_mesh().abstract_device
     divided = _Divided(
@@ -159,7 +169,7 @@ _divided_p.def_abstract_eval(lambda *_, whole, **__: whole.out_avals)
 
 
 def _lower(ctx, *values, whole, divided, rule, refusal, platform=None):
-    refuse_unless_cuda(ctx, refusal)  # here: XLA replaces an error that is raised inside a partition
+    refuse_unless_cuda(ctx, refusal)  # not in `_partition`: XLA would replace the error by its own
     devices = jax_internals.divisible_over(ctx)
     if devices == 1:
         return mlir.lower_fun(jaxpr_as_fun(whole), multiple_results=True)(ctx, *values)
@@ -192,7 +202,11 @@ def digest(folder: Path) -> str:
 
 
 def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, list, list]:
-    """Returns a device's program, and how arguments and results are sharded; see `register_partitioner`."""
+    """Returns the program of one device, and the shardings of arguments and results.
+
+    XLA calls it, possibly in another process and without the context of the call. `register_partitioner` documents the
+    arguments.
+    """
     divided, devices, platform, _ = text.loads(program_text)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):
@@ -218,7 +232,7 @@ def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, l
 
 @contextlib.contextmanager
 def _context_of(divided: _Divided):
-    """A context with the settings of JAX that the call was lowered with, wherever XLA compiles it."""
+    """Restores the settings of JAX and the abstract device that the call was traced with."""
     device = None
     if divided.gpu is not None:
         kind, platform, cores = divided.gpu

@@ -22,7 +22,7 @@ _PACKAGE = __name__.split(".")[0]
 
 
 def encode(value: Any) -> Any:
-    """Returns the value as `json` takes it.
+    """Returns the value in types that `json.dumps` accepts.
 
     Raises:
       TypeError: the value, or a part of it, is of another type than those above.

@@ -1,8 +1,8 @@
-"""Pallas's interpreter, which tests run kernels in on the CPU: whether it runs them, and what it cannot run.
+"""Pallas's interpreter: tests run kernels in it on the CPU.
 
-The interpreter has no inline PTX, no layouts and no clusters. Most functions that need the GPU name a twin in plain
-JAX, which the interpreter runs in their place. A context variable says whether the interpreter runs the kernels; it is
-read while kernels are traced.
+The interpreter has no inline PTX, no layouts and no clusters. A function that needs them names a twin in plain JAX
+(`twin`), and the interpreter runs the twin instead. A context variable says whether the interpreter runs the kernels
+(`interpreted`). It is read while kernels are traced.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def interpreted(interpret: Any) -> Iterator[None]:
-    """Runs the kernels that are traced in this context with the argument `interpret` of `pallas_call`.
+    """In this context, kernels are traced with this value of the `interpret` argument of `pallas_call`.
 
-    None or False is for the GPU. The caches of `jax.jit` do not see the context: trace a jitted function in one only.
+    None or False is for the GPU. `jax.jit` does not cache by the context. So use a jitted function either in this
+    context or outside of it, but not in both.
     """
     token = _interpret.set(interpret)
     try:

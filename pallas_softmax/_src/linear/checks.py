@@ -28,7 +28,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Options(NamedTuple):
-    """The static arguments of a public function and its name. All but `softcap` are as users pass them."""
+    """The name and the static arguments of a public function. Only `softcap` is checked; the others are not yet."""
 
     function: str
     softcap: float | None
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     implementation: ImplementationName | None
 
 
-# For each number of a loss: the default, which changes nothing; which numbers are accepted; the same in words.
+# For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
 _RANGES: dict[str, tuple[float, Callable, str]] = {
     "temperature": (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
@@ -50,7 +50,7 @@ _RANGES: dict[str, tuple[float, Callable, str]] = {
 
 
 def known_options(function: str, softcap, *others) -> Options:
-    """Returns the options, with the softcap as a Python number, because kernels are compiled for it."""
+    """Returns the options. The softcap becomes a Python float, because kernels are compiled for its value."""
     return Options(function, _known_softcap(function, softcap), *others)
 
 
@@ -70,7 +70,10 @@ def _known_softcap(function: str, softcap) -> float | None:
 
 
 def known_tokens(function: str, labels, **numbers) -> Tokens:
-    """Returns the labels, and the numbers of the loss, checked if they are known; None for a known default."""
+    """Returns the labels and the numbers of the loss.
+
+    Concrete numbers are checked. A concrete default becomes None, so that the program leaves out its computation.
+    """
     return Tokens(labels, **{name: _known_number(function, name, value) for name, value in numbers.items()})
 
 
@@ -82,7 +85,7 @@ def _known_number(function: str, name: str, value) -> Any:
 
 
 def known_weights(function: str, weights) -> Any:
-    """Returns the weights of the losses, checked to be real numbers; None for none."""
+    """Returns the weights of the losses, or None without weights. Raises unless they are real numbers."""
     if weights is None:
         return None
     weights = arguments.parameter(function, "token_weights", weights)
@@ -100,14 +103,15 @@ def checked_call(
 ) -> tuple[Static, tuple]:
     """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
 
-    Labels become int32, and -1 where they are out of range. A token of weight 0 becomes one that `where` leaves out.
-    Tokens that are left out get harmless numbers, and weight 0.
+    Labels become int32. A label out of range becomes -1. Tokens with weight 0 are left out, as if `where` were False
+    there. Tokens that are left out get weight 0, label 0 and default numbers.
 
     Args:
       x, w, bias, where, token_weights, tokens: as users pass them.
       options: as users pass them.
-      gradient: the operation that computes the gradients. In float16 PROJECTION_GRAD replaces it: a forward would
-        round the gradients before they are multiplied by the cotangent, and they could overflow or become 0.
+      gradient: the operation that computes the gradients. In float16, PROJECTION_GRAD replaces it. The forward would
+        round the gradients to float16 before the backward multiplies them by the cotangent. So they could overflow or
+        become 0.
     """
     name = options.function
     x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
@@ -143,7 +147,7 @@ def checked_call(
 def checked_projection(
     x, w, bias, options: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int, tuple[str, ...], int]:
-    """Returns x, w, bias, head, workspace_bytes, mesh axes, and the columns of a whole row, all checked."""
+    """Checks and returns x, w, bias, head, workspace_bytes, mesh axes, and the number of columns on all devices."""
     name = options.function
     x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
     bias = None if bias is None else arguments.array(name, "bias", bias)
@@ -177,7 +181,10 @@ def checked_projection(
 
 
 def _precision(dtype) -> Any:
-    """Returns the precision of the products: for float32, `jax.default_matmul_precision` or else full precision."""
+    """Returns the precision of products: None for 16-bit dtypes.
+
+    For others it is `jax.default_matmul_precision`, or "highest" if that is unset.
+    """
     if dtype.itemsize < 4:
         return None
     return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
@@ -193,15 +200,16 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
 
 
 def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
-    """Returns x, w, bias and the arrays of tokens, sharded alike; w and bias vary over `mesh_axes`."""
+    """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
     x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
 
 
 def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
-    """Returns the numbers of the tokens, each of this shape. A token that is left out gets label 0 and default numbers.
+    """Returns the labels and numbers of the tokens, broadcast to one per token.
 
-    Then it cannot make a NaN, which `jax_debug_nans` and checkify would report.
+    Tokens that `where` leaves out get label 0 and default numbers. They could otherwise make a NaN, which
+    `jax_debug_nans` and checkify would report. A number out of range becomes NaN.
     """
     found = tokens._asdict() | {"kept": where}
     if (labels := found["labels"]) is not None:
@@ -237,6 +245,6 @@ def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
         raise ValueError(
             f"{name}: labels must have the shape of x without its last dimension, {shape}{also}, got {labels.shape}"
         )
-    if labels.dtype.itemsize < 4:  # 8 and 16 bits may hold neither V nor -1
+    if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)
     return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)

@@ -1,7 +1,8 @@
 """The first derivatives of the linear_* functions, in reverse mode.
 
-per_token    the forward keeps the statistics of each token; the backward computes the logits again
-total        the forward computes the gradients of a weighted sum; the backward multiplies them by one number
+per_token    The forward saves the statistics of each token. The backward computes the logits again.
+total        The forward already computes the gradients of a weighted sum. The backward multiplies them by the
+             cotangent of the sum, one number.
 """
 
 import dataclasses
@@ -52,14 +53,15 @@ class Static(NamedTuple):
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
         """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
 
-        With a logit of +inf, logsumexp is +inf and so are losses. Log-probs are then NaN, as in `log_softmax`.
+        With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another function is then NaN, so that
+        its log-prob is NaN, as in `log_softmax`.
         """
         if tokens.labels is None:
             return normalizers.log_of(statistics.normalizer)
         losses = formulas.losses(statistics, tokens, self.vocab)
         valid = (tokens.labels >= 0) & (tokens.labels < self.vocab)
         d = statistics.normalizer.d
-        if self.function != "linear_cross_entropy":
+        if self.function != "linear_cross_entropy":  # d is NaN with a logit of +inf
             valid = valid & formulas.like_labels(d == d, losses)
         return jnp.where(valid, losses, jnp.nan)
 
@@ -71,7 +73,8 @@ class Static(NamedTuple):
 def per_token(static: Static, x, w, bias, tokens: Tokens) -> Any:
     """Returns the loss of each token, or its statistics if the projection has `Head.entropy`.
 
-    The statistics are log-probs (or 0), entropies and logsumexp, and the argmax as floats with the same bits.
+    The statistics are log-probs (0 without labels), entropies, logsumexp and argmax. The argmax has the bits of its
+    int32 in a float32.
     """
     return _values(static, static.run(static.forward, x, w, bias, tokens), tokens)
 
@@ -126,7 +129,8 @@ per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 def total(static: Static, x, w, bias, tokens: Tokens, weights):
     """Returns the sum of weights * losses. A loss of weight 0 may be NaN; the gradient in its weight is 0.
 
-    A cotangent of 0 gives gradients of 0, even where they would be NaN. The sum of a NaN loss has such a cotangent.
+    A cotangent of 0 gives gradients of 0, even where 0 times the saved gradient is NaN. A sum that is not finite gets
+    the cotangent 0 from `differentiable_if_finite`.
     """
     return weighted_sum(static.losses(static.run(static.forward, x, w, bias, tokens), tokens), weights)
 

@@ -1,13 +1,14 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
-`row_sums` reduces the rows of each tile. It may also write the logits, or exponentials if each row has a reference.
-`logit_gradients` writes gradients. Otherwise the logits stay in registers:
+`row_sums` reduces the rows of each tile. It may also write the logits. If each row has a reference (a guess of its
+maximum), it writes exponentials instead. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
 
     acc, 64 rows of a tile of x @ w, float32
       │  + bias, softcap, temperature; -inf from column V on
       ▼
-      z ──► per row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
-      └───► exp(z - reference), or the gradient, or z                       (rows, V), 16-bit; z in float32
+      z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference) * slope of the softcap, or the gradient, or z
+                                                                            (rows, V), 16-bit; z in float32
 """
 
 import functools

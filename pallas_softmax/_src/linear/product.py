@@ -73,14 +73,17 @@ _MULTIPLIER_REGISTERS = 232
 
 
 def multiply_tiles(cta: "_Cta", epilogue: Callable[[Any, "Place"], None]) -> None:
-    """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue."""
+    """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue.
+
+    `over_tiles` calls its argument for each tile of this CTA.
+    """
 
     @pl.when(cta.warpgroup == MULTIPLIERS)
     def _copier():
         plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
         blocks = cta.over_tiles(cta.copy)
         # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
-        for stage in range(cta.tiling.stages):
+        for stage in range(cta.tiling.stages):  # wait until the last block of each stage is consumed
             pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, cta.consumed.at[stage]))
 
     @pl.when(cta.warpgroup < MULTIPLIERS)

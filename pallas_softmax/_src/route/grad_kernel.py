@@ -1,6 +1,10 @@
 """The kernel for the backward of a router, in registers: it reads logits once, and writes cotangents once.
 
-It takes the steps of `topk.tile_grad_kernel`. The normalizer is computed again from the row, which is in registers.
+It takes the steps of `topk.tile_grad_kernel`. The forward saves no normalizer: it is computed again from the row, which
+is in registers. With p the softmax of the row, the cotangents are:
+
+    a logit that did not win    p rest
+    a winner                    p rest + direct
 """
 
 import functools
@@ -18,7 +22,10 @@ from pallas_softmax._src.softmax.plan import approximate
 
 
 def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem) -> None:
-    """The kernel: writes the cotangents of one tile of rows. The arguments are as for `route_grad_rows`."""
+    """The kernel: a CTA holds one tile of rows in registers, and writes their cotangents.
+
+    `route_grad_rows` documents the arguments.
+    """
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
@@ -29,8 +36,9 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
     won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)
 
-    # the winners
     m, d, e = normalizer(x, plan)
+
+    # the winners
     m_won, d_won = tiles.spread(m, plan, winners), tiles.spread(d, plan, winners)
     direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, over_row(winners))
     p_won = jnp.exp(won - m_won) / d_won
@@ -39,6 +47,7 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     weight = tiles.spread(rest / d_won, winners, plan)
     tiles.store(dx_gmem, plan, row, e * weight)
 
+    # the winners again
     dx_won = p_won * rest + direct
     tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
 

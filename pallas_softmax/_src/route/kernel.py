@@ -35,13 +35,18 @@ def route(
     indices_gmem,
     logsumexp_gmem,
 ) -> None:
-    """The kernel: writes the experts of one tile of tokens. The arguments are as for `route_rows`."""
+    """The kernel: a CTA holds the logits of some tokens in registers, and writes their experts and weights.
+
+    Stages: load, normalizer, sort keys, find the k best, read the winners' logits again, compute their weights, write.
+    `route_rows` documents the arguments.
+    """
     (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
     winners = merged_tile(plan, k)  # how the winners lie over the same lanes
     tiles.prefetch(x_gmem, plan, row)
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
 
+    # `elements` are what the search takes, see `topk.tile_kernel.search_input`.
     lanes = None  # how many lanes may have winners: all
     if bias is None:  # experts are chosen by their logits
         m, d, _ = normalizer(x, plan)
@@ -49,13 +54,13 @@ def route(
     else:  # experts are chosen by score + bias, in groups that take part
         e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
-        elements = sort_keys.key32(e * factor + bias_of_expert)
-        if groups > 1:
+        elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
+        if groups > 1:  # experts of the other groups get the lowest key
             lanes = winning_lanes(plan, groups, top_groups)
             elements = _keep_groups(plan, groups, top_groups, elements)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
-    if bias is None and x.dtype.itemsize == 2:  # packed keys, two elements at a time
+    if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
         _, index = best_keys_and_indices(plan, experts, k, elements)
     else:
         index = best_indices(plan, experts, k, elements, lanes)

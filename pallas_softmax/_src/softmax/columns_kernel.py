@@ -1,10 +1,13 @@
 """Kernels for softmax along an axis that is not the last one: columns are reduced in place, without a transpose.
 
-An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. Threads are laid out along `inner`, since
-its elements are contiguous. Each CTA takes adjacent columns:
+An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. A line is `inner` contiguous elements, one
+of each adjacent column. So threads are laid out along `inner`. Each CTA takes adjacent columns:
 
-    short columns   in registers, whole columns at once
-    long columns    in shared memory; the lines are divided among the CTAs of a cluster
+    short columns   in registers, whole columns at once: load -> reduce -> write
+    long columns    in shared memory; the lines are divided among the CTAs of a cluster:
+                    load -> reduce -> merge with the other CTAs -> write
+
+Neither kernel has a mask or a temperature.
 
 `columns_plan` chooses between the two.
 """
@@ -31,9 +34,10 @@ from pallas_softmax._src.softmax.parts_job import Refs
 
 
 def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any = None) -> None:
-    """The kernel for short columns: computes a formula on whole columns, the columns of one tile.
+    """The kernel for short columns: a CTA holds whole adjacent columns in registers, and computes a formula on them.
 
-    `reserved` is shared memory that nothing uses, so that fewer CTAs run at once; see `Tile.reserved_bytes`.
+    The rows of `tile` are lines of the array. `reserved` is shared memory that nothing uses, so that fewer CTAs run at
+    once; see `Tile.reserved_bytes`.
     """
     across = -(-x_gmem[0].shape[2] // tile.shape[1])  # tiles side by side
     number = lax.axis_index("tile")
@@ -43,8 +47,10 @@ def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any 
         fill = formula.reduction.neutral
         return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
 
-    x, broadcast = [load(gmem) for gmem in x_gmem], functools.partial(tiles.broadcast, tile=tile, axis=1)
-    total = formula.reduction.combine_lanes(formula.reduction.states(formula.term(*x)), 0, broadcast)
+    x = [load(gmem) for gmem in x_gmem]
+    broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1)  # a number per column, to all its lines
+    states = formula.reduction.states(formula.term(*x))
+    total = formula.reduction.combine_lanes(states, 0, broadcast)  # of each column
     constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
     results = constants if formula.value is None else [formula.value(*x, *constants)]
     for gmem, y in zip(out_gmem, results, strict=True):

@@ -1,8 +1,11 @@
 """Kernels for long rows, staged in shared memory: one CTA, a cluster, or many CTAs in two launches per row.
 
-One CTA or one cluster per row, in one launch. The row is read once if shared memory holds it:
+One CTA or one cluster per row, in one launch. The CTAs of a cluster exchange reductions through shared memory:
 
     load -> reduce -> (cluster only: merge with the other CTAs) -> write
+
+With `Parts.slots`, each CTA or cluster takes several rows in turns. If shared memory holds only some steps of a
+row, the first steps are read twice.
 
 More CTAs per row, in two launches. The row is read twice. In the second launch each CTA merges all parts' reductions:
 
@@ -28,13 +31,16 @@ from pallas_softmax._src.softmax.plan import Parts
 
 
 def compute_row(job: Job, refs: Refs) -> None:
-    """The kernel: one CTA, or the CTAs of a cluster, compute a row. Each CTA holds a part of the row."""
+    """The kernel: one CTA, or the CTAs of a cluster, compute a row. Each CTA holds a part of the row.
+
+    The copies to shared memory run while `_reduce_merge_write` reduces the steps that have arrived.
+    """
     part = _load(job, refs)
-    _compute(part)
+    _reduce_merge_write(part)
 
 
-def _compute(part: Part) -> None:
-    """Computes a part that is being loaded."""
+def _reduce_merge_write(part: Part) -> None:
+    """Reduces a part while it is loaded, merges it with the other parts of the cluster, and writes it."""
     total = part.reduce()  # the steps of the part, in the order of their arrival
     if part.job.clustered:
         total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
@@ -78,7 +84,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def take_turn(turn, _) -> None:
         part = part_of(turn)
         part.load_edges()
-        _compute(part)  # each slot that it frees takes a step of a later row
+        _reduce_merge_write(part)  # each slot that it frees takes a step of a later row
 
     lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
     lax.fori_loop(0, turns, take_turn, None)

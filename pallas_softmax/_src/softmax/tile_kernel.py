@@ -18,21 +18,26 @@ from pallas_softmax._src.softmax.formulas import Formula
 def compute_rows(
     formula: Formula, tile: Tile, mask: Mask | None, x_gmem, mask_gmem, scale_gmem, *out_gmem
 ) -> None:
-    """The kernel: computes a formula on one tile of rows. The arguments are as for `launch`."""
+    """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it.
+
+    Stages: load, reduce each row, compute the elements (if the result has elements), write. `launch` documents the
+    arguments.
+    """
     row = lax.axis_index("row") * tile.rows  # the first row of this CTA
     fill = formula.reduction.neutral
     x = [tiles.load(gmem, tile, row, fill).astype(jnp.float32) for gmem in x_gmem]
-    term, keep = formula.term(*x), None  # what the formula reduces, for example the logits
+    term = formula.term(*x)  # what the formula reduces, for example the logits
+    keep = None  # with a mask: which elements count
     if mask is not None:
         keep = tiles.load_mask(mask_gmem, tile, row, mask.row)
         term = jnp.where(keep, term, fill)
-    element_scale, row_scale = _load_scales(scale_gmem, tile, row)
+    element_scale, row_scale = _load_scales(scale_gmem, tile, row)  # 1 / temperature in two layouts
 
     total = _reduce(formula.scaled(element_scale), tile, term)
     constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
     constants = [tiles.broadcast(constant, tile) for constant in constants]
 
-    if formula.value is None:
+    if formula.value is None:  # the constants are the result, for example logsumexp
         results = constants
     else:
         y = formula.value(*x, *constants)
@@ -42,7 +47,10 @@ def compute_rows(
 
 
 def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
-    """Returns the scale of each element of a tile and of each of its rows; numbers if all rows share one, or None."""
+    """Returns the scale of each row twice: repeated over a tile, and one per row.
+
+    If all rows share one scale, both are that number. Without a scale, both are None.
+    """
     if scale_gmem is None:
         return None, None
     if scale_gmem.shape[0] == 1:

@@ -64,15 +64,18 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 def topk_merge(
     count: int, fan_in: int, request: Request, lists_gmem, scale_gmem, *merged_gmem, **smem
 ) -> None:
-    """The kernel: merges up to `fan_in` of the `count` lists of a row into one."""
+    """The kernel: a CTA merges up to `fan_in` of the `count` lists of a row into one.
+
+    The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
+    """
     memory = _Memory(**smem)
-    group = _group(count, fan_in)
-    final = fan_in >= count  # whether the merged list is the only one of the row
+    group = _group(count, fan_in)  # which lists this CTA merges
+    final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
     scale = scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0]
 
     normalizer = _combine_normalizers(lists_gmem, group, scale)
     _rank(lists_gmem, memory, group, request)  # bound, collect, rank
-    number = group.row * -(-count // fan_in) + group.number
+    number = group.row * -(-count // fan_in) + group.number  # of the merged list
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
 
 

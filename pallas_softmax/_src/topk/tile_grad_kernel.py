@@ -13,7 +13,7 @@ as another tile, k / lanes in each lane, so that `tiles.spread` can copy a numbe
 
     winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
     row       write p r / T of all elements
-    winners   overwrite the cotangents of the winners, after the warp has written the row
+    winners   overwrite the cotangents of the winners; `tiles.store` first waits until the warp has written the row
 """
 
 import functools
@@ -41,7 +41,7 @@ def topk_grad(
     dx_gmem,
     dt_gmem,
 ) -> None:
-    """The kernel: writes the cotangents of one tile of rows."""
+    """The kernel: a CTA holds one tile of rows in registers, and writes their cotangents."""
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
@@ -63,7 +63,7 @@ def topk_grad(
     # the winners
     scaled_won = (x_won - m) * scale
     p_won = jnp.exp(scaled_won) / d
-    direct = g if log else g * p_won
+    direct = g if log else g * p_won  # the winners' own term, g p
     rest = load_per_row(g_d_gmem) * d - tiles.broadcast(jnp.sum(direct, 1), winners)  # r
     dx_won = (direct + p_won * rest) * scale
     # If a factor is 0, (x - m) / T may be -inf, and their product NaN.

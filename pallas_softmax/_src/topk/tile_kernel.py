@@ -37,18 +37,22 @@ def softmax_topk(
     m_gmem,
     d_gmem,
 ) -> None:
-    """The kernel: writes the winners and the normalizers of one tile of rows."""
+    """The kernel: a CTA holds one tile of rows in registers, and writes their winners and normalizers.
+
+    Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write.
+    """
     (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
     winners = merged_tile(plan, k)  # how the winners lie over the same lanes
     tiles.prefetch(x_gmem, plan, row)
+    # `elements` are x as the search takes them: the bits of 16-bit logits, the sort keys of others.
     x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
 
     m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row)
     tiles.store(m_gmem, plan, row, m)
     tiles.store(d_gmem, plan, row, d)
 
-    if x_gmem.dtype.itemsize == 2:  # packed keys, two elements at a time
+    if x_gmem.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
         key, index = best_keys_and_indices(plan, vocab, k, elements)
     else:
         index = best_indices(plan, vocab, k, elements)

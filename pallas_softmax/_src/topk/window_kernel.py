@@ -82,16 +82,19 @@ def softmax_topk(
     lists_smem,
     x_smem,
 ) -> None:
-    """The kernel: writes the winners of a row, or of a part of a row, and the normalizer."""
+    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer.
+
+    If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
+    """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
     scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
 
-    normalizer = _arrive(window, part, memory, arrived, scale)  # and the largest key of each group
+    normalizer = _arrive(window, part, memory, arrived, scale)  # copies; also writes the group_keys
     ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
-    number = part.place.row * window.count + part.place.index
-    lists, final = WinnerLists(*lists_gmem), window.count == 1
-    write_winners(lists, number, ranked_smem, normalizer, scale, request, final)
+    number = part.place.row * window.count + part.place.index  # of the list
+    final = window.count == 1  # no merge follows: write values instead of keys
+    write_winners(WinnerLists(*lists_gmem), number, ranked_smem, normalizer, scale, request, final)
 
 
 class SearchMemory(NamedTuple):

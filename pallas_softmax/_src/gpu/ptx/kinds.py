@@ -7,7 +7,8 @@ The kind of a register says how an instruction interprets its bits:
     pair of 16-bit numbers   "u16x2", "s16x2", "f16x2", "bf16x2"
     condition                "pred"
 
-An operand takes one kind, or several if the instruction computes the same bits for all of them:
+An operand of an instruction takes registers of one kind. If the instruction computes the same bits for several kinds,
+the operand takes all of them, and has one of these names:
 
     "i16", "i32", "i64"      integers, signed or not
     "i16x2"                  pairs of integers, signed or not
@@ -42,14 +43,17 @@ def untyped(kind: str) -> str:
 
 
 def typed(op: str, kind: str) -> str:
-    """Returns an instruction with its type. Sums and products of floats are never fused to a multiply-add."""
+    """Returns an instruction with its type.
+
+    Sums and products of f32 get the suffix ".rn", so that ptxas never fuses them to a multiply-add.
+    """
     if op in _BITWISE:
         return f"{op}.{untyped(kind)}"
     return f"{op}.rn.f32" if kind == "f32" and op in ("add", "sub", "mul") else f"{op}.{kind}"
 
 
 def operand_of(op: str, kind: str) -> str:
-    """Returns what an instruction, or a relation like "lt", takes as operands if its first one has this kind."""
+    """Returns what operands an instruction takes if its first has this kind. `op` may be a relation like "lt"."""
     integers = next((name for name, kinds in _INTEGERS.items() if kind in kinds), None)
     if integers is None:
         return kind
@@ -67,7 +71,8 @@ def number_text(instruction: str, operand: str, number: Any) -> str:
     """Returns a Python number as an operand, in PTX syntax.
 
     Raises:
-      TypeError: the operand is an integer and the number is not; or it is a 16-bit float, which PTX has no numbers for.
+      TypeError: the operand is an integer and the number is not; or the operand is a 16-bit float, and PTX has no
+        syntax for such numbers.
       ValueError: the number is out of the operand's range.
     """
     if operand == "f32":
@@ -81,7 +86,10 @@ def number_text(instruction: str, operand: str, number: Any) -> str:
 
 
 def _range(operand: str) -> tuple[int, int]:
-    """Returns the least and the largest number; if the sign does not matter, of signed and unsigned numbers."""
+    """Returns the least and the largest number that an operand takes.
+
+    If it takes signed and unsigned kinds, or pairs, the range covers signed and unsigned numbers.
+    """
     bits = BITS[_SEVERAL.get(operand, (operand,))[0]]
     least = 0 if operand.startswith(("u", "pred")) and not operand.endswith("x2") else -(1 << bits - 1)
     largest = (1 << bits - 1) - 1 if operand in ("s16", "s32", "s64") else (1 << bits) - 1
@@ -89,7 +97,7 @@ def _range(operand: str) -> tuple[int, int]:
 
 
 def _float_text(instruction: str, number: Any) -> str:
-    """Returns a number as a float: 0f and the eight hexadecimal digits of its bits."""
+    """Returns a number as an f32 in PTX syntax: 0f and the eight hexadecimal digits of its bits."""
     if not isinstance(number, numbers.Real):
         raise TypeError(f"{instruction} takes f32, not {number!r}")
     with np.errstate(over="ignore"):
