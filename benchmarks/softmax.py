@@ -40,6 +40,8 @@ def _jax(x: jax.Array, where: Any = None, *, function: str, axis: int) -> tuple[
         finite = jnp.where(log_p == -jnp.inf, 0, log_p)
         entropy = -jnp.sum(jnp.exp(log_p) * finite, axis)
         at_label, logsumexp = jnp.take(log_p, 0, axis), jax.nn.logsumexp(x, axis)
+        # a masked label has no gradient, as in token_stats
+        at_label = jnp.where(jnp.isfinite(at_label), at_label, jax.lax.stop_gradient(at_label))
         return _stacked((at_label, entropy, logsumexp, jnp.argmax(x, axis)), axis), None
     return getattr(jax.nn, function)(x, axis=axis, where=where), None
 
