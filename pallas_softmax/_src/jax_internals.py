@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 
 def stage_constants() -> contextlib.AbstractContextManager:
-    """Returns a context in which JAX stages operations on constants, even in `jax.ensure_compile_time_eval`.
+    """Returns a context where JAX stages operations on constants, even in `jax.ensure_compile_time_eval`.
 
     `ensure_compile_time_eval` makes JAX evaluate such operations while it traces. JAX cannot evaluate them in a kernel
     or in `jax.shard_map`.

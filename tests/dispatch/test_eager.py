@@ -204,7 +204,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("name", first_values(2, FOLDED))
 def test_compile_time_evaluation(name):
-    """The results are those of calls outside of it, and a program for a GPU has the same kernels."""
+    """The results equal results outside of it, and a program for a GPU has the same kernels."""
     x = jax.random.normal(jax.random.key(1), (3, 50))
     program = functools.partial(FOLDED[name])
     want, kernels = program(x), lowering.kernel_names(lowering.lowered(program, x))

@@ -334,7 +334,7 @@ def few_bytes(layout):
 
 
 def one_rounding(layout):
-    """A bfloat16 dw over 8 devices is that of one device: a float32 sum, rounded once."""
+    """A bfloat16 dw is the same on 8 devices and on one: a float32 sum, rounded once."""
     if jax.device_count() < 8:
         return
     x, w, labels, _ = linear.arrays(N, D, V, "bfloat16")

@@ -4,7 +4,7 @@
     w       (D, V) or (V, D)   columns over other mesh axes, as w is sharded; D is gathered, as in fully sharded
                                data parallelism
 
-If tokens and columns share a mesh axis, as with sequence parallelism beside tensor parallelism, the smaller one of x
+If tokens and columns share a mesh axis, as with sequence and tensor parallelism together, the smaller one of x
 and w is gathered over it. Devices exchange
 
     that hold columns of the same rows         two numbers and a logit per row, and a sum for dx
