@@ -890,7 +890,9 @@ def many_devices(op, dtype):
         many, sent = execute(lambda x: mapped(x), at.place(x))
     jax.clear_caches()
     for got, want in zip(jax.tree.leaves(many), jax.tree.leaves(few)):
-        np.testing.assert_array_equal(np.asarray(got, "float64"), np.asarray(want, "float64"))
+        # the order of a sum is XLA's choice; indices are integers, and equal
+        rtol = 4e-7 if want.dtype.itemsize >= 4 else 2**-7
+        np.testing.assert_allclose(np.asarray(got, "float64"), np.asarray(want, "float64"), rtol=rtol)
     assert [c.kind for c in sent_by_few] == ["all-gather"]
     assert sorted(c.kind for c in sent) == ["all-gather", "all-to-all"]
     # a device gathers the results, and no longer the numbers of all devices; of 2 devices, these are as many

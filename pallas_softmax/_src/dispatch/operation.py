@@ -69,7 +69,7 @@ class Operation:
     kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
     better_by_xla: Callable[["Call"], str | None] = _never
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
     @property
@@ -142,7 +142,7 @@ class RowOperation(Operation):
         """The names of the positional arguments."""
         return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
 
-    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list) -> list:
+    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list[Any]) -> list[Any]:
         """Returns the arrays of the results, with the function applied to the integers."""
         return [
             function(a) if name in self.integers else a
