@@ -920,7 +920,7 @@ AROUND = {
 }
 
 
-@each(name=SHARDS, around=AROUND, fast=len(SHARDS))
+@each(name=SHARDS, around=AROUND, fast=5)
 def shard_map_without_jit(name, around):
     """Values and gradients equal the results of the jitted `jax.shard_map`."""
     at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
