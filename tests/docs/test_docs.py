@@ -116,6 +116,14 @@ def test_the_readme_is_short():
     assert README.count("\n") <= 140
 
 
+def test_the_home_of_the_site_says_what_the_readme_says():
+    """The text, the picture and the code above the quick start are the same, except the targets of links."""
+    home = (ROOT / "docs" / "index.md").read_text().partition("\n## ")[0]
+    head = README.partition("\n## ")[0].replace('"docs/', '"')
+    texts = [re.sub(r"\]\([^)]*\)", "]", text) for text in (head, home)]
+    assert texts[0] == texts[1]
+
+
 def test_quick_start_is_two_command_lines():
     first, second = blocks(section("Quick start"))[:2]
     for line in (first, second):
@@ -132,7 +140,8 @@ def test_commands_and_links_exist(document):
     missing = [
         flagfile for flagfile in re.findall(r"configs/\w+\.flags", text) if not (ROOT / flagfile).is_file()
     ]
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"(.*?)\"", text):
+        link = "".join(link)
         if "://" in link:
             continue
         target, _, anchor = link.partition("#")
