@@ -184,13 +184,13 @@ def test_import_is_light():
 
 def test_the_reference_has_each_public_name_once():
     text = (ROOT / "docs" / "reference.md").read_text()
-    listed = re.findall(r"^::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
+    listed = re.findall(r"^<!-- ::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
     assert sorted(listed) == sorted([*ps.__all__, "paper"])
 
 
 def test_the_reference_shows_an_example_of_each_function():
     entries = re.split(
-        r"^::: pallas_softmax\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE
+        r"^<!-- ::: pallas_softmax\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE
     )
     texts = dict(zip(entries[1::2], entries[2::2]))
     for name, text in texts.items():

@@ -41,7 +41,9 @@ def share(name: str) -> str:
 
 def off(contender: str) -> str:
     """Returns the error of a contender's loss and gradients, in percent."""
-    row = overview.recorded("linear/linear.csv", contender=contender, **comparison("linear_cross_entropy").case)
+    row = overview.recorded(
+        "linear/linear.csv", contender=contender, **comparison("linear_cross_entropy").case
+    )
     return f"{100 * float(row['error']):.2f}%"
 
 
