@@ -178,7 +178,8 @@ def progress(cases: list[Any], name: str) -> Iterator[Any]:
         yield from tqdm(cases, desc=name, unit="case")
         return
     for i, case in enumerate(cases, 1):
-        what = " ".join(str(value) for value in result.flat(case).values() if value not in (None, "none"))
+        fields = result.flat(getattr(case, "line", case))  # what the table says of it, if that is shorter
+        what = " ".join(str(value) for value in fields.values() if value not in (None, "none"))
         print(f"{name}: case {i} of {len(cases)}: {what}", file=sys.stderr, flush=True)
         yield case
 

@@ -84,7 +84,7 @@ def test_the_quick_start_tells_what_runs_and_that_it_is_alive(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("quick_start: case ")]
-    assert len(lines) == 5 and lines[0].startswith("quick_start: case 1 of 5: softmax")
+    assert len(lines) == 5 and lines[0] == "quick_start: case 1 of 5: softmax 64 x 50,257 float32"
     before, _, table = done.stdout.partition("\ncall ")
     assert "No kernels on this device" in before and "kernels run 5 of these 5 calls" in before
     assert all(name in table for name in ("softmax", "fused_topk", "sample", "route", "linear_cross_entropy"))
