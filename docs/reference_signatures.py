@@ -7,17 +7,21 @@ signature, and the docstring's first paragraph. It also writes the table of cont
 
 import ast
 import functools
+import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pallas_softmax
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pallas_softmax  # noqa: E402
+
 REFERENCE = ROOT / "docs" / "reference.md"
 
 # an entry as this program writes it, or as a person adds it: the name and the options are its groups
@@ -39,7 +43,13 @@ def written(text: str) -> str:
 
 def for_the_site(text: str) -> str:
     """Returns the reference with the lines that the site replaces, without what is written around them."""
-    return ENTRY.sub(lambda entry: "::: pallas_softmax.{}\n{}".format(*entry.groups()), text)
+
+    def shown(entry: re.Match) -> str:
+        name, options = entry.groups()
+        source = _source(_value(name))
+        return f"::: pallas_softmax.{name}\n{options}" + f"\n{source}\n" * bool(source)
+
+    return ENTRY.sub(shown, text)
 
 
 def anchor(heading: str) -> str:
@@ -62,7 +72,7 @@ def _contents(text: str) -> str:
 
 
 def _entry(name: str, options: str) -> str:
-    value = getattr(pallas_softmax, name, None) or _module(name)
+    value = _value(name)
     members = re.findall(r"\w+", (re.findall(r"members: \[(.*)\]", options) or [""])[0])
     if isinstance(value, ModuleType):
         found = [signature(getattr(value, member), member) for member in members]
@@ -72,17 +82,30 @@ def _entry(name: str, options: str) -> str:
     if any(found):
         lines += ["```py", *filter(None, found), "```", ""]
     if first := _first_paragraph(value):
-        lines += [*textwrap.wrap(f"*{first}*", 120, break_on_hyphens=False), ""]
+        lines += [*textwrap.wrap(f"*{first}* {_source(value)}", 120, break_on_hyphens=False), ""]
     return "\n".join(lines)
 
 
-def _module(name: str) -> ModuleType:
-    return __import__(f"pallas_softmax.{name}", fromlist=[name])
+def _value(name: str) -> Any:
+    """Returns what a name of the package means; `paper` is a module that the package does not import."""
+    return getattr(pallas_softmax, name, None) or importlib.import_module(f"pallas_softmax.{name}")
+
+
+def _is_documented(value: Any) -> bool:
+    return inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value)
+
+
+def _source(value: Any) -> str:
+    """Returns a link to the source of a function, a class or a module."""
+    if not _is_documented(value):
+        return ""
+    path = Path(str(inspect.getsourcefile(inspect.unwrap(value)))).resolve().relative_to(ROOT)
+    return f"[Source](../{path.as_posix()})"
 
 
 def _first_paragraph(value: Any) -> str:
     """Returns the first paragraph of the docstring of a function, a class or a module."""
-    if not (inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value)):
+    if not _is_documented(value):
         return ""
     return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
 

@@ -196,3 +196,20 @@ def test_the_reference_shows_an_example_of_each_function():
     for name, text in texts.items():
         if inspect.isfunction(getattr(ps, name, None)):
             assert any(f"ps.{name}" in block for block in blocks(text, "python")), name
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("perplexity", "faq"),
+        ("logprobs", "faq"),
+        ("temperature 0", "faq"),
+        ("memory (OOM)", "faq"),
+        ("driver", "install"),
+        ("license", "about"),
+        ("citation", "about"),
+    ],
+)
+def test_a_heading_of_a_user_page_has_the_word_that_users_search(word, page):
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    assert any(word.lower() in heading.lower() for heading in headings)

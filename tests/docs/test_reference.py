@@ -48,9 +48,11 @@ def test_a_signature_is_that_of_the_function(name):
 def test_the_site_gets_every_entry_and_example():
     site = signatures.for_the_site(REFERENCE)
     assert blocks(site, "python") == blocks(REFERENCE, "python") and "```py\n" not in site
+    assert all(
+        f"/{name}/api.py)" in site for name in ("softmax", "topk", "route", "sample", "stats", "linear")
+    )
     listed = re.findall(r"^::: pallas_softmax\.(\w+)$", site, re.MULTILINE)
     assert sorted(listed) == sorted([*ps.__all__, "paper"])
-    assert signatures.written(site).split("<!-- contents")[1] == REFERENCE.split("<!-- contents")[1]
 
 
 def test_a_new_entry_gets_its_signature():
