@@ -1,4 +1,4 @@
-"""Five calls, checked and timed beside plain JAX: python -m benchmarks.quick_start
+"""Five calls of this package and of plain JAX, checked and timed: python -m benchmarks.quick_start
 
 The calls are a softmax, a top-k, a draw, a gate, and a loss with its gradients. On a GPU they have the sizes of the
 table in README.md, elsewhere small ones. The other benchmarks check and time them, and this one shows one table.
@@ -25,7 +25,7 @@ _KEPT = ("samples", "p20_us", "p50_us", "p80_us", "first_result_s", "rows_checke
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What the table says of a call."""
+    """The columns of the table that describe a call."""
 
     call: str
     shape: str

@@ -1,7 +1,7 @@
 """The pictures of results: heat maps over shapes, lines over sizes, and bars. Every title states the finding.
 
 Colour-blind readers can tell the colours apart: they are by Okabe and Ito. A peer has a dashed line. A bar has its name
-beside it, so its colour only says whose code it is: this package's, plain JAX or another library.
+next to it, so its colour only tells this package, plain JAX and other libraries apart.
 """
 
 import logging
