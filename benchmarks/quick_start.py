@@ -39,7 +39,7 @@ class Quick:
     line: Line
     run: Callable[[Any, Any], list[Record]]
     case: Any
-    jax: str  # the contender of that benchmark that is plain JAX
+    peer: str  # the contender of that benchmark that is plain JAX
     function: Callable[..., Any]
     arrays: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -107,14 +107,14 @@ def run_call(quick: Quick, chosen: Any) -> list[Record]:
     """Measures one call. Returns a record of plain JAX and one of this package."""
     options = SimpleNamespace(
         implementations=("auto",),
-        peers=(quick.jax,),
+        peers=(quick.peer,),
         seed=chosen.seed,
         repeats=chosen.repeats,
         seconds=chosen.seconds,
     )
     measured = {record.contender: record for record in quick.run(quick.case, options)}
     records = []
-    for name, contender in (("plain JAX", quick.jax), ("pallas_softmax", "auto")):
+    for name, contender in (("plain JAX", quick.peer), ("pallas_softmax", "auto")):
         of = measured[contender]
         record = Record(quick.line, name, of.ours, of.ran, of.status, of.reason, required=of.required)
         record.add(**{key: value for key, value in of.found.items() if key in _KEPT})
