@@ -1,9 +1,10 @@
-"""Softmax and top-k, one after the other: python -m benchmarks --flagfile=configs/smoke.flags.
+"""Softmax and top-k, one after the other: python -m benchmarks --flagfile=configs/cpu.flags.
 
 This runs benchmarks.softmax, then benchmarks.topk, and has exactly their flags. Each of the two ignores the
 other one's peers. Top-k also ignores --function, --where and --axis. Every other benchmark is a separate
 program, and its --help lists its flags:
 
+benchmarks.quick_start      Are five calls right, and how fast are they here?
 benchmarks.softmax          How fast are softmax, log_softmax and logsumexp?
 benchmarks.topk             How fast is fused_topk?
 benchmarks.paper            Do the paper's figures hold?

@@ -340,6 +340,16 @@ def _derive(rows: Any, of: Callable) -> None:
     rows["products"] = rows.p50_us / of("p50_us", "matmul")
 
 
+def _beside_fastest(losses: list[Any]) -> str:
+    """Returns our speed relative to the fastest other code that computes the same, such as "0.8 to 1.1 times"."""
+    found = []
+    for own in losses:
+        others = own[~own.ours.astype(bool) & ~own.contender.isin(YARDSTICKS)]
+        found += list(others.p50_us.min() / own.p50_us[own.contender == "auto"])
+    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
+    return f"{low} times" if low == high else f"{low} to {high} times"
+
+
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     """Draws for each loss its contenders' speed-up at the left and their memory at the right."""
     rows = rows[rows.speedup.notna() & (rows.contender != "matmul")]
@@ -370,6 +380,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     functions = rows.function.unique() if "function" in rows else ("cross_entropy",)
     title = ", ".join(f"linear_{name}" for name in functions)
     title += f": {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
+    if set(rows.contender[~rows.ours.astype(bool)]) - {*YARDSTICKS, baseline}:
+        title += f", {_beside_fastest(losses)} as fast as the fastest other code"
     if peak == peak:
         title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
     plot.finish(figure, file, document, title)

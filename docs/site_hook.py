@@ -5,7 +5,10 @@ The documents are written for a reader of the repository: a link is a path from 
 repository. This hook adds
 
 - CONTRIBUTING.md, CHANGELOG.md, and the reports and pictures of benchmarks/results;
+- a page for each section of docs/reference.md, which is one file in the repository;
 - a page for each source file or folder that a document links to. With `repo_url`, the link leads to the repository;
+- weights of the search: pages of users come before pages of builders;
+- a link from each picture of a plot to the picture itself, which a phone shows scaled;
 - MathJax, from the package django-static-mathjax;
 - addresses of the types of other packages that appear in signatures.
 
@@ -17,6 +20,7 @@ import posixpath
 import re
 from pathlib import Path
 
+import reference_signatures as reference
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,10 +43,53 @@ TYPES = {
     "typing.Literal": "https://docs.python.org/3/library/typing.html#typing.Literal",
     "typing.NamedTuple": "https://docs.python.org/3/library/typing.html#typing.NamedTuple",
 }
+PARTS = "API reference"  # the entry of the navigation that lists the sections of docs/reference.md
+# How much a match on a page counts in the search, by the first part of its address. Others count 1.
+WEIGHTS = {
+    "faq": 3,
+    "reference": 3,
+    "limits": 2.5,
+    "install": 2.5,
+    "recipes": 2.5,
+    "about": 2.5,
+    "migration": 2,
+}
+WEIGHTS |= {"tutorial": 2, "sharding": 1.5, "libraries": 1.5, "accuracy": 1.5, "performance": 1.2}
+WEIGHTS |= {"design": 0.3, "extending": 0.3, "ptx": 0.3, "racecheck": 0.1}
+WEIGHTS |= {"CONTRIBUTING": 0.2, "CHANGELOG": 0.2, "benchmarks": 0.1}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+_PLOT = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
+
+
+def _slug(heading: str) -> str:
+    """Returns the address of a section of the reference: "Softmax: drop-in for jax.nn" becomes "softmax"."""
+    return reference.anchor(heading.partition(":")[0])
+
+
+def _places() -> dict[str, str]:
+    """Returns the page of each anchor of docs/reference.md that another page may link to."""
+    found = {}
+    for heading, text in reference.sections(reference.REFERENCE.read_text()):
+        names = [reference.anchor(name) for name in re.findall(r"^### `(\w+)`$", text, re.MULTILINE)]
+        found |= dict.fromkeys([reference.anchor(heading), *names], f"reference/{_slug(heading)}.md")
+    return found
+
+
+def on_config(config):
+    """Lists the sections of the reference in the navigation."""
+    parts = [
+        {heading.partition(":")[0]: f"reference/{_slug(heading)}.md"}
+        for heading, _ in reference.sections(reference.REFERENCE.read_text())
+    ]
+    for group in config.nav:
+        for entries in group.values():
+            for entry in entries if isinstance(entries, list) else ():
+                if PARTS in entry:
+                    entry[PARTS] = [{"Overview": "reference.md"}, *parts]
+    return config
 
 
 def on_files(files, config):
@@ -53,9 +100,10 @@ def on_files(files, config):
             if not uri.startswith("benchmarks/results/local/"):
                 files.append(File.generated(config, uri, abs_src_path=str(path)))
     _add_mathjax(files, config)
+    _add_reference(files, config)
     if not config.repo_url:
         for page in list(files.documentation_pages(inclusion=InclusionLevel.is_included)):
-            for _, _, target in _LINK.findall(Path(page.abs_src_path).read_text()):
+            for _, _, target in _LINK.findall(page.content_string):
                 if "://" not in target and not target.startswith("#"):
                     _add_source(_in_repository(page, target), files, config)
     autorefs = config.plugins["autorefs"]
@@ -69,10 +117,12 @@ def on_page_markdown(markdown, page, config, files):
 
     def change(link: re.Match) -> str:
         picture, text, target = link.groups()
-        if "://" in target or target.startswith("#"):
+        if "://" in target or (target.startswith("#") and not is_reference):
             return link.group()
         path, anchor = _in_repository(page.file, target), re.sub(r"^[^#]*", "", target)
         uri = path.removeprefix("docs/")
+        if uri == "reference.md" and anchor:
+            uri = places[anchor.removeprefix("#")]
         on_site = [name for name in (uri, f"{uri}.md", f"{uri}/index.md") if _is_on_site(files, name)]
         if on_site:
             place = posixpath.relpath(on_site[0], posixpath.dirname(page.file.src_uri) or ".")
@@ -82,8 +132,15 @@ def on_page_markdown(markdown, page, config, files):
             return text
         return f"{picture}[{text}]({place}{anchor})"
 
-    if page.file.abs_src_path is None:  # made by _add_source
+    page.meta.setdefault("search", {}).setdefault(
+        "boost", WEIGHTS.get(re.split(r"[/.]", page.file.src_uri)[0], 1)
+    )
+    is_reference = page.file.src_uri.startswith("reference")
+    if page.file.abs_src_path is None and not is_reference:  # made by _add_source
         return markdown
+    if page.file.src_uri == "reference.md":
+        markdown = reference.SECTION.split(markdown)[0]
+    places = _places()
     pieces = _FENCED.split(markdown)  # every other one is a fenced block
     pieces[::2] = [_LINK.sub(change, piece) for piece in pieces[::2]]
     return "".join(pieces)
@@ -91,8 +148,9 @@ def on_page_markdown(markdown, page, config, files):
 
 def _in_repository(file, target: str) -> str:
     """Returns the path in the repository that a link of a document leads to."""
-    folder = Path(file.abs_src_path).relative_to(ROOT).parent.as_posix()
-    return posixpath.normpath(posixpath.join(folder, target.partition("#")[0]))
+    place = Path(file.abs_src_path or reference.REFERENCE).relative_to(ROOT)
+    path = target.partition("#")[0]
+    return posixpath.normpath(posixpath.join(place.parent.as_posix(), path)) if path else place.as_posix()
 
 
 def _is_on_site(files, uri: str) -> bool:
@@ -100,10 +158,25 @@ def _is_on_site(files, uri: str) -> bool:
     return file is not None and not file.inclusion.is_excluded()
 
 
+def on_page_content(html, page, config, files):
+    """Makes each picture of a plot a link to itself."""
+    return _PLOT.sub(r'<p class="plot"><a href="\2">\1</a></p>', html)
+
+
+def _add_reference(files, config):
+    """Adds a page for each section of the reference."""
+    for heading, text in reference.sections(reference.for_the_site(reference.REFERENCE.read_text())):
+        if "```python" in text:
+            lines = "The examples use `x` and `rounded` of the [overview](reference.md).\n\n"
+            text = re.sub(r"^(?=::: )", lines, text, count=1, flags=re.MULTILINE)
+        content = f"# {heading}\n{text}"
+        files.append(File.generated(config, f"reference/{_slug(heading)}.md", content=content))
+
+
 def _add_source(path: str, files, config):
     """Adds a page that shows a file of the repository, or that lists a folder and links to its files."""
     place = ROOT / path
-    if path.endswith((".md", ".png", ".svg")) or not place.exists():
+    if path.endswith((".md", ".png", ".svg")) or not place.exists() or place == ROOT:
         return
     if place.is_file():
         language = LANGUAGES.get(place.suffix, "text")

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,6 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
         raise SystemExit(
             f"the benchmarks need {' and '.join(missing)}; install the extra bench: pip install '.[bench]'"
         )
-    from tqdm import tqdm
-
     try:
         todo = benchmark.cases(chosen)
     except ValueError as error:
@@ -160,7 +158,7 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []
-    for case in tqdm(todo, desc=benchmark.name, unit="case", disable=None):  # a progress bar on a terminal
+    for case in progress(todo, benchmark.name):
         records += benchmark.run(case, chosen)
         if benchmark.several:
             result.write(chosen.output_dir, benchmark.name, records, run | limits)
@@ -170,6 +168,20 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     if failed:
         print(f"{benchmark.name}: {failed} of {len(records)} records failed", file=sys.stderr)
     return 1 if failed else 0
+
+
+def progress(cases: list[Any], name: str) -> Iterator[Any]:
+    """Yields the cases, and shows which one runs: as a bar on a terminal, and as a line for each in a file."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        yield from tqdm(cases, desc=name, unit="case")
+        return
+    for i, case in enumerate(cases, 1):
+        fields = result.flat(getattr(case, "line", case))  # what the table says of it, if that is shorter
+        what = " ".join(str(value) for value in fields.values() if value not in (None, "none"))
+        print(f"{name}: case {i} of {len(cases)}: {what}", file=sys.stderr, flush=True)
+        yield case
 
 
 def show(benchmark: Benchmark, directory: Path) -> None:

@@ -28,7 +28,7 @@ WIDTH = 120  # of every printed table
 
 # The meaning of each column. A table is followed by the lines of its columns.
 COLUMNS = {
-    "ran": "of ours: the implementation found in the lowered program",
+    "ran": "the implementation of pallas_softmax that the lowered program has; xla is plain JAX",
     "status": "ok; FAILED (a wrong result, which fails the run); differs (a peer rounds or orders otherwise, which"
     " does not); WORSE (less accurate than XLA); not run; error",
     "error_eps": "the largest relative error against float64, in units of the dtype's eps",
@@ -37,8 +37,8 @@ COLUMNS = {
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
     "elements_per_s": "the elements of all rows, divided by that time",
     "tb_per_s": "the fewest bytes that a call must move, divided by its time",
-    "share_of_copy": "tb_per_s over the rate of a plain copy of 1 GB",
-    "share_of_read": "tb_per_s over the rate of a plain read of 1 GB, in a sum",
+    "share_of_copy": "the fewest bytes that a call must move, over its time, over the rate of a plain copy of 1 GB",
+    "share_of_read": "the fewest bytes that a call must move, over its time, over the rate of a plain sum of 1 GB",
     "speedup": "how many times as fast as the baseline",
     "slowdown": "the time relative to the same call with normal logits",
     "value": "the mean loss",
@@ -263,7 +263,8 @@ def number(value: Any, digits: int = 3) -> str:
 def table(rows: Frame, view: View) -> str:
     """Returns the rows as aligned text: the fields of the case that vary, the contender, and the view's columns.
 
-    Notes below the table give the fields that do not vary, the reasons behind a status, and the columns' meaning.
+    A line above the table gives the fields that do not vary. Another one says if no kernel ran on this device. Notes
+    below the table give the reasons behind a status, and the columns' meaning.
     """
     cases = case_columns(rows)
     varying = [name for name in cases if rows[name].map(str).nunique() > 1]
@@ -280,9 +281,26 @@ def table(rows: Frame, view: View) -> str:
         text = text[(shown := shown[:-1])]
     if fixed := [f"{name} {rows[name].iloc[0]}" for name in cases if name not in varying]:
         lines.insert(0, wrapped(", ".join(fixed)))
+    if note := without_kernels(rows):
+        lines.insert(0, wrapped(note))
     lines += [wrapped(f"[{i}] {reason}") for i, reason in enumerate(reasons, 1)]
     lines += [wrapped(f"{name}: {COLUMNS[name]}") for name in shown]
     return "\n".join(lines)
+
+
+def without_kernels(rows: Frame) -> str:
+    """Returns a line that says what an H100 would run, if this device has no kernels. Otherwise returns ""."""
+    ours = rows[rows.ours.astype(bool)]
+    if "explain" not in ours or set(ours.ran) != {"xla"}:
+        return ""
+    explained = ours.explain.fillna("")
+    of_kernels = explained[explained.str.contains(" on cuda, xla elsewhere")]
+    if of_kernels.empty:
+        return ""
+    return (
+        "No kernels on this device: pallas_softmax is plain JAX here. On an H100, kernels run "
+        f"{len(of_kernels)} of these {len(ours)} calls; docs/performance.md has the times."
+    )
 
 
 def wrapped(text: str) -> str:

@@ -35,15 +35,15 @@ CASE = (
 MEASURED = "rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes fits_cache".split()
 MEASURED += ["first_result_s", "extra_mb", "explain"]
 DERIVED = "elements_per_s tb_per_s share_of_copy speedup".split()
-SMOKE = ["--flagfile=configs/smoke.flags", "--vocab=1000", "--seconds=0", "--repeats=3"]
+SMALL = "--batch=64 --vocab=1000 --dtype=float32,bfloat16 --k=5 --direction=forward,backward --seconds=0 --repeats=3"
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.slow
-def test_smoke_flags(tmp_path):
+def test_softmax_and_topk_together(tmp_path):
     """`python -m benchmarks` on 64 rows: its files and its text, with ours right everywhere."""
-    command = [sys.executable, "-m", "benchmarks", *SMOKE, f"--output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks", *SMALL.split(), f"--output_dir={tmp_path}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,6 +74,23 @@ def test_smoke_flags(tmp_path):
             np.testing.assert_allclose(float(row["elements_per_s"]), 64 * int(row["vocab"]) / seconds)
             for limit in {"copy", "read"} & {each.split("_")[0] for each in run}:
                 np.testing.assert_allclose(float(row[f"share_of_{limit}"]), rate / run[f"{limit}_tb_per_s"])
+
+
+@pytest.mark.slow
+def test_the_quick_start_tells_what_runs_and_that_it_is_alive(tmp_path):
+    """Its output goes to files, and its table has five calls of each contender."""
+    command = [sys.executable, "-m", "benchmarks.quick_start", "--seconds=0", f"--output_dir={tmp_path}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("quick_start: case ")]
+    assert len(lines) == 5 and lines[0] == "quick_start: case 1 of 5: softmax 64 x 50,257 float32"
+    before, _, table = done.stdout.partition("\ncall ")
+    assert "No kernels on this device" in before and "kernels run 5 of these 5 calls" in before
+    assert all(name in table for name in ("softmax", "fused_topk", "sample", "route", "linear_cross_entropy"))
+    rows = json.loads((tmp_path / "quick_start.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["plain JAX", "pallas_softmax"] * 5
+    assert all(row["status"] == "ok" and row["p50_us"] > 0 for row in rows)
 
 
 def test_without_pandas_the_json_is_written(tmp_path, run_benchmark, monkeypatch, capsys):

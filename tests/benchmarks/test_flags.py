@@ -17,6 +17,7 @@ from benchmarks import (
     linear,
     paper,
     programs,
+    quick_start,
     route,
     sample,
     serve,
@@ -61,7 +62,20 @@ def test_lists_become_tuples(parse):
     assert (found.shapes, found.axis, found.vocab) == (((4, 5),), (-1,), (4096, 32000))
 
 
-MODULES = (accuracy, beam_search, linear, paper, programs, route, sample, serve, sharded, softmax, topk)
+MODULES = (
+    accuracy,
+    beam_search,
+    linear,
+    paper,
+    programs,
+    quick_start,
+    route,
+    sample,
+    serve,
+    sharded,
+    softmax,
+)
+MODULES += (topk,)
 BINARIES = {"benchmarks": both} | {module.__name__: module for module in MODULES}
 FLAG_FILES = sorted((ROOT / "configs").glob("*.flags"))
 

@@ -47,7 +47,8 @@ def row_of(contender, p50_us=1.0, status="ok", **changed):
     """Returns a row of the benchmark of softmax."""
     measured = {"p50_us": p50_us, "bytes": 10**6, "error_eps": 1.0, "fits_cache": "", "first_result_s": 1.0}
     named = {"contender": contender, "ours": contender in flags.IMPLEMENTATIONS, "ran": contender}
-    return result.flat(case_of(**changed)) | named | {"status": status, "reason": ""} | measured
+    found = {name: changed.pop(name) for name in ("ran", "fits_cache") if name in changed}
+    return result.flat(case_of(**changed)) | named | {"status": status, "reason": ""} | measured | found
 
 
 def texts(figure) -> list[str]:
@@ -86,6 +87,39 @@ def test_contenders_can_be_told_apart():
     assert len(palette) == 8  # of Okabe and Ito
     hues = [colorsys.rgb_to_hls(*matplotlib.colors.to_rgb(color)) for color in palette]
     assert len({tuple(np.round(hue, 2)) for hue in hues}) == 8
+
+
+@pytest.mark.slow
+def test_the_chart_of_the_loss(drawn):
+    """Its bars tell three kinds of code apart. Its title compares ours with the fastest other code."""
+    figure = drawn("linear_peers/linear")
+    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    colors = {
+        name: matplotlib.colors.to_hex(bar.get_facecolor())
+        for name, bar in zip(names, figure.axes[0].patches)
+    }
+    ours, jax = colors["pallas_softmax"], colors["plain JAX, 16-bit logits"]
+    assert colors["QuACK"] == colors["Liger"] and len({ours, jax, colors["QuACK"]}) == 3
+    rows = result.frame(result.read(RESULTS / "linear_peers/linear.json"), linear.VIEW)
+    ratios = set()
+    for _, own in rows[~rows.contender.isin(linear.YARDSTICKS)].groupby("w_shape"):
+        best = own[own.contender != "auto"].p50_us.min()
+        ratios.add(f"{best / own.p50_us[own.contender == 'auto'].item():.2f}")
+    claim = f"{' to '.join(sorted(ratios))} times as fast as the fastest other code"
+    assert claim in figure.get_suptitle().replace("\n", " ")
+
+
+def test_pictures_and_tables_say_if_no_kernel_ran(drawn):
+    rows = [row_of("jax", 4.0), row_of("auto", 2.0, ran="xla", fits_cache="L3")]
+    rows[1] |= {"explain": "softmax float32[6, 40]: mosaic_gpu on cuda, xla elsewhere"}
+    figure = drawn(rows)
+    assert figure.get_suptitle().replace("\n", " ").endswith("ours is plain JAX on this device")
+    assert "fits the L3 cache" in " ".join(texts(figure))
+    frame = result.frame({"runs": [{}], "rows": rows}, softmax.VIEW)
+    text = result.table(frame, softmax.VIEW)
+    assert text.startswith("No kernels on this device") and "run 1 of these 1 calls" in text
+    frame["ran"] = "mosaic_gpu"
+    assert "No kernels" not in result.table(frame, softmax.VIEW)
 
 
 def test_legends_are_words(drawn):

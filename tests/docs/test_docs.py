@@ -116,6 +116,14 @@ def test_the_readme_is_short():
     assert README.count("\n") <= 140
 
 
+def test_the_home_of_the_site_says_what_the_readme_says():
+    """The text, the picture and the code above the quick start are the same, except the targets of links."""
+    home = (ROOT / "docs" / "index.md").read_text().partition("\n## ")[0]
+    head = README.partition("\n## ")[0].replace('"docs/', '"')
+    texts = [re.sub(r"\]\([^)]*\)", "]", text) for text in (head, home)]
+    assert texts[0] == texts[1]
+
+
 def test_quick_start_is_two_command_lines():
     first, second = blocks(section("Quick start"))[:2]
     for line in (first, second):
@@ -132,7 +140,8 @@ def test_commands_and_links_exist(document):
     missing = [
         flagfile for flagfile in re.findall(r"configs/\w+\.flags", text) if not (ROOT / flagfile).is_file()
     ]
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"(.*?)\"", text):
+        link = "".join(link)
         if "://" in link:
             continue
         target, _, anchor = link.partition("#")
@@ -175,15 +184,32 @@ def test_import_is_light():
 
 def test_the_reference_has_each_public_name_once():
     text = (ROOT / "docs" / "reference.md").read_text()
-    listed = re.findall(r"^::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
+    listed = re.findall(r"^<!-- ::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
     assert sorted(listed) == sorted([*ps.__all__, "paper"])
 
 
 def test_the_reference_shows_an_example_of_each_function():
     entries = re.split(
-        r"^::: pallas_softmax\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE
+        r"^<!-- ::: pallas_softmax\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE
     )
     texts = dict(zip(entries[1::2], entries[2::2]))
     for name, text in texts.items():
         if inspect.isfunction(getattr(ps, name, None)):
             assert any(f"ps.{name}" in block for block in blocks(text, "python")), name
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("perplexity", "faq"),
+        ("logprobs", "faq"),
+        ("temperature 0", "faq"),
+        ("memory (OOM)", "faq"),
+        ("driver", "install"),
+        ("license", "about"),
+        ("citation", "about"),
+    ],
+)
+def test_a_heading_of_a_user_page_has_the_word_that_users_search(word, page):
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    assert any(word.lower() in heading.lower() for heading in headings)
