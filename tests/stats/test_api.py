@@ -188,7 +188,7 @@ def test_a_traced_temperature_out_of_range_is_nan():
         np.array([1.0, 0, -1, np.nan], "float32")
     )
     for a in got[:3]:
-        np.testing.assert_array_equal(np.isnan(a), [False, True, True, True])
+        np.testing.assert_array_equal(np.isnan(a), [False, False, True, True])
 
 
 @pytest.mark.slow
@@ -298,7 +298,9 @@ BAD = [
     (TypeError, "labels must be an array", (X, [0, 1, 2, 3]), {}),
     (TypeError, "logits must be a float or integer array, got complex64", (X.astype("complex64"),), {}),
     (ValueError, "axis 2 is out of bounds", (X,), {"axis": 2}),
-    (ValueError, "temperature must be positive, got 0.0", (X,), {"temperature": 0.0}),
+    (ValueError, "temperature must be at least 0, got -1.0", (X,), {"temperature": -1.0}),
+    (ValueError, "rank=True needs labels, got labels=None", (X,), {"rank": True}),
+    (TypeError, "rank must be True or False, got 1", (X, LABELS), {"rank": 1}),
     (ValueError, r"temperature must be a scalar or broadcast", (X,), {"temperature": np.ones(3)}),
     (ValueError, "where must be None or boolean", (X,), {"where": np.ones(50)}),
     (ValueError, "implementation must be None or one of", (X,), {"implementation": "cuda"}),

@@ -324,8 +324,8 @@ def test_temperature_does_not_change_the_indices():
         np.testing.assert_array_equal(topk(x, 129, temperature=t).indices, topk(x, 129).indices)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, -np.inf])
-def test_traced_temperature_that_is_not_positive_gives_nan(temperature):
+@pytest.mark.parametrize("temperature", [-1.0, np.nan, -np.inf])
+def test_a_negative_traced_temperature_gives_nan(temperature):
     x = cases.rows(["normal", "constant"], 9)
     t = jnp.array([temperature, 2.0], F32)
     values = np.asarray(jax.jit(lambda x, t: fused_topk(x, 2, temperature=t).values)(x, t))

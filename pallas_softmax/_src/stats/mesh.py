@@ -7,13 +7,18 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.sort_keys import value_key
-from pallas_softmax._src.stats.xla import finished, is_column, keys_at, logits_at, with_rank
+from pallas_softmax._src.stats.xla import RowStats, finished, is_column, label_keys, logits_at, with_rank
 
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
     """Returns the `RowStats` of whole rows; the arguments are as for `xla.token_stats`."""
-    vocab = logits.shape[-1]
     of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
+    return _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
+
+
+def _merged(of_shard: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
+    """Returns the `RowStats` of whole rows, given those of this device's shard."""
+    vocab = logits.shape[-1]
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
     moments, label_logit, argmax = combine_shards(
@@ -25,19 +30,12 @@ def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled
 
 def ranked_stats_on_mesh(run_shard, logits, where, temperature, labels, *, step, scaled, mesh_axes):
     """Returns the `RowStats` of whole rows, with the rank. `step` is the operation `counted_stats`."""
-    counts = []
-
-    def run_counted(_, arrays, keywords):
-        *arrays, labels = arrays
-        columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1]
-        found = run_shard(step, (*arrays, columns, keys_at(labels, logits, mesh_axes)), keywords)
-        counts.append(lax.psum(found.rank, mesh_axes))
-        return found
-
-    stats = token_stats_on_mesh(
-        run_counted, logits, where, temperature, labels, scaled=scaled, mesh_axes=mesh_axes
-    )
-    return with_rank(stats._replace(rank=counts[0]), labels, logits, where, mesh_axes)
+    keys, is_ranked = label_keys(labels, logits, where, mesh_axes)
+    columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1]
+    arrays = logits, where, temperature, columns, keys
+    of_shard = run_shard(step, arrays, {"scaled": scaled})
+    merged = _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
+    return with_rank(merged._replace(rank=lax.psum(of_shard.rank, mesh_axes)), is_ranked)
 
 
 def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperature=None):

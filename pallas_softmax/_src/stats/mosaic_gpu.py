@@ -15,8 +15,8 @@ from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
 from pallas_softmax._src.stats.xla import (
     RowStats,
     is_column,
-    keys_at,
     label_distance,
+    label_keys,
     logits_at,
     tempered_largest,
     with_rank,
@@ -40,19 +40,17 @@ def token_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scale
 
 def ranked_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
     """Returns what `xla.ranked_stats` returns."""
-    keys = keys_at(labels, logits)
-    return with_rank(
-        counted_stats(plan, logits, where, temperature, labels, keys, scaled=scaled), labels, logits, where
-    )
+    keys, is_ranked = label_keys(labels, logits, where)
+    return with_rank(counted_stats(plan, logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
 
 
 def counted_stats(
-    plan: Tile | Parts, logits, where, temperature, labels, label_keys, *, scaled: bool
+    plan: Tile | Parts, logits, where, temperature, labels, at_labels, *, scaled: bool
 ) -> RowStats:
-    """Returns what `xla.counted_stats` returns; without `label_keys` nothing is counted."""
+    """Returns what `xla.counted_stats` returns; without `at_labels` nothing is counted."""
     label = None
-    if label_keys is not None:
-        key = jnp.maximum(label_keys, jnp.iinfo(jnp.int32).min + 1)
+    if at_labels is not None:
+        key = jnp.maximum(at_labels, jnp.iinfo(jnp.int32).min + 1)
         label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in (labels, key)))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel

@@ -60,29 +60,36 @@ def token_stats(logits, where, temperature, labels, *, scaled):
 
 def ranked_stats(logits, where, temperature, labels, *, scaled):
     """Returns the `RowStats` of each row, with the rank."""
-    stats = counted_stats(logits, where, temperature, labels, keys_at(labels, logits), scaled=scaled)
-    return with_rank(stats, labels, logits, where)
+    keys, is_ranked = label_keys(labels, logits, where)
+    return with_rank(counted_stats(logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
 
 
-def counted_stats(logits, where, temperature, labels, label_keys, *, scaled):
+def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     """Returns the `RowStats` of each row; in place of the rank, the number of logits before the label.
 
     The label may be in another shard of the row, so it may be any number: a column, counted from the start of this
-    shard. `label_keys` are the int32 or int64 sort keys of the labels' logits, see `keys_at`.
+    shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
     """
     keys = _wide_keys(logits)
     column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    before = (keys > label_keys) | ((keys == label_keys) & (column < labels))
+    before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
     count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=jnp.int32)
     return token_stats(logits, where, temperature, labels, scaled=scaled)._replace(rank=count)
 
 
-def keys_at(labels, logits, mesh_axes=()):
-    """Returns the sort key of the logit at the label of each row; 0 if the label is no column."""
+def label_keys(labels, logits, where, mesh_axes=()):
+    """Returns the sort key of the logit at the label of each row, and whether the label has a rank.
+
+    The keys have 32 bits or more. A label has no rank if it is no column, whose key is then 0, or a masked one.
+    """
     own, columns = _own_columns(labels, logits, mesh_axes)
     at_label = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=0)
     keys = jnp.where(own, _wide_keys(at_label), 0)
-    return lax.psum(keys, mesh_axes) if mesh_axes else keys
+    is_ranked = own if where is None else own & mask_at(where, logits, columns)
+    if not mesh_axes:
+        return keys, is_ranked
+    keys, owners = lax.psum((keys, is_ranked.astype(jnp.int32)), mesh_axes)
+    return keys, owners > 0
 
 
 def _wide_keys(x):
@@ -91,11 +98,8 @@ def _wide_keys(x):
     return keys if keys.dtype.itemsize >= 4 else keys.astype(jnp.int32)
 
 
-def with_rank(stats: RowStats, labels, logits, where, mesh_axes=()) -> RowStats:
+def with_rank(stats: RowStats, is_ranked) -> RowStats:
     """Returns the statistics with the rank in place of the count of `counted_stats`."""
-    own, columns = _own_columns(labels, logits, mesh_axes)
-    is_ranked = own if where is None else own & mask_at(where, logits, columns)
-    is_ranked = lax.psum(is_ranked.astype(jnp.int32), mesh_axes) > 0 if mesh_axes else is_ranked
     return stats._replace(rank=jnp.where(is_ranked, 1 + stats.rank, 0))
 
 
