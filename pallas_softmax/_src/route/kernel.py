@@ -53,9 +53,9 @@ def route(
         m, d, _ = normalizer(x, plan)
         elements, _ = search_input(x)
     else:  # experts are chosen by score + bias, in groups that take part
-        score, m, d = _scores(plan, gate.score, x.astype(jnp.float32))
+        e, m, d, factor = _scores(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
-        elements = sort_keys.key32(score + bias_of_expert)
+        elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
         if groups > 1:  # experts of the other groups get the lowest key
             lanes = winning_lanes(plan, groups, top_groups)
             elements = _keep_groups(plan, groups, top_groups, elements, group_best)
@@ -109,12 +109,11 @@ def over_row(tile: Tile) -> RowReductions:
 
 
 def _scores(tile: Tile, score: Score, x):
-    """Returns the scores, and m and d of each row, as tiles."""
+    """Returns two factors of the scores, with m and d of each row between them, as tiles."""
     if score == "sqrtsoftplus":
         _, m, d, _ = _exponentials(tile, "sigmoid", x)
-        return score_alone(score, x), m, d
-    e, m, d, factor = _exponentials(tile, score, x)
-    return e * factor, m, d
+        return score_alone(score, x), m, d, 1.0
+    return _exponentials(tile, score, x)
 
 
 def _exponentials_in_jax(tile: Tile, score: Score, x):
