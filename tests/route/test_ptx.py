@@ -56,7 +56,19 @@ def rows_of_groups(rng, shape, kind):
 @pytest.mark.parametrize("kind", ["normal", "ties", "special"])
 @pytest.mark.parametrize(
     ("experts", "groups", "group_best"),
-    first(4, [(64, 8, 2), (256, 8, 1), (1024, 4, 3), (8, 8, 1), (256, 8, 2), (384, 8, 2), (160, 8, 4), (1024, 4, 2)]),
+    first(
+        4,
+        [
+            (64, 8, 2),
+            (256, 8, 1),
+            (1024, 4, 3),
+            (8, 8, 1),
+            (256, 8, 2),
+            (384, 8, 2),
+            (160, 8, 4),
+            (1024, 4, 2),
+        ],
+    ),
 )
 def test_groups(experts, groups, group_best, kind):
     """Experts of the best groups keep their keys; of groups that tie, the lowest take part."""

@@ -164,7 +164,9 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[in
     size = experts // groups
     best = min(2, size) if group_best is None else arguments.static_int(name, "group_best", group_best)
     if group_best is not None and not 1 <= best <= size:
-        raise ValueError(f"{name}: group_best must be from 1 to the {size} experts of a group, got {group_best}")
+        raise ValueError(
+            f"{name}: group_best must be from 1 to the {size} experts of a group, got {group_best}"
+        )
     if top_groups is None:
         if groups > 1:
             raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got None")

@@ -89,7 +89,9 @@ def _best_of_lists(p: Program, a: list[Value], b: list[Value], count: int) -> li
     i + j = n - 1.
     """
     ranks = range(1, min(count, len(a) + len(b)))
-    lesser = [[p.min(a[i], b[n - 1 - i]) for i in range(n) if i < len(a) and n - 1 - i < len(b)] for n in ranks]
+    lesser = [
+        [p.min(a[i], b[n - 1 - i]) for i in range(n) if i < len(a) and n - 1 - i < len(b)] for n in ranks
+    ]
     best = [p.max(a[0], b[0])]
     for n, keys in zip(ranks, lesser):
         others = [part[n] for part in (a, b) if n < len(part)]

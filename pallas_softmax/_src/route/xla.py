@@ -31,9 +31,7 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
 
 
-def _keys(
-    x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int, group_best: int
-):
+def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int, group_best: int):
     """Returns the sort keys of score + bias; experts of groups that take no part have the lowest."""
     m, d = normalizer
     score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, x)

@@ -185,7 +185,9 @@ class Part:
         label, counts = self._label(), []
         for edge in self.edges:
             column = blocks.positions() + edge.start
-            before = jnp.where(edge.counted, comes_before(sort_keys.key32(edge.arrays[0]), column, label), 0.0)
+            before = jnp.where(
+                edge.counted, comes_before(sort_keys.key32(edge.arrays[0]), column, label), 0.0
+            )
             counts.append(before if edge.keep is None else jnp.where(edge.keep, before, 0.0))
         return normalizers.tree_sum(counts)
 

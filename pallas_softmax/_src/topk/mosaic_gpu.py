@@ -47,7 +47,9 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.topk` returns."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype, scaled=scaled)
+    winners_and_normalizer = kernel.topk_rows(
+        x, mask, temperature, k, plan, log=log, dtype=dtype, scaled=scaled
+    )
     return jax.tree.map(unfold, winners_and_normalizer)
 
 

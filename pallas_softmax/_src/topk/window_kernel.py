@@ -191,9 +191,7 @@ def _clear_list(memory: SearchMemory) -> None:
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
-def _add_step_in_jax(
-    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked
-):
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)

@@ -154,9 +154,9 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
 def _scaled_and_softmax(x, where, m, d, temperature):
     """Returns (x - m) / T and its softmax. Both, and their derivatives, are 0 where masked, even in fully masked rows.
 
-    Both are also 0 where x is -inf below a finite m: derivatives would multiply 0 by -inf.
+    Both are also 0 where x is infinitely far below a finite m: derivatives would multiply 0 by -inf.
     """
-    no_mass = jnp.isneginf(x) & jnp.isfinite(m)
+    no_mass = jnp.isneginf(x - m) & jnp.isfinite(m)
     scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
     p = masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
     return scaled, jnp.where(no_mass, 0, p)
