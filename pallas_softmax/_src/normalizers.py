@@ -106,11 +106,14 @@ def at_limit(x: jax.Array, m: jax.Array, temperature: jax.Array) -> tuple[jax.Ar
     """Returns logits and temperatures with the same softmax, where no temperature is 0.
 
     At temperature 0, the limit is the softmax at temperature 1 of logits with -inf below the largest, m. The largest
-    are compared by value: a difference of subnormal numbers counts, although XLA flushes it to 0 on the CPU.
+    are compared by their bits: a difference of subnormal numbers counts, although XLA flushes it to 0 on the CPU.
     """
     is_limit = temperature == 0
-    is_below = sort_keys.value_key(x) < sort_keys.value_key(m)
-    return jnp.where(is_limit & is_below, -jnp.inf, x), jnp.where(is_limit, 1, temperature)
+    x_bits, m_bits = (lax.bitcast_convert_type(a, f"int{8 * a.dtype.itemsize}") for a in (x, m))
+    magnitude = jnp.iinfo(m_bits.dtype).max
+    compared = jnp.where(m_bits & magnitude == 0, magnitude, -1)  # 0 and -0 tie
+    ties = (x_bits & compared) == (m_bits & compared)
+    return jnp.where(is_limit & ~ties & (x == x), -jnp.inf, x), jnp.where(is_limit, 1, temperature)
 
 
 def distance(x: jax.Array, shift: jax.Array, scale: "ArrayLike | Scale | None" = None) -> jax.Array:

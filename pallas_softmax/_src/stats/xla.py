@@ -73,7 +73,9 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     keys = _wide_keys(logits)
     column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
-    count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=jnp.int32)
+    # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
+    dtype = jnp.float32 if logits.shape[-1] <= 2**24 else jnp.int32
+    count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=dtype).astype(jnp.int32)
     return token_stats(logits, where, temperature, labels, scaled=scaled)._replace(rank=count)
 
 
