@@ -184,6 +184,7 @@ class Label(NamedTuple):
 
     column: Any  # any number; a column in this row, or in another shard of it
     key: Any  # the sort key of its logit, by `sort_keys.key32`; more than the least int32
+    wide_key: Any = None  # the same in float32; the tile kernel does not need it
 
 
 def comes_before(key, column, label: Label):
