@@ -81,7 +81,10 @@ MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
 def located(scale=None, *, counted: bool = False) -> Reduction:
-    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add. `scale` is a `Scale`, or None; see `normalizers.add_logits`."""
+    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add.
+
+    `scale` is a `Scale`, or None; see `normalizers.add_logits`.
+    """
 
     def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
