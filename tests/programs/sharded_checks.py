@@ -463,8 +463,8 @@ def stats(layout, how, masked):
 
     def f(x, where, t, labels, axis_name=None):
         options: Any = {"where": where, "temperature": t, "axis_name": axis_name}
-        s = ps.token_stats(x, labels, implementation=IMPLEMENTATION, **options)
-        return s[:3], s.argmax
+        s = ps.token_stats(x, labels, rank=masked, implementation=IMPLEMENTATION, **options)
+        return s[:3], s[3:]
 
     per_row = P(at.spec[0])
     if how == "shard_map":
@@ -472,9 +472,13 @@ def stats(layout, how, masked):
         f = functools.partial(f, axis_name=at.axis_name)
         f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
     args = at.place(x), at.place(where), *lay((t, labels), at.mesh, (per_row, per_row))
-    (values, argmax), sent = execute(f, *args)
-    token_stats.assert_stats((*values, argmax), x, labels, where, t)
-    assert [c.kind for c in sent if c.group > 1] == ["all-gather"] * bool(at.row), sent
+    (values, (argmax, rank)), sent = execute(f, *args)
+    token_stats.assert_stats((*values, argmax, rank), x, labels, where, t)
+    kinds = [c.kind for c in sent if c.group > 1]
+    if masked and at.row:  # the rank adds the label's key, and a count
+        assert {*kinds} == {"all-gather", "all-reduce"} and len(kinds) <= 4, sent
+    else:
+        assert kinds == ["all-gather"] * bool(at.row), sent
     g = tuple(jax.device_put(a, values[0].sharding) for a in g)
     dx = jax.jit(lambda x, *others: jax.vjp(lambda x: f(x, *others)[0], x)[1](g)[0])(*args)
     token_stats.assert_gradient(dx, x, labels, g, where, t)
@@ -482,7 +486,7 @@ def stats(layout, how, masked):
         assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
 
 
-ROUTERS = ("softmax", "sigmoid, bias, groups")
+ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
 
 
 @each(name=ROUTERS, layout=["batch"], how=HOW, fast=0)

@@ -33,7 +33,10 @@ def count_before(count: jax.Array, xs: list[jax.Array], vec: int, column, key) -
 
 
 def count_program(elements: int, vec: int) -> Program:
-    """Returns the program of `count_before`. It reads <count>, <column>, <key>, <x0>, <x1>, ..., and writes <new_count>."""
+    """Returns the program of `count_before`.
+
+    It reads <count>, <column>, <key>, and the elements <x0>, <x1>, ...; it writes <new_count>.
+    """
     p, stride = Program(), WARPGROUP * vec
     xs = [x.bits("s32") for x in p.operands("f32", *(f"x{i}" for i in range(elements)))]
     key, sums = p.operand("key", "s32"), [p.var(0.0, "f32") for _ in range(_SUMS)]
