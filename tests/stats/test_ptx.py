@@ -45,7 +45,7 @@ def results(machine, *names):
 
 
 def added(x, scale, step, again=None):
-    """Returns the moments of each thread after all steps of `step` logits. `again` is the second factor of a `Scale`."""
+    """Returns the moments of each thread after all steps of `step` logits. `again` is a `Scale`'s second factor."""
     state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
     factors = {"a": F32(scale * moments_ptx.LOG2_E)} | ({} if again is None else {"again": F32(again)})
     form = moments_ptx.Form(scaled=again is not None)
@@ -101,7 +101,8 @@ def test_count_before(vec, blocks, special):
         keys = oracle.order_key(x.reshape(-1))
         column = int(rng.integers(-5, keys.size + 5))
         key = keys[np.clip(column, 0, keys.size - 1)]
-        before = (keys > key) | ((keys == key) & (np.arange(keys.size) < column))
+        vector = np.arange(keys.size) // vec * vec
+        before = (keys > key) | ((keys == key) & (vector < column))  # all of the label's vector, or none
         operands = {f"x{b * vec + e}": x[b, :, e] for b in range(blocks) for e in range(vec)}
         program = before_ptx.count_program(blocks * vec, vec)
         count = np.full(128, 7, F32)
