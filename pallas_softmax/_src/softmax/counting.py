@@ -1,7 +1,7 @@
 """Counts the elements of a part that come before the row's label in the order of top-k, as part of its reduction.
 
-While the part arrives, each thread adds the elements of a step (`before_ptx`). It compares all elements of a vector with
-one bound, so the vector that holds the label may count elements after it: `overcount`. Masked elements and other
+While the part arrives, each thread adds the elements of a step (`before_ptx`). It compares all elements of a vector
+with one bound, so the vector that holds the label may count elements after it: `overcount`. Masked elements and other
 fillings are -inf then, and 16-bit elements have become float32. In the rare rows where that matters, the part is
 counted again from shared memory, element by element: `recounted`.
 """
