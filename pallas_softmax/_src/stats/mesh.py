@@ -58,8 +58,7 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperatu
         keys = value_key(parts.m)
         is_largest = keys == jnp.max(keys, -1, keepdims=True)
         if temperature is not None:
-            m = jnp.max(parts.m, -1, keepdims=True)
-            tops, positive = normalizers.at_limit(parts.m, m, temperature)
+            tops, positive = normalizers.at_limit(parts.m, normalizers.largest(parts.m), temperature)
             parts, scale = parts._replace(m=tops), 1 / positive
         total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
         total = Moments(*(a[..., None] for a in total))
