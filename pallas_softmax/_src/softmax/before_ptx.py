@@ -24,7 +24,7 @@ def count_before(count: jax.Array, xs: list[jax.Array], vec: int, column, key) -
     Args:
       count: float32 (128,).
       xs: float32 (128,) each: the `vec` neighbours of each block. Fillings are -inf, so they count if the label is -inf
-        or -NaN. The bits of a NaN must be those of the row.
+        or -NaN. A NaN must have the bits that it has in the row.
       vec: a power of two.
       column: the label's column, counted from the start of the step; any int32.
       key: the sort key of the label's logit in float32, more than the least int32.

@@ -28,7 +28,7 @@ def _add_step_in_jax(part: Any, before, terms: list, i, size: int):
 
 @twin(_add_step_in_jax)
 def add_step(part: Any, before, terms: list, i, size: int):
-    """Returns the counts of all threads with step i of the part's body added, whose terms are `terms`."""
+    """Returns the counts of all threads, with step i of the part's body added. `terms` are its terms."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
     return before_ptx.count_before(before, terms, walk.vec, label.column, label.wide_key)

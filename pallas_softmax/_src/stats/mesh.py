@@ -17,7 +17,7 @@ def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled
 
 
 def _merged(of_shard: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
-    """Returns the `RowStats` of whole rows, given those of this device's shard."""
+    """Returns the `RowStats` of whole rows, given the `RowStats` of this device's shard."""
     vocab = logits.shape[-1]
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
