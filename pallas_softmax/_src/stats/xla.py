@@ -82,7 +82,7 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
 def label_keys(labels, logits, where, mesh_axes=()):
     """Returns the sort key of the logit at the label of each row, and whether the label has a rank.
 
-    The keys have 32 bits or more. A label has no rank if it is no column, or a masked one. The key of a label that is no
+    Keys have 32 bits or more. A label has no rank if it is no column, or a masked one. The key of a label that is no
     column is 0.
     """
     own, columns = _own_columns(labels, logits, mesh_axes)
