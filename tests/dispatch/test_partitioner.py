@@ -127,15 +127,20 @@ CALLS = {
         (X,),
         {"axis": (-1, 0), "implementation": (None, "xla")},
     ),
-    "token_stats": Calls(ps.token_stats, (X,), {"axis": (-1, 0), "implementation": (None, "xla")}),
+    "token_stats": Calls(
+        lambda x, axis, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[axis + 1], int), axis=axis, **kwargs),
+        (X,),
+        {"axis": (-1, 0), "rank": (False, True), "implementation": (None, "xla")},
+    ),
     "route": Calls(
         ps.route,
         (EXPERTS,),
         {
             "k": (4, 5),
-            "score": ("softmax", "sigmoid"),
+            "score": ("softmax", "sigmoid", "sqrtsoftplus"),
             "groups": (8, 4),
             "top_groups": (2, 4),
+            "group_best": (None, 1),
             "renormalize": (False, True),
             "scale": (1.0, 2.0),
             "implementation": (None, "xla"),

@@ -17,6 +17,7 @@ from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
+from pallas_softmax._src.softmax import counting
 from pallas_softmax._src.softmax.formulas import Located, Reduction
 from pallas_softmax._src.softmax.parts_job import Job, Refs
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
@@ -59,7 +60,7 @@ class Part:
         ):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
-            mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1)
+            mask = None if self.job.mask is None else self.load_mask(at, EDGE, 1)
             self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
@@ -73,9 +74,9 @@ class Part:
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+        return [self.load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
-    def _load_mask(self, at, held, vec: int):
+    def load_mask(self, at, held, vec: int):
         """Returns a block of the mask, from element `at` of the part on; 0 after the first `held` elements."""
         mask: Any = self.job.mask
         return blocks.load_mask(
@@ -133,7 +134,13 @@ class Part:
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
+            if self.formula.counts:
+                lanes = lanes._replace(before=lanes.before + counting.in_edges(self))
+        if self.formula.counts:
+            lanes = lanes._replace(before=lanes.before - counting.overcount(self))
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
+        if self.formula.counts:
+            total = total._replace(before=counting.recounted(self, total))
         return self._located(total) if self.formula.locates else total
 
     def _absorb_step(self, i, size: int, state):
@@ -152,6 +159,8 @@ class Part:
         if formula.reduction.per_thread:
             terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
         lanes = _add(formula.reduction, lanes, terms, i)
+        if formula.counts:
+            lanes = lanes._replace(before=counting.add_step(self, lanes.before, terms, i, size))
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -180,7 +189,7 @@ class Part:
             inside = position < left if walk.length % walk.block_size else None
             mask = None
             if self.job.mask is not None:
-                (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
+                (mask,) = _as_conditions([self.load_mask(self.body_start + at, left, walk.vec)])
             term = self._term([x.astype(jnp.float32)], mask, inside)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]

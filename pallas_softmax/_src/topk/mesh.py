@@ -10,7 +10,7 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import best_order
 
 
-def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, mesh_axes):
+def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
     """Merges each device's winners over one mesh axis after the other, the last first: a tree.
 
     The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
@@ -19,7 +19,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
-    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
+    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
     won = _widen(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
@@ -30,7 +30,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, tops, d = gather((won, position, top, d), mesh_axis)
         _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
-        top = jnp.max(tops, -1, keepdims=True)
+        top = normalizers.largest(tops)
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
@@ -38,7 +38,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     def merged(gathered, temperature):
         won, position, tops, d = gathered
         lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
-        keywords = {"k": k, "log": log, "dtype": dtype}
+        keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
         if list_length < k:  # kernels merge lists of k winners only
             return merge.plain(*lists, **keywords)
         return run_shard(merge, lists, keywords)
