@@ -17,6 +17,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import ChunkFunctions
+from pallas_softmax._src.linear.in_place import set_in_place
 from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N
@@ -73,29 +74,12 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
     merged, coefficients = to_coefficients(found)
     m, exp_factor, *_ = coefficients
     factor = exp_factor * jnp.exp(reference - m)
+    if tokens.several:
+        return merged, e, factor
     at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
     own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     column = jnp.where(own_label, tokens.labels, e.shape[1])
-    return merged, _set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
-
-
-def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns e with e[i, column[i]] = values[i]. A column beyond e changes nothing.
-
-    XLA makes a copy of an array that a `lax.while_loop` returned, except to change it in another loop. A loop of one
-    step is no loop for XLA.
-    """
-    e, column, values = vary_together(e, column, values.astype(e.dtype))  # a loop carries one type
-    half = -(-len(e) // 2)
-
-    def step(i, e):
-        rows = i * half + jnp.arange(half)
-        at = e.at[rows, column.at[rows].get(mode="fill", fill_value=e.shape[1])]
-        return at.set(
-            values.at[rows].get(mode="clip"), mode="drop", unique_indices=True, indices_are_sorted=True
-        )
-
-    return lax.fori_loop(0, 2, step, e)
+    return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
 
 
 def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:

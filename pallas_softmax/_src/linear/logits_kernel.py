@@ -338,7 +338,7 @@ def _inverse_temperature(tokens: Tokens, tiling: Tiling):
     """
     if tokens.temperature is None:
         return None
-    return _padded(1 / tokens.temperature, tiling.cluster_rows, 1)
+    return _padded(1 / tokens.divisor, tiling.cluster_rows, 1)
 
 
 def _padded(a, multiple: int, value=0):

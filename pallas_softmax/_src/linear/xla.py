@@ -21,7 +21,7 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    return z if tokens.temperature is None else z / tokens.temperature[:, None]
+    return z if tokens.temperature is None else z / tokens.divisor[:, None]
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
@@ -69,7 +69,7 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
     dz = dz if constant is None else dz - constant
     if head.softcap is None:
         return dz
-    capped = z if tokens.temperature is None else z * tokens.temperature[:, None]
+    capped = z if tokens.temperature is None else z * tokens.divisor[:, None]
     tanh = capped / head.softcap
     return dz * (1 - tanh) * (1 + tanh)
 
