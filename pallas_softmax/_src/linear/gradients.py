@@ -59,8 +59,8 @@ class ChunkFunctions(NamedTuple):
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
-      bytes_per_logit: (itemsize of x, whether there are several labels) -> two numbers, the bytes that `statistics`
-        stores for each logit, and the bytes that the other two store.
+      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
+        that the other two store.
     """
 
     statistics: Callable[..., Statistics]
@@ -68,7 +68,7 @@ class ChunkFunctions(NamedTuple):
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
-    bytes_per_logit: Callable[[int, bool], tuple[float, float]]
+    bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
@@ -191,7 +191,7 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
     """Returns the statistics of this device's columns."""
-    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize)
     rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
     w, bias, head = layer.w, layer.bias, layer.head
 
@@ -280,7 +280,7 @@ def _way_to_dw(layer: _Projection, x, tokens: Tokens) -> tuple[Any, Callable | N
     n = x.shape[0]
     # For this product, x is multiplied by the scale, which could overflow in float16.
     product = layer.functions.product if x.dtype == jnp.bfloat16 else None
-    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize)
     dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
     if product is None or not is_one_chunk(n, rows):

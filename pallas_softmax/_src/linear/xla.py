@@ -116,9 +116,8 @@ def product(x, dz, *, head: Head):
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
-    del several
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
