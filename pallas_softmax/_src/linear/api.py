@@ -19,6 +19,7 @@ from pallas_softmax._src.linear.checks import (
     known_options,
     known_tokens,
     known_weights,
+    with_label_probs,
 )
 from pallas_softmax._src.linear.losses import Tokens
 from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
@@ -171,7 +172,7 @@ def linear_cross_entropy(
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
     tokens = known_tokens(name, known_labels(name, labels), **numbers)
-    tokens = tokens._replace(label_probs=known_weights(name, "label_probs", label_probs))
+    tokens = with_label_probs(name, tokens, label_probs)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
@@ -323,6 +324,9 @@ def _of_kept(tokens: Tokens, results):
 @at_once("options")
 def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
     losses, _ = _weighted_losses(x, w, bias, where, None, tokens, options)
+    losses = (
+        losses[..., :0] if jnp.shape(tokens.labels)[-1:] == (0,) and losses.ndim == jnp.ndim(x) else losses
+    )
     return 0 - losses  # not -losses: tokens left out get 0, not -0
 
 

@@ -97,6 +97,17 @@ def known_weights(function: str, name: str, weights) -> Any:
     return weights
 
 
+def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
+    """Returns the tokens with label_probs, which may be None, checked like `known_weights`."""
+    smoothing = tokens.label_smoothing
+    if label_probs is None:
+        return tokens
+    if smoothing is not None and (not arguments.is_known(smoothing) or np.any(smoothing)):
+        raise ValueError(f"{function}: label_smoothing must be 0 with label_probs, got {smoothing}")
+    probs = known_weights(function, "label_probs", label_probs)
+    return tokens._replace(label_probs=probs, label_smoothing=None)
+
+
 # ---- While tracing
 
 
@@ -221,7 +232,12 @@ def checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dty
         labels = _labels(name, labels, shape, vocab, several=tokens.label_probs is not None)
         found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
     if (probs := tokens.label_probs) is not None:
-        found["label_probs"] = _label_probs(name, probs, labels, where, dtype, tokens)
+        found["label_probs"] = _label_probs(name, probs, labels, where, dtype)
+    if labels is not None and labels.shape[len(shape) :] == (0,):  # kernels need a label
+        one_more = [(0, 0)] * len(shape) + [(0, 1)]
+        found |= {
+            of: jnp.pad(found[of], one_more) for of in ("labels", "label_probs") if found[of] is not None
+        }
     for argument, (default, accepted, _) in _RANGES.items():
         if (value := found[argument]) is not None:
             value = _one_per_token(name, argument, value, shape, dtype)
@@ -241,10 +257,8 @@ def _one_per_token(name: str, argument: str, value, shape: tuple[int, ...], dtyp
         ) from None
 
 
-def _label_probs(name: str, probs, labels, where, dtype, tokens: Tokens) -> jax.Array:
+def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
     """Returns the label_probs in the dtype of the arithmetic, 0 for tokens that `where` leaves out."""
-    if tokens.label_smoothing is not None:
-        raise ValueError(f"{name}: label_smoothing must be 0 with label_probs, got {tokens.label_smoothing}")
     probs = arguments.array(name, "label_probs", probs)
     if probs.shape != labels.shape:
         raise ValueError(
