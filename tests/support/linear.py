@@ -440,6 +440,40 @@ def assert_soft_labels(
         assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)
 
 
+def assert_operations_of_soft_labels(
+    operations, n, depth, vocab, k, workspace_bytes, *, spread=None, softcap=None
+):
+    """Asserts that losses and gradients with label_probs are right, from the operations of an implementation."""
+    x, w, label, bias = arrays(n, depth, vocab, "bfloat16", peak=2, bias=True)
+    labels = np.random.default_rng(3).integers(0, spread or vocab, (n, k)).astype("int32")
+    labels[:, 0], labels[::3, -1] = label, label[::3]
+    labels, q = probs_of(labels, vocab)
+    t = np.linspace(0.5, 2, n, dtype="float32")
+    weights = np.random.default_rng(2).uniform(-0.5, 1.5, n).astype("float32") * (np.arange(n) % 5 != 1)
+    losses, size, *gradients, _ = soft_labels(
+        x, w, labels, q, weights, bias=bias, temperature=t, z_loss=0.1, softcap=softcap
+    )
+    columns = jnp.where(labels < vocab, jnp.maximum(labels, -1), -1).astype(jnp.int32)
+    tokens = Tokens(columns, jnp.asarray(t), None, jnp.full(n, 0.1), jnp.asarray(q))
+    static = {"head": Head(softcap=softcap), "workspace_bytes": workspace_bytes}
+
+    @jit
+    def run(x, w, bias):
+        alone = operations["projection"](x, w, bias, tokens, **static)
+        known = operations["projection_grad"](x, w, bias, tokens, weights, alone, **static)
+        return alone, known, operations["projection_with_grad"](x, w, bias, tokens, weights, **static)
+
+    alone, known, (found, *together) = run(x, w, bias)
+    lse = size + np.log(vocab)
+    unit = np.spacing(np.float32(1 + lse)) * (np.abs(q).sum(1) + 0.2 * lse)
+    for statistics in (alone, found):
+        error = np.abs(wide(projection.losses(statistics, tokens, vocab)) - losses)
+        assert (error <= 8 * unit)[weights != 0].all(), (error / unit)[weights != 0].max()
+    for ours in (known, together):
+        for name, got, want in zip("xwb", ours, gradients):
+            assert rounded_errors(got, want) <= 6e-3, (name, rounded_errors(got, want))
+
+
 def run_log_probs(x, w, bias, labels, g, keywords, rows=ROWS, **more):
     """The `run` of `assert_several_labels` for the public function."""
     keywords = {**keywords, "workspace_bytes": workspace(1003, rows), **more}
