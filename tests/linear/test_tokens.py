@@ -251,7 +251,7 @@ def test_a_mean_at_temperature_0(reduction):
 @pytest.mark.parametrize("dtype", ["float32", slow("float16")])
 @pytest.mark.parametrize("reduction", ["mean", slow("sum"), slow(None)])
 def test_return_logsumexp(reduction, dtype):
-    """The logsumexp is that of linear_logsumexp, has no gradient, and is 0 for tokens that are left out."""
+    """The logsumexp equals linear_logsumexp, has no gradient, and is 0 for tokens that are left out."""
     x, w, labels, _ = arrays(20, 8, 100, dtype)
     weights = jnp.where(jnp.arange(20) % 5 == 1, 0, jnp.linspace(-1, 2, 20))
     where = np.arange(20) % 4 != 2

@@ -129,8 +129,8 @@ def soft_labels(
 ):
     """Returns the loss of each token with label_probs, the largest |z| of its row, and gradients.
 
-    The gradients are those of sum(weights * losses), in x, w, the bias and the label_probs, all (n, K). A label out of
-    range must have the probability 0; the gradient in this probability is 0.
+    The gradients of sum(weights * losses) are in x, w, the bias and the label_probs, (n, K). A label out of range must
+    have the probability 0; the gradient in this probability is 0.
     """
     t = np.reshape(wide(temperature), (-1, 1))
     z, slope = logits(x, w, bias=bias, temperature=t, transpose_w=transpose_w, **head)

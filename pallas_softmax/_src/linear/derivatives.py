@@ -143,7 +143,7 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
 
 
 def _only_probs(static: Static, dprobs) -> Tokens:
-    """Returns cotangents of tokens: those of label_probs, and none of the others."""
+    """Returns cotangents of tokens: of label_probs only."""
     return Tokens(None, label_probs=share_cotangent(dprobs, static.mesh_axes))
 
 

@@ -59,7 +59,8 @@ class Tokens(NamedTuple):
       temperature: the divisor of the logits, applied after the softcap; None for 1. 0 stands for the limit.
       label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
-      label_probs: (rows, K), the factors of the losses of K labels, whose sum is the loss of a token; or None.
+      label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels. None
+        for one label.
       kept: boolean, False for a token that is left out; None if all tokens count.
     """
 

@@ -32,7 +32,7 @@ _NO_COLUMN = 2**30
 
 
 class SeveralLabels(NamedTuple):
-    """The sorted labels of each row, and where those of a tile are.
+    """The sorted labels of each row, and where the labels in a tile begin.
 
     Attributes:
       column: int32 (rows * K,), row by row; _NO_COLUMN for a label that is no column.
