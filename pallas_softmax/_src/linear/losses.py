@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.mesh import combine_shards
 
@@ -314,10 +315,23 @@ def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, h
     temperature: Any = 1 if tokens.temperature is None else like_labels(tokens.divisor, label_logit)
     if tokens.several:
         m, exp_factor = m[:, None], exp_factor[:, None]
-        equal = tokens.labels[:, :, None] == tokens.labels[:, None, :]
-        label_term = jnp.sum(jnp.where(equal, label_term[:, None, :], 0), 2)
+        label_term = _sums_of_equal(tokens.labels, label_term)
     gradient = exp_factor * jnp.exp(label_logit - m) - label_term
     if head.softcap is not None:
         tanh = label_logit * temperature / head.softcap
         gradient = gradient * (1 - tanh) * (1 + tanh)
     return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN
+
+
+def _sums_of_equal(labels: jax.Array, terms: jax.Array) -> jax.Array:
+    """Returns, for each label (rows, K), the sum of the terms of all equal labels of the row.
+
+    A loop: XLA's GPU compiler did not end with sums over arrays of three large dimensions that are broadcast.
+    """
+    start = vary_together(jnp.zeros_like(terms), labels, terms)[0]
+
+    def add(k, sums):
+        label, term = (lax.dynamic_slice_in_dim(a, k, 1, 1) for a in (labels, terms))
+        return sums + jnp.where(labels == label, term, 0)
+
+    return lax.fori_loop(0, labels.shape[1], add, start)
