@@ -17,7 +17,7 @@ LABELS = np.arange(6, dtype=np.int32).reshape(2, 3) % 4
 ROWS = np.ones((2, 3), np.float32)
 MASK = X > 0.2
 KEY = np.zeros(2, np.uint32)
-PROJECTION = {"x": X, "w": W, "bias": W[0]}
+PROJECTION = {"x": X, "w": W, "bias": W[0], "where": MASK[..., 0], "temperature": ROWS}
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
 
 # name: (function, its static arguments, its arrays)
@@ -40,21 +40,11 @@ FUNCTIONS = {
     "linear_cross_entropy": (
         ps.linear_cross_entropy,
         {},
-        PROJECTION
-        | {"labels": LABELS, "where": MASK[..., 0], "token_weights": ROWS}
-        | {"label_smoothing": ROWS, "z_loss": ROWS},
+        PROJECTION | {"labels": LABELS, "token_weights": ROWS} | {"label_smoothing": ROWS, "z_loss": ROWS},
     ),
-    "linear_log_probs": (
-        ps.linear_log_probs,
-        {},
-        PROJECTION | {"labels": LABELS, "where": MASK[..., 0], "temperature": ROWS},
-    ),
-    "linear_token_stats": (
-        ps.linear_token_stats,
-        {},
-        PROJECTION | {"labels": LABELS, "temperature": ROWS},
-    ),
-    "linear_topk": (ps.linear_topk, {"k": 2}, PROJECTION | {"temperature": ROWS}),
+    "linear_log_probs": (ps.linear_log_probs, {}, PROJECTION | {"labels": LABELS}),
+    "linear_token_stats": (ps.linear_token_stats, {}, PROJECTION | {"labels": LABELS}),
+    "linear_topk": (ps.linear_topk, {"k": 2}, PROJECTION),
 }
 ARRAYS = [(name, argument) for name, (_, _, arrays) in FUNCTIONS.items() for argument in arrays]
 each = pytest.mark.parametrize("name", FUNCTIONS)
@@ -197,11 +187,11 @@ def test_integers_of_64_bits_that_fit_are_as_before():
 
 
 @pytest.mark.parametrize(
-    "temperature", [np.float16(0), ml_dtypes.bfloat16(0), jnp.zeros((), jnp.int4)], ids=str
+    "temperature", [np.float16(-1e-7), ml_dtypes.bfloat16(1e-38), jnp.full((), -1, jnp.int4)], ids=str
 )
 def test_the_range_of_a_narrow_number_is_checked_in_float64(temperature):
     """1e-37 is 0 in float16."""
-    with pytest.raises(ValueError, match="temperature must be from 1e-37 to 1e37"):
+    with pytest.raises(ValueError, match="temperature must be 0, or from 1e-37 to 1e37"):
         call("linear_log_probs", temperature=temperature)
 
 
@@ -278,7 +268,7 @@ def test_an_array_is_no_axis_name():
         ("fused_topk", "k", [3, np.int64(3), np.int8(3)]),
         ("softmax", "axis", [(0, 1), (np.int64(0), np.int32(1))]),
         ("logsumexp", "keepdims", [True, np.bool_(True)]),
-        ("linear_log_probs", "workspace_bytes", [12345, np.int64(12345)]),
+        ("linear_log_probs", "workspace_bytes", [12345, np.int64(12345), 12345.0, np.float32(12345)]),
     ],
 )
 def test_equal_options_compile_once(name, option, values):

@@ -86,7 +86,7 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 # mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
 ARRAYS = {
     "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
-    "token_weights", "label_smoothing", "z_loss", "axis_name",
+    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name",
 }  # fmt: skip
 
 
@@ -148,7 +148,9 @@ CALLS = {
     ),
     "linear_logsumexp": Calls(ps.linear_logsumexp, (H, SQUARE), LINEAR),
     "linear_cross_entropy": Calls(
-        ps.linear_cross_entropy, (H, SQUARE, LABELS), LINEAR | {"reduction": ("mean", "sum", None)}
+        ps.linear_cross_entropy,
+        (H, SQUARE, LABELS),
+        LINEAR | {"reduction": ("mean", "sum", None), "return_logsumexp": (False, True)},
     ),
     "linear_log_probs": Calls(ps.linear_log_probs, (H, SQUARE, LABELS), LINEAR),
     "linear_token_stats": Calls(ps.linear_token_stats, (H, SQUARE, LABELS), LINEAR),

@@ -11,6 +11,7 @@ from tests.support.linear import (
     assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
+    assert_soft_labels,
     assert_stats,
     assert_topk,
     of_size,
@@ -31,6 +32,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 def test_losses_and_gradients(dtype, features, reduction, peak):
     """Neither n, D nor V is a multiple of a tile. float32 does not use TF32."""
     assert_losses_and_gradients(dtype, features, reduction, peak, n=301, depth=200, vocab=5003, rows=128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "reduction"),
+    [
+        ("bfloat16", "", "mean"),
+        ("bfloat16", "softcap", "sum"),
+        ("bfloat16", "z_loss", None),
+        ("float16", "bias", "mean"),
+        ("float32", "transposed", "mean"),
+    ],
+)
+def test_soft_labels(dtype, features, reduction):
+    assert_soft_labels(dtype, features, reduction, peak=4, n=301, depth=200, vocab=5003, rows=128, k=64)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,20 @@ def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
 
 
 @pytest.mark.parametrize(
+    ("n", "depth", "vocab", "k", "workspace", "keywords"),
+    [
+        (300, 128, 50257, 64, LARGE, {}),
+        (513, 64, 1000, 7, 2**18, {"softcap": 9.0}),  # chunks
+        (300, 64, 512, 300, LARGE, {"spread": 40}),  # all labels of a row are in one tile
+        (1, 64, 257, 1, LARGE, {}),
+    ],
+)
+def test_soft_labels(n, depth, vocab, k, workspace, keywords):
+    operations = mosaic_gpu.OPERATIONS
+    linear.assert_operations_of_soft_labels(operations, n, depth, vocab, k, workspace, **keywords)
+
+
+@pytest.mark.parametrize(
     ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
     [
         (300, 128, 50257, "bfloat16", "", 3, LARGE),
@@ -183,10 +197,16 @@ def test_kernels_run_and_memory():
     """At Llama 3's size only exponentials run. They take 0.5 of the 0.6 GiB of memory in addition to a float32 dw."""
     x, w = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 128256), "bfloat16")
     labels = jax.ShapeDtypeStruct((8192,), "int32")
-    lowered = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1))).lower(x, w, labels)
-    assert set(kernel_names(lowered.as_text())) == {"linear_exponentials"}
-    memory: Any = lowered.compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 4 * 4096 * 128256 + 0.6 * 2**30
+    many = jax.ShapeDtypeStruct((8192, 64), "int32"), jax.ShapeDtypeStruct((8192, 64), "float32")
+
+    def soft(x, w, labels, q):
+        return ps.linear_cross_entropy(x, w, labels, label_probs=q)
+
+    for loss, of_labels in (ps.linear_cross_entropy, (labels,)), (soft, many):
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(x, w, *of_labels)
+        assert set(kernel_names(lowered.as_text())) == {"linear_exponentials"}
+        memory: Any = lowered.compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= 4 * 4096 * 128256 + 0.6 * 2**30
 
 
 @one_process("sanitizers of projections")

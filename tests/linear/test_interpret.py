@@ -121,6 +121,28 @@ def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, work
 
 @pytest.mark.slow
 @interpreted
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "k", "workspace", "keywords"),
+    [
+        (9, 64, 320, 5, 2**29, {}),
+        (
+            130,
+            72,
+            520,
+            3,
+            48 * 512,
+            {"softcap": 3.0, "spread": 2},
+        ),  # chunks; the labels of a row are in one tile
+    ],
+)
+def test_interpreted_soft_labels(n, depth, vocab, k, workspace, keywords, monkeypatch):
+    monkeypatch.setattr(product, "CTAS", 2)
+    operations = mosaic_gpu.OPERATIONS
+    linear.assert_operations_of_soft_labels(operations, n, depth, vocab, k, workspace, **keywords)
+
+
+@pytest.mark.slow
+@interpreted
 def test_interpreted_labels_of_other_shards(monkeypatch):
     """A label of V or more is not a column, even if a tile or a padded w has a column there."""
     monkeypatch.setattr(product, "CTAS", 2)

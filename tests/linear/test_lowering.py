@@ -170,3 +170,20 @@ def test_lowered_with_its_cost():
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((n, depth), (depth, vocab)))
     text = lowered(functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu"), x, w)
     assert rf"flops\22: {2 * n * depth * vocab}," in text
+
+
+def test_lowered_soft_labels():
+    """A mean takes three products: one kernel, and one more for references that are far off."""
+    x, w, labels, q = (
+        array(256, 64, dtype="bfloat16"),
+        array(64, 512, dtype="bfloat16"),
+        array(256, 5, dtype="int32"),
+        array(256, 5),
+    )
+
+    def mean(x, w, labels, q):
+        return ps.linear_cross_entropy(x, w, labels, label_probs=q, implementation="mosaic_gpu")
+
+    text = lowered(jax.grad(mean, (0, 1, 3)), x, w, labels, q)
+    assert kernel_names(text) == ["linear_exponentials"] * 2
+    assert kernel_names(lowered(mean, x, w, labels, q)) == ["linear_statistics"]

@@ -138,9 +138,21 @@ def features(check_vma):
 
     def total(x, w, bias, weights, axis_name=None):
         static = {"workspace_bytes": BYTES * ROWS * V, "axis_name": axis_name, "softcap": 20.0}
-        loss = ps.linear_cross_entropy(
-            x, w, some_bad, bias=bias, where=where, label_smoothing=0.2, z_loss=0.02, **static
+        loss, lse = ps.linear_cross_entropy(
+            *(x, w, some_bad),
+            **{"bias": bias, "where": where, "label_smoothing": 0.2, "z_loss": 0.02, "temperature": 0.8},
+            **{"return_logsumexp": True, **static},
         )
+        two = jnp.stack([some_bad, some_bad // 2], 1)
+        probs = jnp.stack([jax.nn.sigmoid(weights), weights], 1)
+        soft = functools.partial(
+            ps.linear_cross_entropy, x, w, two, label_probs=probs, where=where, bias=bias
+        )
+        loss = loss + soft(z_loss=0.02, **static) + jnp.sum(soft(reduction=None, **static) ** 2)
+        loss = loss + jnp.sum(lse * weights)
+        cold = jnp.where(np.arange(N) % 3 == 0, 0, 0.7)
+        stats = ps.linear_token_stats(x, w, some_bad, bias=bias, where=where, temperature=cold, **static)
+        loss = loss + sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 1.0)) for a in stats[:3])
         weighted = ps.linear_cross_entropy(x, w, labels, bias=bias, token_weights=weights, **static)
         log_p = ps.linear_log_probs(x, w, labels, bias=bias, temperature=0.7, **static)
         several = ps.linear_log_probs(x, w, jnp.stack([labels, labels // 2], 1), bias=bias, **static)
@@ -157,7 +169,7 @@ def features(check_vma):
 
 
 def weights_and_several_labels(how, layout):
-    """Token weights, and several labels per token, agree with one device. Each is sharded like the tokens."""
+    """Token weights, several labels and soft labels agree with one device. All are sharded like the tokens."""
     mesh = mesh_of(how)
     x, w, first, bias = linear.arrays(N, D, V, "float32", bias=True)
     rng = np.random.default_rng(2)
@@ -173,7 +185,10 @@ def weights_and_several_labels(how, layout):
             ps.linear_cross_entropy, x, w, labels[:, 0], token_weights=weights, **keywords
         )
         log_probs = ps.linear_log_probs(x, w, labels, temperature=0.7, **keywords)
-        return loss(reduction="sum") + jnp.sum(loss(reduction=None) ** 2) + jnp.sum(log_probs**2)
+        probs = jax.nn.softmax(labels * 0.01)
+        soft = functools.partial(ps.linear_cross_entropy, x, w, labels, label_probs=probs, **keywords)
+        total = loss(reduction="sum") + jnp.sum(loss(reduction=None) ** 2) + jnp.sum(log_probs**2)
+        return total + soft(reduction="sum", z_loss=0.01) + jnp.sum(soft(reduction=None) ** 2)
 
     specs = *LAYOUTS[layout], LAYOUTS[layout][-1]
     f = mapped(sums, how, layout, mesh, specs, P(), jax.lax.psum)
@@ -199,7 +214,9 @@ def left_out_tokens(how, layout):
         f = functools.partial(
             ps.linear_cross_entropy, x, w, labels, bias=bias, where=where, axis_name=axis_name
         )
-        return f(reduction="sum") + jnp.sum(f(reduction=None) ** 2)
+        stats = ps.linear_token_stats(x, w, labels, bias=bias, where=where, axis_name=axis_name)
+        total = f(reduction="sum") + jnp.sum(f(reduction=None) ** 2)
+        return total + jnp.sum(stats.log_probs * stats.entropy + stats.logsumexp)
 
     specs = *LAYOUTS[layout], LAYOUTS[layout][-1]
     f = mapped(total, how, layout, mesh, specs, P(), jax.lax.psum)

@@ -124,6 +124,38 @@ def log_probs_and_gradients(x, w, labels, g, *, bias=None, transpose_w=False, **
     return np.take_along_axis(log_p, labels, 1), np.abs(z).max(1), dx, dw, dz.sum(0)
 
 
+def soft_labels(
+    x, w, labels, probs, weights, *, bias=None, z_loss=0.0, temperature=1.0, transpose_w=False, **head
+):
+    """Returns the loss of each token with label_probs, the largest |z| of its row, and gradients.
+
+    The gradients of sum(weights * losses) are in x, w, the bias and the label_probs, (n, K). A label out of range must
+    have the probability 0; the gradient in this probability is 0.
+    """
+    t = np.reshape(wide(temperature), (-1, 1))
+    z, slope = logits(x, w, bias=bias, temperature=t, transpose_w=transpose_w, **head)
+    labels, q = np.asarray(labels), wide(probs)
+    valid = (labels >= 0) & (labels < z.shape[1])
+    assert (valid | (q == 0)).all()
+    columns, rows = np.where(valid, labels, 0), np.arange(len(z))[:, None]
+    m = z.max(1, keepdims=True)
+    e = np.exp(z - m)
+    log_d = np.log(e.sum(1, keepdims=True))
+    each = np.where(valid, (m - z[rows, columns]) + log_d, 0)
+    lse = (m + log_d)[:, 0]
+    dz = e / e.sum(1, keepdims=True) * (q.sum(1) + 2 * z_loss * lse)[:, None]
+    np.add.at(dz, (rows, columns), -q)
+    dz = dz * slope * wide(weights)[:, None]
+    x, w = wide(x), wide(w)
+    gradients = dz @ (w if transpose_w else w.T), dz.T @ x if transpose_w else x.T @ dz, dz.sum(0)
+    return (
+        (q * each).sum(1) + z_loss * lse**2,
+        np.abs(z).max(1),
+        *gradients,
+        each * wide(weights)[:, None],
+    )
+
+
 def plain(
     x,
     w,
@@ -339,6 +371,107 @@ def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=
         assert got.dtype == array.dtype and got.shape == array.shape
         bound = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
         assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)
+
+
+def probs_of(labels, vocab):
+    """Returns labels and label_probs (n, K): some negative, some 0 at a bad label, some rows that are 0 or sum to 0."""
+    rng = np.random.default_rng(7)
+    n, k = labels.shape
+    labels, q = np.array(labels), rng.normal(0.3, 0.5, (n, k)).astype("float32")
+    q[1::9, 1] = 0
+    labels[1::9, 1] = rng.choice([-100, vocab, 2**31 - 1], len(labels[1::9]))
+    q[2::9] = 0
+    q[3::9] = np.resize([1, -1], k)
+    q[3::9, -1] -= q[3::9].sum(1)
+    return labels, q
+
+
+def assert_soft_labels(
+    dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, k=5, spread=None, **more
+):
+    """Asserts that losses with label_probs and their gradients are right, with a mask, weights and temperatures.
+
+    Args:
+      spread: the labels are below this number; None for the number of columns.
+      more: further arguments of `linear_cross_entropy`.
+    """
+    keywords = {"transpose_w": False, **FEATURES[features]}
+    has_bias = keywords.pop("bias", False)
+    x, w, label, bias = arrays(
+        n, depth, vocab, dtype, peak=peak, bias=has_bias, transpose_w=keywords["transpose_w"]
+    )
+    labels = np.random.default_rng(3).integers(0, spread or vocab, (n, k)).astype("int32")
+    labels[:, 0] = label
+    labels[::3, -1] = labels[::3, 0]
+    labels, q = probs_of(labels, vocab)
+    where = np.arange(n) % 5 != 1
+    token_weights = np.random.default_rng(2).uniform(-0.5, 1.5, n).astype("float32")
+    t = np.linspace(0.5, 2, n, dtype="float32")
+    weights = where * token_weights / ((where * token_weights).sum() if reduction == "mean" else 1)
+    g = np.random.default_rng(1).standard_normal(n).astype("float32") if reduction is None else 1
+    bad = np.where(where[:, None], labels, -7)
+
+    def ours(x, w, q, bias=None):
+        arguments = {"where": where, "token_weights": token_weights, "temperature": t, "bias": bias}
+        static = {"reduction": reduction, "workspace_bytes": workspace(vocab, rows), **keywords, **more}
+        return jnp.sum(g * ps.linear_cross_entropy(x, w, bad, label_probs=q, **arguments, **static))
+
+    def each(x, w, q, bias=None, dtype=jnp.float32):
+        columns = jnp.clip(jnp.asarray(labels), 0, vocab - 1)
+        options = {"bias": bias, "temperature": t[:, None], **keywords}
+        z_loss = options.pop("z_loss", 0)
+        of_labels = jax.vmap(lambda y: plain(x, w, y, dtype=dtype, **options), 1, 1)(columns)
+        both = plain(x, w, columns[:, 0], dtype=dtype, z_loss=1.0, **options) - of_labels[:, 0]
+        return jnp.sum(q * of_labels, 1) + z_loss * both
+
+    def theirs(x, w, q, bias=None):
+        return jnp.sum(jnp.asarray(weights * g) * each(x, w, q, bias, dtype))
+
+    held = [a for a in (x, w, jnp.asarray(q), bias) if a is not None]
+    losses, size, dx, dw, dbias, dq = soft_labels(
+        x, w, labels, q, weights * g, bias=bias, temperature=t, **keywords
+    )
+    total, gradients = value_and_grads(ours, *held)
+    _, their_gradients = value_and_grads(theirs, *held)
+    unit = np.spacing(np.float32(1 + size)) * (np.abs(q).sum(1) + keywords.get("z_loss", 0) * size)
+    assert abs(float(total) - (weights * g * losses).sum()) <= (8 * np.abs(weights * g) * unit).sum() + 1e-6
+    for name, got, their, want in zip("xwqb", gradients, their_gradients, (dx, dw, dq, dbias)):
+        bound = 1e-5 if name == "q" else gradient_bound(name, dtype, rounded_errors(their, want), size.max())
+        assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)
+
+
+def assert_operations_of_soft_labels(
+    operations, n, depth, vocab, k, workspace_bytes, *, spread=None, softcap=None
+):
+    """Asserts that losses and gradients with label_probs are right, from the operations of an implementation."""
+    x, w, label, bias = arrays(n, depth, vocab, "bfloat16", peak=2, bias=True)
+    labels = np.random.default_rng(3).integers(0, spread or vocab, (n, k)).astype("int32")
+    labels[:, 0], labels[::3, -1] = label, label[::3]
+    labels, q = probs_of(labels, vocab)
+    t = np.linspace(0.5, 2, n, dtype="float32")
+    weights = np.random.default_rng(2).uniform(-0.5, 1.5, n).astype("float32") * (np.arange(n) % 5 != 1)
+    losses, size, *gradients, _ = soft_labels(
+        x, w, labels, q, weights, bias=bias, temperature=t, z_loss=0.1, softcap=softcap
+    )
+    columns = jnp.where(labels < vocab, jnp.maximum(labels, -1), -1).astype(jnp.int32)
+    tokens = Tokens(columns, jnp.asarray(t), None, jnp.full(n, 0.1), jnp.asarray(q))
+    static = {"head": Head(softcap=softcap), "workspace_bytes": workspace_bytes}
+
+    @jit
+    def run(x, w, bias):
+        alone = operations["projection"](x, w, bias, tokens, **static)
+        known = operations["projection_grad"](x, w, bias, tokens, weights, alone, **static)
+        return alone, known, operations["projection_with_grad"](x, w, bias, tokens, weights, **static)
+
+    alone, known, (found, *together) = run(x, w, bias)
+    lse = size + np.log(vocab)
+    unit = np.spacing(np.float32(1 + lse)) * (np.abs(q).sum(1) + 0.2 * lse)
+    for statistics in (alone, found):
+        error = np.abs(wide(projection.losses(statistics, tokens, vocab)) - losses)
+        assert (error <= 8 * unit)[weights != 0].all(), (error / unit)[weights != 0].max()
+    for ours in (known, together):
+        for name, got, want in zip("xwb", ours, gradients):
+            assert rounded_errors(got, want) <= 6e-3, (name, rounded_errors(got, want))
 
 
 def run_log_probs(x, w, bias, labels, g, keywords, rows=ROWS, **more):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax._src.arguments import AxisName, known_labels
+from pallas_softmax._src.arguments import AxisName, known_labels, static_bool
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.linear import derivatives
@@ -19,6 +19,7 @@ from pallas_softmax._src.linear.checks import (
     known_options,
     known_tokens,
     known_weights,
+    with_label_probs,
 )
 from pallas_softmax._src.linear.losses import Tokens
 from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
@@ -33,6 +34,8 @@ def linear_logsumexp(
     x: ArrayLike,
     w: ArrayLike,
     *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     transpose_w: bool = False,
@@ -40,15 +43,22 @@ def linear_logsumexp(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns logsumexp(x @ w + bias) over the columns of w, without storing all logits at once.
+    """Returns logsumexp((x @ w + bias) / temperature) of each token, without storing all logits at once.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
-      bias: (V,), of a floating dtype. Without softcap and label smoothing, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
+        result is 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
+        of these tokens.
+      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
+        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
+        NotImplementedError.
+      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
       transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
         transposed copy is made.
       workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
@@ -56,8 +66,8 @@ def linear_logsumexp(
         bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
         to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is over all
-        columns, and is the same on all devices.
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
+        all columns, and is the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
@@ -67,16 +77,19 @@ def linear_logsumexp(
       not finite has the derivative 0.
 
     Raises:
-      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
-        `axis_name` is not a name, or the call is differentiated in forward mode (`jax.jvp`, `jax.jacfwd`).
-      ValueError: shapes do not fit, `w` has no columns, a number is out of range, `axis_name` is not bound, `x` differs
-        along it, or `implementation` is unknown.
+      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, `where` is not an array, a
+        static argument is traced, `axis_name` is not a name, or the call is differentiated in forward mode (`jax.jvp`,
+        `jax.jacfwd`).
+      ValueError: shapes do not fit, `where` is not boolean, `w` has no columns, a number is out of range, `axis_name`
+        is not bound, an array that must not differ along it does, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
         is taken.
     """
     name = "linear_logsumexp"
+    tokens = known_tokens(name, None, temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _losses(x, w, bias, None, None, Tokens(None), options)
+    losses, _ = _losses(x, w, bias, where, None, tokens, options)
+    return losses
 
 
 def linear_cross_entropy(
@@ -84,62 +97,86 @@ def linear_cross_entropy(
     w: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
+    label_probs: ArrayLike | None = None,
     where: ArrayLike | None = None,
     token_weights: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
     softcap: float | None = None,
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
     reduction: Reduction = "mean",
+    return_logsumexp: bool = False,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
-) -> jax.Array:
-    """Returns the cross entropy of the logits z = x @ w + bias and labels, without storing all logits at once.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the cross entropy of the logits z and labels, without storing all logits at once.
 
-    The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
+    The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The loss of a token is
+    logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z). With `label_probs` q,
+    it is the sum of q[k] (logsumexp(z) - z[labels[k]]) over K labels, for example the K best tokens of a teacher.
     The source is given in `linear_logsumexp`.
 
     A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
     the forward, in three products, or four by kernels with label smoothing. With reduction=None, or in float16, the
     backward computes the logits again, so there are four products.
 
-    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
-    `linear_logsumexp`.
-
     Args:
-      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. A label
-        out of this range makes the loss NaN, unless `where` or a weight of 0 leaves the token out.
-      where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
-        and its gradient are 0. With at least 1,024 tokens on a device, the matrix products skip most of these tokens.
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      labels: integers of shape (...), 0 <= label < V: columns of the whole w; (..., K) with `label_probs`. A label out
+        of this range makes the loss NaN, unless the token is left out or its q is 0.
+      label_probs: real numbers q of the shape of `labels`, (..., K). They need not sum to 1, and "mean" does not divide
+        by their sum. A row may repeat a label. With them, label_smoothing must be 0.
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
+        loss is 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
+        of these tokens.
         There is no `ignore_index`: pass `where=labels != -100` instead.
-      token_weights: real numbers, broadcastable to `labels`, that multiply the losses; None for 1. They may be
-        negative. A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0. In all other
-        weights the loss is differentiable.
-      label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
-        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+      token_weights: real numbers, broadcastable to (...), that multiply the losses; None for 1. They may be negative.
+        A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0.
+      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
+        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
+        NotImplementedError.
+      bias: (V,), of a floating dtype. Without softcap and label smoothing, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
+      label_smoothing: number s from 0 to 1, or one per token. Traced or not, it is as `temperature`.
       z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
       reduction: "mean" divides the sum of the weighted losses by the sum of the weights of the tokens that are not left
         out (0 if the sum of the weights is exactly 0). "sum" does not divide. None returns one weighted loss per token.
+      return_logsumexp: whether to return logsumexp(z) too, for example to log the z-loss. It takes no product.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
+        `linear_logsumexp`.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
+        all columns, and is the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
-      A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64).
-      Differentiable like `linear_logsumexp`.
+      A scalar, or for reduction=None an array of shape (...), in float32 (float64 for float64). Differentiable like
+      `linear_logsumexp`, and in `token_weights` and `label_probs`. With return_logsumexp, a pair: this and logsumexp(z)
+      of shape (...), without a gradient, and 0 for tokens that are left out or if a mean divides by 0.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers or do not fit,
-        `where` is not boolean or does not fit, `token_weights` are not real or do not fit, or the reduction is unknown.
+      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers, `token_weights`
+        or `label_probs` are not real, shapes do not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
     if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    tokens = known_tokens(name, known_labels(name, labels), label_smoothing=label_smoothing, z_loss=z_loss)
+    return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
+    numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    tokens = known_tokens(name, known_labels(name, labels), **numbers)
+    tokens = with_label_probs(name, tokens, label_probs)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    arrays = (x, w, bias, where, known_weights(name, token_weights), tokens)
-    if reduction is None:
-        return _losses(*arrays, options)
-    return _total(*arrays, options, reduction)
+    arrays = (x, w, bias, where, known_weights(name, "token_weights", token_weights), tokens)
+    losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
+    return losses if return_logsumexp else losses[0]
 
 
 def linear_log_probs(
@@ -147,37 +184,47 @@ def linear_log_probs(
     w: ArrayLike,
     labels: ArrayLike,
     *,
+    where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
     softcap: float | None = None,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns log softmax(z / temperature)[label] of each token, without storing all logits at once.
+    """Returns log softmax(z)[label] of each token, without storing all logits at once.
 
-    The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
-
-    A token may have K labels, for example the K best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). With
-    K > 1, kernels store float32 logits, of as many tokens at a time as `workspace_bytes` holds.
-
-    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
-    `linear_logsumexp`.
+    The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The source is given in
+    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K).
 
     Args:
-      labels: integers, of the shape of `x` without its last dimension, or of this shape with one more dimension K. A
-        row may repeat a label; the gradients add up.
-      where: boolean, broadcastable to the shape of `x` without its last dimension. False leaves a token out, whatever
-        its `x` and its labels are.
-      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to the shape of `x` without
-        its last dimension. It may be traced, and a traced one out of range gives NaN. It has no gradient: asking for
-        one raises NotImplementedError.
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      labels: integers of shape (...) or (..., K), 0 <= label < V: columns of the whole w. A row may repeat a label; the
+        gradients add up.
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
+        results are 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
+        of these tokens.
+      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
+        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
+        NotImplementedError.
+      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
+        `linear_logsumexp`.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
+        all columns, and is the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range and for a token with a logit
-      of NaN or +inf, 0 where `where` is False. Differentiable like `linear_logsumexp`.
+      of NaN or +inf. Differentiable like `linear_logsumexp`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -193,6 +240,7 @@ def linear_token_stats(
     w: ArrayLike,
     labels: ArrayLike | None = None,
     *,
+    where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     bias: ArrayLike | None = None,
     softcap: float | None = None,
@@ -201,22 +249,38 @@ def linear_token_stats(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> TokenStats:
-    """Returns the statistics of `token_stats` for the logits z / temperature, without storing all logits at once.
+    """Returns the statistics of `token_stats` for the logits z of each token, without storing all logits at once.
 
-    The logits are z = x @ w + bias, with the softcap if there is one. The statistics take one matrix product, and four
-    with gradients. There is no `where`: mask the results.
-
-    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
-    `linear_logsumexp`, and `temperature` is as for `linear_log_probs`.
+    The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The statistics take one matrix
+    product, and four with gradients.
 
     Args:
-      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w; or None.
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      labels: integers of shape (...), 0 <= label < V: columns of the whole w; or None.
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
+        results are 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
+        of these tokens.
+      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
+        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
+        NotImplementedError.
+      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
+        `linear_logsumexp`.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
+        all columns, and is the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
-      TokenStats(log_probs, entropy, logsumexp, argmax), each of the shape of `x` without its last dimension. The first
-      three are float32 (float64 for float64), and differentiable like `linear_logsumexp`. A logit of -inf adds 0 to the
-      entropy. A token with a logit of NaN or +inf, or with none above -inf, has NaN `entropy` and `log_probs`. A label
-      out of range has NaN.
+      TokenStats(log_probs, entropy, logsumexp, argmax), each of shape (...). The first three are float32 (float64 for
+      float64), and differentiable like `linear_logsumexp`. A logit of -inf adds 0 to the entropy. A token with a logit
+      of NaN or +inf, or with none above -inf, has NaN `entropy` and `log_probs`. A label out of range has NaN.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -225,7 +289,7 @@ def linear_token_stats(
     labels = None if labels is None else known_labels(name, labels)
     tokens = known_tokens(name, labels, temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _token_stats(x, w, bias, tokens, options)
+    return _token_stats(x, w, bias, where, tokens, options)
 
 
 # ---- The program of each function
@@ -237,49 +301,61 @@ def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) 
 
 
 def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
-    """Returns the weighted loss of each token; without labels, its logsumexp."""
+    """Returns the weighted loss of each token, and its logsumexp. Without labels, the loss is the logsumexp."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, one_label = tokens.labels, False
-    if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
-        # kernels need not store logits for a single label
+    if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
+        # kernels sort several labels
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
-    losses: Any = derivatives.per_token(static, x, w, bias, tokens)
-    losses = differentiable_if_finite(losses[..., None] if one_label else losses)
-    if tokens.kept is not None:
-        losses = jnp.where(formulas.like_labels(tokens.kept, losses), losses, 0)
-    return losses if weights is None else formulas.product(losses, weights)
+    losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+    losses = _of_kept(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
+    losses = losses if weights is None else formulas.product(losses, weights)
+    return losses, _of_kept(tokens, jax.lax.stop_gradient(logsumexp))
+
+
+def _of_kept(tokens: Tokens, results):
+    """Returns the results, 0 for tokens that are left out."""
+    if tokens.kept is None:
+        return results
+    return jnp.where(formulas.like_labels(tokens.kept, results), results, 0)
 
 
 @at_once("options")
 def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
-    losses = _weighted_losses(x, w, bias, where, None, tokens, options)
+    losses, _ = _weighted_losses(x, w, bias, where, None, tokens, options)
+    losses = (
+        losses[..., :0] if jnp.shape(tokens.labels)[-1:] == (0,) and losses.ndim == jnp.ndim(x) else losses
+    )
     return 0 - losses  # not -losses: tokens left out get 0, not -0
 
 
 @at_once("options")
-def _token_stats(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
-    static, arrays = checked_call(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
+def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenStats:
+    static, arrays = checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     found: Any = derivatives.per_token(static, x, w, bias, tokens)
     *floats, bits = found
-    log_probs, entropy, logsumexp = map(differentiable_if_finite, floats)
-    argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    log_probs, entropy, logsumexp = (_of_kept(tokens, differentiable_if_finite(a)) for a in floats)
+    argmax = _of_kept(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
 
 @at_once("options", "reduction")
 def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
-    """Returns the weighted sum of the losses, or for "mean" their weighted mean."""
+    """Returns the weighted sum of the losses, or for "mean" their weighted mean; and the logsumexp of each token."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays
     if weights is None:
-        weights = jnp.ones_like(tokens.labels, widen(x).dtype)
+        weights = jnp.ones(x.shape[:-1], widen(x).dtype)
         weights = weights if tokens.kept is None else jnp.where(tokens.kept, weights, 0)
     if reduction == "mean":
         weights = formulas.shares(weights)
     if x.dtype == jnp.float16:
-        losses = differentiable_if_finite(derivatives.per_token(static, x, w, bias, tokens))
-        return differentiable_if_finite(derivatives.weighted_sum(losses, weights))
-    return differentiable_if_finite(derivatives.total(static, x, w, bias, tokens, weights))
+        losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+        losses = derivatives.weighted_sum(differentiable_if_finite(losses), weights)
+        total = differentiable_if_finite(losses)
+    else:
+        total, logsumexp = derivatives.total(static, x, w, bias, tokens, weights)
+    return total, jnp.where(weights == 0, 0, jax.lax.stop_gradient(logsumexp))

@@ -28,7 +28,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Options(NamedTuple):
-    """The name and the static arguments of a public function. Only `softcap` is checked; the others are not yet."""
+    """The name and the static arguments of a public function. Only the numbers are checked; the others are not yet."""
 
     function: str
     softcap: float | None
@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 # For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
 _RANGES: dict[str, tuple[float, Callable, str]] = {
-    "temperature": (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37"),
+    "temperature": (1, lambda a: (a == 0) | (a >= 1e-37) & (a <= 1e37), "0, or from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
     "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
@@ -49,21 +49,23 @@ _RANGES: dict[str, tuple[float, Callable, str]] = {
 # ---- Before `at_once`: checks of numbers that are known
 
 
-def known_options(function: str, softcap, *others) -> Options:
-    """Returns the options. The softcap becomes a Python float, because kernels are compiled for its value."""
-    return Options(function, _known_softcap(function, softcap), *others)
+def known_options(function: str, softcap, transpose_w, workspace_bytes, axis_name, implementation) -> Options:
+    """Returns the options. Equal numbers of any type become one: programs are compiled for their values."""
+    softcap = _known_softcap(function, softcap)
+    if isinstance(workspace_bytes, float | np.floating) and workspace_bytes == workspace_bytes // 1:
+        workspace_bytes = int(workspace_bytes)  # 1e9 is an integer too
+    return Options(function, softcap, transpose_w, workspace_bytes, axis_name, implementation)
 
 
 def _known_softcap(function: str, softcap) -> float | None:
     if softcap is None:
         return None
-    _, accepted, wanted = _RANGES["temperature"]  # the same range
-    wanted = f"None or {wanted}"
+    wanted = "None or from 1e-37 to 1e37"
     if isinstance(softcap, Tracer):
         raise TypeError(
             f"{function}: softcap must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
         )
-    softcap = arguments.in_range(function, "softcap", softcap, accepted, wanted)
+    softcap = arguments.in_range(function, "softcap", softcap, lambda a: (a >= 1e-37) & (a <= 1e37), wanted)
     if np.ndim(softcap):
         raise ValueError(f"{function}: softcap must be {wanted}, got shape {np.shape(softcap)}")
     return float(softcap)
@@ -84,15 +86,26 @@ def _known_number(function: str, name: str, value) -> Any:
     return None if is_scalar and np.asarray(value) == default else value
 
 
-def known_weights(function: str, weights) -> Any:
-    """Returns the weights of the losses, or None without weights. Raises unless they are real numbers."""
+def known_weights(function: str, name: str, weights) -> Any:
+    """Returns token_weights or label_probs, or None. Raises unless they are real numbers."""
     if weights is None:
         return None
-    weights = arguments.parameter(function, "token_weights", weights)
+    weights = arguments.parameter(function, name, weights)
     dtype = jnp.result_type(weights)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{function}: token_weights must be None or of real numbers, got dtype {dtype.name}")
+        raise TypeError(f"{function}: {name} must be None or of real numbers, got dtype {dtype.name}")
     return weights
+
+
+def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
+    """Returns the tokens with label_probs, which may be None, checked like `known_weights`."""
+    smoothing = tokens.label_smoothing
+    if label_probs is None:
+        return tokens
+    if smoothing is not None and (not arguments.is_known(smoothing) or np.any(smoothing)):
+        raise ValueError(f"{function}: label_smoothing must be 0 with label_probs, got {smoothing}")
+    probs = known_weights(function, "label_probs", label_probs)
+    return tokens._replace(label_probs=probs, label_smoothing=None)
 
 
 # ---- While tracing
@@ -125,7 +138,7 @@ def checked_call(
         weights = weights if where is None else jnp.where(where, weights, 0)
         where = ~formulas.is_zero(weights)
         weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
-    tokens = _checked_tokens(name, tokens, where, batch, dtype, vocab)
+    tokens = checked_tokens(name, tokens, where, batch, dtype, vocab)
     per_token = tokens._replace(kept=None)._asdict()
     check_replicated(options, mesh_axes, x=x, where=where, token_weights=weights, **per_token)
     x, w, bias, weights, tokens = lay_out((x, w, bias, weights, tokens), head, mesh_axes)
@@ -134,7 +147,10 @@ def checked_call(
         " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
     x, w = reverse_only(x, reason), reverse_only(w, reason)
-    bias, weights = (None if a is None else reverse_only(a, reason) for a in (bias, weights))
+    bias, weights, probs = (
+        None if a is None else reverse_only(a, reason) for a in (bias, weights, tokens.label_probs)
+    )
+    tokens = tokens._replace(label_probs=probs)
 
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
@@ -205,7 +221,7 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
 
 
-def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
+def checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
     """Returns the labels and numbers of the tokens, broadcast to one per token.
 
     Tokens that `where` leaves out get label 0 and default numbers. They could otherwise make a NaN, which
@@ -213,8 +229,15 @@ def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dt
     """
     found = tokens._asdict() | {"kept": where}
     if (labels := found["labels"]) is not None:
-        labels = _labels(name, labels, shape, vocab)
+        labels = _labels(name, labels, shape, vocab, several=tokens.label_probs is not None)
         found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
+    if (probs := tokens.label_probs) is not None:
+        found["label_probs"] = _label_probs(name, probs, labels, where, dtype)
+    if labels is not None and labels.shape[len(shape) :] == (0,):  # kernels need a label
+        one_more = [(0, 0)] * len(shape) + [(0, 1)]
+        found |= {
+            of: jnp.pad(found[of], one_more) for of in ("labels", "label_probs") if found[of] is not None
+        }
     for argument, (default, accepted, _) in _RANGES.items():
         if (value := found[argument]) is not None:
             value = _one_per_token(name, argument, value, shape, dtype)
@@ -234,16 +257,31 @@ def _one_per_token(name: str, argument: str, value, shape: tuple[int, ...], dtyp
         ) from None
 
 
-def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
-    """Returns the labels in int32, and -1 for a label that is not a column."""
+def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
+    """Returns the label_probs in the dtype of the arithmetic, 0 for tokens that `where` leaves out."""
+    probs = arguments.array(name, "label_probs", probs)
+    if probs.shape != labels.shape:
+        raise ValueError(
+            f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}"
+        )
+    probs = probs.astype(dtype)
+    return probs if where is None else jnp.where(where[..., None], probs, 0)
+
+
+def _labels(name: str, labels, shape: tuple[int, ...], vocab: int, *, several: bool) -> jax.Array:
+    """Returns the labels in int32, and -1 for a label that is not a column. `several`: with label_probs."""
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
-    several = name == "linear_log_probs" and labels.ndim > len(shape)
-    if labels.shape[: len(shape)] != shape or labels.ndim > len(shape) + several:
-        also = f" or {(*shape, 'K')}".replace("'", "") if name == "linear_log_probs" else ""
+    shapes = [str(shape), str((*shape, "K")).replace("'", "")]
+    if name != "linear_log_probs":
+        shapes = shapes[several : several + 1]
+    if labels.shape[: len(shape)] != shape or labels.ndim - len(shape) not in range(
+        several, several + len(shapes)
+    ):
         raise ValueError(
-            f"{name}: labels must have the shape of x without its last dimension, {shape}{also}, got {labels.shape}"
+            f"{name}: labels must have the shape of x without its last dimension, {' or '.join(shapes)},"
+            f" got {labels.shape}"
         )
     if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)

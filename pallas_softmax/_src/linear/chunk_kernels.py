@@ -1,6 +1,6 @@
 """The functions of a chunk (`gradients.ChunkFunctions`) by Mosaic GPU kernels, for 16-bit floats.
 
-    statistics               one product; its epilogue reduces, and stores the logits for several labels
+    statistics               one product; its epilogue reduces
     dlogits                  one product; its epilogue writes the gradients
     statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
 
@@ -17,9 +17,11 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import ChunkFunctions
+from pallas_softmax._src.linear.in_place import set_in_place
 from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N
+from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
@@ -29,11 +31,7 @@ _LARGEST_SUM = 2.0**64
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     """The `statistics` of `ChunkFunctions`."""
-    if not tokens.several:
-        return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, len(x))
-    sums, z = row_sums(x, w, bias, _without_labels(tokens), head=head, keep_logits=True)
-    found = _merged_tiles(sums, None, len(x))
-    return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w)))
+    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
 
 
 def _without_labels(tokens: Tokens) -> Tokens:
@@ -69,33 +67,16 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
         return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
 
     reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
-    found = _merged_tiles(sums, reference, len(x))
+    found = _merged_tiles(sums, reference, tokens, head.vocab(w))
     merged, coefficients = to_coefficients(found)
     m, exp_factor, *_ = coefficients
     factor = exp_factor * jnp.exp(reference - m)
+    if tokens.several:
+        return merged, e, factor
     at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
     own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     column = jnp.where(own_label, tokens.labels, e.shape[1])
-    return merged, _set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
-
-
-def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns e with e[i, column[i]] = values[i]. A column beyond e changes nothing.
-
-    XLA makes a copy of an array that a `lax.while_loop` returned, except to change it in another loop. A loop of one
-    step is no loop for XLA.
-    """
-    e, column, values = vary_together(e, column, values.astype(e.dtype))  # a loop carries one type
-    half = -(-len(e) // 2)
-
-    def step(i, e):
-        rows = i * half + jnp.arange(half)
-        at = e.at[rows, column.at[rows].get(mode="fill", fill_value=e.shape[1])]
-        return at.set(
-            values.at[rows].get(mode="clip"), mode="drop", unique_indices=True, indices_are_sorted=True
-        )
-
-    return lax.fori_loop(0, 2, step, e)
+    return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
 
 
 def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
@@ -128,9 +109,9 @@ def _first_columns(w, bias, head: Head):
     return w, None if bias is None else bias[:columns]
 
 
-def _merged_tiles(sums: RowSums, reference, rows: int) -> Statistics:
+def _merged_tiles(sums: RowSums, reference, tokens: Tokens, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    m, d = sums.normalizer
+    rows, (m, d) = len(tokens.labels), sums.normalizer
     if reference is None:
         tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
         m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None])
@@ -139,7 +120,10 @@ def _merged_tiles(sums: RowSums, reference, rows: int) -> Statistics:
         m = jnp.max(m, 0)[:rows]
         d = jnp.sum(d, 0)[:rows]
         normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
-    label_logit = jnp.sum(sums.label_logit, 0)[:rows]
+    if tokens.several:
+        label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
+    else:
+        label_logit = jnp.sum(sums.label_logit, 0)[:rows]
     found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
     if sums.t is None:
         return found
@@ -148,12 +132,9 @@ def _merged_tiles(sums: RowSums, reference, rows: int) -> Statistics:
     return found._replace(t=t[0][:rows], argmax=argmax[:rows])
 
 
-def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
-    """Returns the bytes stored for each logit: by `statistics` six numbers per row of a tile, else the gradients.
-
-    For several labels, `statistics` stores the logits in addition.
-    """
-    return 24 / TILE_N + (4 if several else 0), itemsize
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+    """Returns the bytes stored for each logit: by `statistics` six numbers per row of a tile, else the gradients."""
+    return 24 / TILE_N, itemsize
 
 
 FUNCTIONS = ChunkFunctions(

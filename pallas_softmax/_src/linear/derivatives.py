@@ -17,6 +17,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
+from pallas_softmax._src.linear.in_place import changed_if
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.vmap import as_tokens
 
@@ -57,13 +58,22 @@ class Static(NamedTuple):
         its log-prob is NaN, as in `log_softmax`.
         """
         if tokens.labels is None:
-            return normalizers.log_of(statistics.normalizer)
+            return formulas.logsumexp(statistics, tokens)
         losses = formulas.losses(statistics, tokens, self.vocab)
         valid = (tokens.labels >= 0) & (tokens.labels < self.vocab)
+        if tokens.label_probs is not None:
+            valid = jnp.all(valid | (tokens.label_probs == 0), -1)
         d = statistics.normalizer.d
         if self.function != "linear_cross_entropy":  # d is NaN with a logit of +inf
             valid = valid & formulas.like_labels(d == d, losses)
         return jnp.where(valid, losses, jnp.nan)
+
+    def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array:
+        """Returns the gradient of sum(weights * losses) in label_probs; 0 where it is not finite."""
+        each = formulas.losses(statistics, tokens._replace(label_probs=None, z_loss=None), self.vocab)
+        valid = (tokens.labels >= 0) & (tokens.labels < self.vocab) & jnp.isfinite(each)
+        weights = tokens.at_0(0, weights)[..., None]
+        return jnp.where(valid & (weights != 0), each, 0) * weights
 
 
 # ---- The losses or statistics of each token
@@ -71,18 +81,19 @@ class Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def per_token(static: Static, x, w, bias, tokens: Tokens) -> Any:
-    """Returns the loss of each token, or its statistics if the projection has `Head.entropy`.
+    """Returns the loss of each token and its logsumexp, or its statistics if the projection has `Head.entropy`.
 
     The statistics are log-probs (0 without labels), entropies, logsumexp and argmax. The argmax has the bits of its
-    int32 in a float32.
+    int32 in a float32. Without an entropy, the logsumexp has no derivative.
     """
     return _values(static, static.run(static.forward, x, w, bias, tokens), tokens)
 
 
 def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
+    logsumexp = formulas.logsumexp(statistics, tokens)
     if not static.head.entropy:
-        return static.losses(statistics, tokens)
-    entropy, logsumexp = normalizers.entropy(statistics.moments), normalizers.log_of(statistics.normalizer)
+        return static.losses(statistics, tokens), logsumexp
+    entropy = normalizers.entropy(statistics.moments)
     assert statistics.argmax is not None
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     without_labels = tokens.labels is None
@@ -93,30 +104,47 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The residuals of `per_token`: the arguments, their statistics, and whether dw is wanted."""
+    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted."""
 
     arguments: tuple
     statistics: Statistics
     with_dw: bool = dataclasses.field(metadata={"static": True})
+    with_dprobs: bool = dataclasses.field(metadata={"static": True})
 
 
 def _per_token_forward(static: Static, *primals):
     (x, w, bias, tokens), with_dw = _arrays(static, *primals)
     statistics = static.run(static.forward, x, w, bias, tokens)
-    return _values(static, statistics, tokens), _Saved((x, w, bias, tokens), statistics, with_dw)
+    saved = _Saved((x, w, bias, tokens), statistics, with_dw, _probs_perturbed(*primals))
+    return _values(static, statistics, tokens), saved
+
+
+def _probs_perturbed(x, w, bias, tokens: Tokens, *_) -> bool:
+    return tokens.label_probs is not None and tokens.label_probs.perturbed
 
 
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
     if static.head.entropy:
         zeros = jnp.zeros_like(saved.statistics.moments.t)
         cotangents = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
+    else:
+        cotangents, _ = cotangents
     weights = sum_cotangents(cotangents, static.mesh_axes)
     if static.head.entropy:
         dlog_prob, dentropy, dlogsumexp = weights
         weights = jnp.stack(vary_together(-dlog_prob, dentropy, dlogsumexp), -1)
     arrays = (*saved.arguments, weights, saved.statistics)
     dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw)
-    return share_cotangent(dx, static.mesh_axes), dw, dbias, None
+    dtokens = None
+    if saved.with_dprobs:
+        tokens = saved.arguments[3]
+        dtokens = _only_probs(static, static.label_cotangents(saved.statistics, tokens, weights))
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, dtokens
+
+
+def _only_probs(static: Static, dprobs) -> Tokens:
+    """Returns cotangents of tokens: of label_probs only."""
+    return Tokens(None, label_probs=share_cotangent(dprobs, static.mesh_axes))
 
 
 per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
@@ -127,12 +155,13 @@ per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def total(static: Static, x, w, bias, tokens: Tokens, weights):
-    """Returns the sum of weights * losses. A loss of weight 0 may be NaN; the gradient in its weight is 0.
+    """Returns the sum of weights * losses, and the logsumexp of each token, which has no derivative.
 
-    A cotangent of 0 gives gradients of 0, even where 0 times the saved gradient is NaN. A sum that is not finite gets
-    the cotangent 0 from `differentiable_if_finite`.
+    A loss of weight 0 may be NaN; the gradient in its weight is 0. A cotangent of 0 gives gradients of 0, even where 0
+    times the saved gradient is NaN. The derivatives of a sum that is not finite are 0.
     """
-    return weighted_sum(static.losses(static.run(static.forward, x, w, bias, tokens), tokens), weights)
+    statistics = static.run(static.forward, x, w, bias, tokens)
+    return weighted_sum(static.losses(statistics, tokens), weights), formulas.logsumexp(statistics, tokens)
 
 
 def weighted_sum(losses, weights):
@@ -145,18 +174,32 @@ def _total_forward(static: Static, *primals):
     statistics, *gradients = static.run(static.gradient, x, w, bias, tokens, weights, with_dw=with_dw)
     losses = static.losses(statistics, tokens)
     dweights = jnp.where(weights == 0, 0, losses) if primals[4].perturbed else None
-    return weighted_sum(losses, weights), (*gradients, dweights)
+    dprobs = static.label_cotangents(statistics, tokens, weights) if _probs_perturbed(*primals) else None
+    value = weighted_sum(losses, weights)
+    finite = jnp.isfinite(value)
+    # The gradients become 0 here, not in the backward. There, XLA can leave out the product with a cotangent of 1 only
+    # if it is a constant.
+    saved = changed_if(~finite, _zeros, (*gradients, dweights, dprobs))
+    return (value, formulas.logsumexp(statistics, tokens)), (saved, finite)
 
 
-def _total_backward(static: Static, gradients, dtotal):
+def _zeros(gradients):
+    return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
+
+
+def _total_backward(static: Static, saved, cotangents):
+    gradients, finite = saved
+    dtotal, _ = cotangents
     dtotal = sum_cotangents(dtotal, static.mesh_axes)
+    dtotal = jnp.where(jnp.isfinite(dtotal) | finite, dtotal, 0)
 
     def times_dtotal(g):
         return jnp.where(dtotal == 0, 0, normalizers.widen(g) * dtotal).astype(g.dtype)
 
-    dx, dw, dbias, dweights = jax.tree.map(times_dtotal, gradients)
+    dx, dw, dbias, dweights, dprobs = jax.tree.map(times_dtotal, gradients)
     dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
-    return share_cotangent(dx, static.mesh_axes), dw, dbias, None, dweights
+    dtokens = None if dprobs is None else _only_probs(static, dprobs)
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, dtokens, dweights
 
 
 total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
@@ -170,7 +213,7 @@ def _arrays(static: Static, *primals) -> tuple[tuple[Any, ...], bool]:
     """
     _, w, _, tokens, *_ = primals
     for name, number in tokens._asdict().items():
-        if number is not None and name != "labels" and number.perturbed:
+        if number is not None and name not in ("labels", "label_probs") and number.perturbed:
             raise NotImplementedError(
                 f"{static.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
             )

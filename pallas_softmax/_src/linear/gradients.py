@@ -29,11 +29,15 @@ from jax import lax
 from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.in_place import changed_if, set_in_place
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.normalizers import Normalizer, log_of, widen
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1
+
+# The largest quotient of a label's gradient and its row's factor. bfloat16 holds it; e beyond it counts as 0.
+_LARGEST_RATIO = 2.0**100
 
 # The largest dz in float16 is about this, so that small probabilities do not underflow. It leaves a factor of 64.
 _LARGEST = 2.0**10
@@ -55,8 +59,8 @@ class ChunkFunctions(NamedTuple):
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
-      bytes_per_logit: (itemsize of x, whether there are several labels) -> two numbers, the bytes that `statistics`
-        stores for each logit, and the bytes that the other two store.
+      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
+        that the other two store.
     """
 
     statistics: Callable[..., Statistics]
@@ -64,7 +68,7 @@ class ChunkFunctions(NamedTuple):
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
-    bytes_per_logit: Callable[[int, bool], tuple[float, float]]
+    bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
@@ -187,7 +191,7 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
     """Returns the statistics of this device's columns."""
-    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize)
     rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
     w, bias, head = layer.w, layer.bias, layer.head
 
@@ -276,7 +280,7 @@ def _way_to_dw(layer: _Projection, x, tokens: Tokens) -> tuple[Any, Callable | N
     n = x.shape[0]
     # For this product, x is multiplied by the scale, which could overflow in float16.
     product = layer.functions.product if x.dtype == jnp.bfloat16 else None
-    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize)
     dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
     if product is None or not is_one_chunk(n, rows):
@@ -361,33 +365,41 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
         )
     else:
         dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
-    if tokens.several:  # no implementation of several labels has a factor of each row
+    if tokens.several:
         statistics: Any = found if known is None else known
         coefficients = layer.coefficients(statistics, weights, tokens)
         at_labels = formulas.gradient_at_label(statistics.label_logit, coefficients, tokens, head)
-        dz = _put_at_labels(dz, at_labels, tokens.labels, layer.vocab)
+        dz, factor = _put_at_labels(dz, factor, at_labels, tokens.labels, layer.vocab)
     return found, *vary_together(dz, factor, rows.x, w)[:2]
 
 
-def _put_at_labels(dz: jax.Array, at_labels: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
-    """Returns dz (rows, V) with the elements at several labels replaced by `at_labels`, (rows, K).
+def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: int) -> tuple[Any, Any]:
+    """Returns dz (rows, V) with the gradients at several labels replaced by `at_labels` (rows, K), and the factors.
 
     The label's terms are subtracted in float32 and rounded once, like a single label's. Equal labels of a row have the
     same element. Labels that are not a column of this device change nothing.
     """
     columns = jnp.where((labels >= 0) & (labels < vocab), labels, dz.shape[1])
-    dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
-    rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-    return dz.at[rows, columns].set(at_labels, mode="drop")
+    if factor is None:
+        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
+        rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+        return dz.at[rows, columns].set(at_labels, mode="drop"), None
+    # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
+    apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
+    dz, apart, at_labels, columns, factor = vary_together(dz, apart, at_labels, columns, factor)
+    dz = changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
+    factor = jnp.where(apart, 1, factor)
+    return set_in_place(dz, columns, at_labels / jnp.where(factor == 0, 1, factor)[:, None]), factor
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     """Returns about how large the elements of each row's dz may be."""
     weights = jnp.sum(jnp.abs(weights), 1) if weights.ndim == 2 else weights
-    sizes = weights if tokens.temperature is None else weights / tokens.temperature
+    of_logsumexp = 1 if tokens.label_probs is None else jnp.sum(jnp.abs(tokens.label_probs), 1)
     if tokens.z_loss is not None and known is not None:
-        sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
-    return sizes
+        of_logsumexp = of_logsumexp + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer))
+    sizes = weights * of_logsumexp
+    return sizes if tokens.temperature is None else tokens.at_0(0, sizes / tokens.divisor)
 
 
 def _scale(sizes, dtype, *, exact: bool):

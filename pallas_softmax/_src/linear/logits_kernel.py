@@ -1,14 +1,14 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
-`row_sums` reduces the rows of each tile. It may also write the logits. If each row has a reference (a guess of its
-maximum), it writes exponentials instead. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
+`row_sums` reduces the rows of each tile. If each row has a reference (a guess of its maximum), it also writes
+exponentials. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
 
     acc, 64 rows of a tile of x @ w, float32
       │  + bias, softcap, temperature; -inf from column V on
       ▼
       z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside
-      └───► exp(z - reference) * slope of the softcap, or the gradient, or z
-                                                                            (rows, V), 16-bit; z in float32
+      ├───► z at several labels (`several_labels.py`)                       (rows * K,)
+      └───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit
 """
 
 import functools
@@ -30,6 +30,7 @@ from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pac
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
+from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Normalizer
 
 
@@ -43,10 +44,13 @@ def reduce_logits(
     sums_gmem: "RowSums",
     stored_gmem,
 ) -> None:
-    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or its exponentials."""
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store exponentials of z."""
     z, column = _logits(acc, place, inputs, head, vocab)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-    sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
+    if isinstance(inputs.labels, SeveralLabels):
+        pick_logits(z, inputs.labels, place, column, sums_gmem.label_logit)
+    else:
+        sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
     if sums_gmem.total is not None:
         sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
 
@@ -64,8 +68,6 @@ def reduce_logits(
 
     if reference_gmem is not None:
         store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
-    elif stored_gmem is not None:
-        store(place, z, stored_gmem)
 
 
 def write_gradients(
@@ -110,7 +112,7 @@ class Inputs(NamedTuple):
     """Arrays that both epilogues read: the bias (V,) or None, the labels, and 1 / temperature (rows,) or None."""
 
     bias: Any
-    labels: Labels
+    labels: Labels | SeveralLabels
     inverse_temperature: Any
 
 
@@ -119,7 +121,7 @@ class RowSums(NamedTuple):
 
     Attributes:
       normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
-      label_logit: z at the label, 0 if the label is not in the tile.
+      label_logit: z at the label, 0 if the label is not in the tile. For several labels, as `pick_logits` writes them.
       total: the sum of z; None without label smoothing.
       t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
       argmax: int32, the first column of the tile where z is m; None without `Head.entropy`.
@@ -132,19 +134,16 @@ class RowSums(NamedTuple):
     argmax: Any = None
 
 
-def row_sums(
-    x, w, bias, tokens: Tokens, reference=None, *, head: Head, keep_logits: bool = False
-) -> tuple[RowSums, Any]:
+def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
     Args:
       x, w, bias, tokens: as in `gradients.ChunkFunctions`.
       reference: float32 (rows,), or None.
       head: the projection.
-      keep_logits: whether to write z in float32, without a reference.
 
     Returns:
-      The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
+      The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
       `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
@@ -157,10 +156,16 @@ def row_sums(
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
-    stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
-    stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
-    name = "linear_statistics" if reference is None else "linear_exponentials"
-    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored_dtype, head)
+    if tokens.several:
+        count = number.shape[1] * tokens.labels.shape[1]
+        sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
+    if reference is None:
+        return _launch(reduce_logits, "linear_statistics", x, w, bias, tokens, None, (sums, None), None, head)
+    stored = jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    results = sums, stored
+    return _launch(
+        reduce_logits, "linear_exponentials", x, w, bias, tokens, reference, results, x.dtype, head
+    )
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
@@ -183,7 +188,7 @@ def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(tokens.labels, w.shape[0 if head.transpose_w else 1], vocab, tiling),
+        _labels(tokens, w.shape[0 if head.transpose_w else 1], vocab, tiling),
         _inverse_temperature(tokens, tiling),
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
@@ -313,7 +318,10 @@ def _softcap_slope(z, place: Place, inputs: Inputs, head: Head):
 # ---- Per-row and per-column numbers
 
 
-def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
+def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels | SeveralLabels:
+    labels = tokens.labels
+    if tokens.several:
+        return sorted_labels(labels, columns, vocab, rounded_up(len(labels), tiling.cluster_rows))
     labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
     tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
@@ -338,7 +346,7 @@ def _inverse_temperature(tokens: Tokens, tiling: Tiling):
     """
     if tokens.temperature is None:
         return None
-    return _padded(1 / tokens.temperature, tiling.cluster_rows, 1)
+    return _padded(1 / tokens.divisor, tiling.cluster_rows, 1)
 
 
 def _padded(a, multiple: int, value=0):

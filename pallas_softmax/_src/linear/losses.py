@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.mesh import combine_shards
 
@@ -46,14 +47,21 @@ class Head:
         return w.shape[0 if self.transpose_w else 1]
 
 
+# Divides the logits where the temperature is 0. A power of two keeps ties. Other logits are then so far below the
+# largest one that their exponentials are 0, if the largest one is from 1e-15 to 1e14.
+_COLD = 2.0**-80
+
+
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,).
 
     Attributes:
       labels: int32 columns of the whole w; a label outside [0, V) is no column. (rows, K) for several labels per token.
-      temperature: the divisor of the logits, applied after the softcap; None for 1.
+      temperature: the divisor of the logits, applied after the softcap; None for 1. 0 stands for the limit.
       label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
+      label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels. None
+        for one label.
       kept: boolean, False for a token that is left out; None if all tokens count.
     """
 
@@ -61,12 +69,24 @@ class Tokens(NamedTuple):
     temperature: Any = None
     label_smoothing: Any = None
     z_loss: Any = None
+    label_probs: Any = None
     kept: Any = None
 
     @property
     def several(self) -> bool:
         """Whether the labels are (rows, K). Batch dimensions must have become rows."""
         return self.labels.ndim == 2
+
+    @property
+    def divisor(self) -> Any:
+        """The number that divides the logits of each row, above 0; None for 1."""
+        return None if self.temperature is None else jnp.where(self.temperature == 0, _COLD, self.temperature)
+
+    def at_0(self, limit: jax.Array, value: jax.Array) -> jax.Array:
+        """Returns `limit` where the temperature is 0, and `value` elsewhere."""
+        if self.temperature is None:
+            return value
+        return jnp.where(like_labels(self.temperature == 0, value), limit, value)
 
 
 class Statistics(NamedTuple):
@@ -138,8 +158,15 @@ def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
     return jnp.where(own, found, 0)
 
 
+def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
+    """Returns logsumexp(z) of each row."""
+    m, d = statistics.normalizer
+    limit = jnp.where(m > 0, jnp.inf, jnp.where(m < 0, -jnp.inf, jnp.log(d)))
+    return tokens.at_0(limit, normalizers.log_of(statistics.normalizer))
+
+
 def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
-    """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
+    """Returns logsumexp(z) - z[label] of each row, with label smoothing, label_probs and z_loss.
 
     Args:
       statistics: the statistics of whole rows.
@@ -154,10 +181,15 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     # log d is added last: in a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, normalizers.log_of(Normalizer(m, d)) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
+    loss = tokens.at_0(jnp.where(label_logit < m, jnp.inf, loss), loss)
     if total is not None:
-        loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
+        smooth = tokens.label_smoothing != 0
+        limit = jnp.where(smooth & (d < vocab), jnp.inf, loss)
+        loss = tokens.at_0(limit, loss + tokens.label_smoothing * (label_logit - total / vocab))
+    if tokens.label_probs is not None:
+        loss = jnp.sum(tokens.label_probs * jnp.where(tokens.label_probs == 0, 0, loss), -1)
     if tokens.z_loss is not None:
-        loss = loss + tokens.z_loss * normalizers.log_of(statistics.normalizer) ** 2
+        loss = loss + tokens.z_loss * jnp.where(tokens.z_loss == 0, 0, logsumexp(statistics, tokens)) ** 2
     return loss
 
 
@@ -228,25 +260,28 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
 
     Args:
       statistics: the statistics of whole rows.
-      weights: one per row, or (rows, K) for several labels. With an entropy, (rows, 3): the weights of the losses, the
-        entropies, and logsumexp. The gradient of a row that has no other weight than 0 is 0, whatever its statistics.
+      weights: one per row, or (rows, K) for several labels without label_probs. With an entropy, (rows, 3): the weights
+        of the losses, the entropies, and logsumexp. The gradient is 0 in a row with no other weight than 0, and at
+        temperature 0.
       tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
-    weightless = is_weightless(weights)
+    weightless = tokens.at_0(True, is_weightless(weights))
+    if tokens.temperature is not None:
+        weights = weights / like_labels(tokens.divisor, weights)
     if statistics.t is not None:
-        return _coefficients_with_entropy(statistics, weights, tokens)
+        return _coefficients_with_entropy(statistics, weights, weightless)
 
     def kept(number):
-        return jnp.where(weightless if number.ndim == 1 else weightless[:, None], 0, number)
+        return jnp.where(like_labels(weightless, number), 0, number)
 
-    label_term = weights
-    if tokens.temperature is not None:
-        label_term = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
-    weight = jnp.sum(label_term, 1) if tokens.several else label_term
-    exp_factor, constant = weight / d, None
+    label_term, of_logsumexp, constant = weights, 1, None
+    weight = weights if weights.ndim == 1 else jnp.sum(weights, 1)
+    if tokens.label_probs is not None:
+        label_term, of_logsumexp = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
     if tokens.z_loss is not None:
-        exp_factor = weight * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
+        of_logsumexp = of_logsumexp + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)
+    exp_factor = weight * of_logsumexp / d
     if tokens.label_smoothing is not None:
         label_term = weight * (1 - tokens.label_smoothing)
         constant = kept(weight * tokens.label_smoothing / vocab)
@@ -254,12 +289,9 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     return Coefficients(m, kept(exp_factor), kept(label_term), constant)
 
 
-def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
+def _coefficients_with_entropy(statistics: Statistics, weights, weightless) -> Coefficients:
     """Returns the coefficients of the gradient of a weighted sum of loss, entropy and logsumexp."""
     m, d, t = statistics.moments
-    weightless = is_weightless(weights)
-    if tokens.temperature is not None:
-        weights = weights / tokens.temperature[:, None]
     loss, entropy, logsumexp = (weights[:, i] for i in range(3))
     exp_factor = (loss + logsumexp + entropy * (t / d)) / d
     exp_factor, label_term, entropy_factor = (
@@ -280,14 +312,26 @@ def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, h
     With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
     """
     m, exp_factor, label_term, *_ = coefficients
-    temperature: Any = 1 if tokens.temperature is None else tokens.temperature
+    temperature: Any = 1 if tokens.temperature is None else like_labels(tokens.divisor, label_logit)
     if tokens.several:
         m, exp_factor = m[:, None], exp_factor[:, None]
-        temperature = 1 if tokens.temperature is None else temperature[:, None]
-        equal = tokens.labels[:, :, None] == tokens.labels[:, None, :]
-        label_term = jnp.sum(jnp.where(equal, label_term[:, None, :], 0), 2)
+        label_term = _sums_of_equal(tokens.labels, label_term)
     gradient = exp_factor * jnp.exp(label_logit - m) - label_term
     if head.softcap is not None:
         tanh = label_logit * temperature / head.softcap
         gradient = gradient * (1 - tanh) * (1 + tanh)
     return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN
+
+
+def _sums_of_equal(labels: jax.Array, terms: jax.Array) -> jax.Array:
+    """Returns, for each label (rows, K), the sum of the terms of all equal labels of the row.
+
+    A loop: XLA's GPU compiler did not end with sums over arrays of three large dimensions that are broadcast.
+    """
+    start = vary_together(jnp.zeros_like(terms), labels, terms)[0]
+
+    def add(k, sums):
+        label, term = (lax.dynamic_slice_in_dim(a, k, 1, 1) for a in (labels, terms))
+        return sums + jnp.where(labels == label, term, 0)
+
+    return lax.fori_loop(0, labels.shape[1], add, start)

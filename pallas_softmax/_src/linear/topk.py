@@ -21,10 +21,12 @@ from pallas_softmax._src.linear.checks import (
     Options,
     check_replicated,
     checked_projection,
+    checked_tokens,
     known_options,
+    known_tokens,
     lay_out,
 )
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, over_chunks
+from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.mesh import describe
 from pallas_softmax._src.linear.vmap import as_tokens
@@ -39,6 +41,7 @@ def linear_topk(
     w: ArrayLike,
     k: int | np.integer,
     *,
+    where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     log: bool = False,
     bias: ArrayLike | None = None,
@@ -50,40 +53,56 @@ def linear_topk(
 ) -> TopK:
     """Returns `fused_topk` of the logits z = x @ w + bias of each token, without storing all logits at once.
 
-    `x`, `w`, `bias`, `softcap` and `transpose_w` are as for `linear_logsumexp`; `k` and `log` are as for `fused_topk`.
-
     Args:
-      temperature: as for `fused_topk`: a positive scalar, or one per token. It divides the logits after the softcap.
-      workspace_bytes: the bound, in bytes, on the float32 logits that are stored at a time: a chunk of at least 8 rows.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over, as for
-        `linear_logsumexp`. `k` and the indices count columns of the whole w.
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      k: static int from 0 to V, the number of winners of each token.
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
+        values and indices are 0. With at least 1,024 tokens on a device, the matrix products skip most
+        of these tokens.
+      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
+        may be traced, and a traced one out of range gives NaN.
+      log: whether the values are log-probabilities.
+      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
+        all columns, and is the same on all devices.
       implementation: names the implementation of top-k, as for `fused_topk`. XLA computes the matrix product.
 
     Returns:
-      TopK(values, indices), each of the shape of `x` with k instead of D. `values` are float32 (float64 for float64).
-      The order is that of the float32 logits. There is no gradient: pass the indices to `linear_log_probs` as labels.
+      TopK(values, indices), each of shape (..., k). `values` are float32 (float64 for float64). The order is that of
+      the float32 logits. There is no gradient: pass the indices to `linear_log_probs` as labels.
 
     Raises:
-      TypeError, ValueError: as `linear_logsumexp` for the projection, and as `fused_topk` for k, log and temperature.
+      TypeError, ValueError: as `linear_logsumexp`, and as `fused_topk` for k and log.
       NotImplementedError: the named implementation cannot run this call (the message says why), or the call is
         differentiated.
     """
     name = "linear_topk"
-    temperature = arguments.known_temperature(name, temperature, x)
+    tokens = known_tokens(name, None, temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _topk_of(x, w, bias, temperature, k, log, options)
+    return _topk_of(x, w, bias, where, tokens, k, log, options)
 
 
 @at_once("k", "log", "options")
-def _topk_of(x, w, bias, temperature, k, log, options: Options) -> TopK:
+def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> TopK:
     name = options.function
     x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
     k = arguments.count_in_row(name, "k", k, vocab)
     log = arguments.static_bool(name, "log", log)
     dtype, batch = widen(x).dtype, x.shape[:-1]
-    temperature = arguments.row_temperature(name, temperature, x.shape, x.ndim - 1, dtype)
-    tokens = Tokens(None, jnp.broadcast_to(temperature[..., 0], batch))
-    check_replicated(options, mesh_axes, x=x, temperature=tokens.temperature)
+    if where is not None:
+        where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    if tokens.temperature is None:
+        tokens = tokens._replace(temperature=jnp.ones(batch, dtype))
+    tokens = checked_tokens(name, tokens, where, batch, dtype, vocab)
+    check_replicated(options, mesh_axes, x=x, where=where, temperature=tokens.temperature)
     rows: Any = jax.ShapeDtypeStruct((*batch, head.vocab(w)), dtype)
     call = describe_rows(TOPK, rows, (len(batch),), None, k, mesh_axes, function=name)
     topk = choose(call, options.implementation)
@@ -116,22 +135,39 @@ def _projection_topk(
     Args:
       x: (n, D).
       w, bias, head, workspace_bytes, mesh_axes: as for `gradients._Projection`.
-      tokens: the temperature of each token, (n,).
+      tokens: the temperature of each token, and which tokens are kept, (n,).
       topk: the choice of top-k for the user's call.
       k, log: as for `linear_topk`.
     """
-    n, vocab, dtype = x.shape[0], head.vocab(w), widen(x).dtype
-    rows = chunk_rows(n, vocab, dtype.itemsize, workspace_bytes)
-
-    def step(chunk: Chunk, found: TopK) -> TopK:
-        z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
-        arrays = z, None, chunk.slice(tokens.temperature)[:, None]
-        winners, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
-        return chunk.put(found, vary(TopK(*winners), x, w, tokens)[0])
-
+    vocab, dtype = head.vocab(w), widen(x).dtype
     vary = functools.partial(vary_together, but=mesh_axes)
-    none = TopK(jnp.zeros((n, k), dtype), jnp.zeros((n, k), jnp.int32))
-    return over_chunks(n, rows, step, vary(none, x, w, tokens)[0])
 
+    def winners(rows: Any) -> tuple[TopK, None]:
+        x, tokens = rows
+        n = x.shape[0]
+
+        def step(chunk: Chunk, found: TopK) -> TopK:
+            z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
+            arrays = z, None, chunk.slice(tokens.divisor)[:, None]
+            of_chunk, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
+            return chunk.put(found, vary(TopK(*of_chunk), x, w, tokens)[0])
+
+        return over_chunks(n, chunk_rows(n, vocab, dtype.itemsize, workspace_bytes), step, none(n)), None
+
+    def none(n) -> TopK:
+        empty = TopK(jnp.zeros((n, k), dtype), jnp.zeros((n, k), jnp.int32))
+        return vary(empty, x, w, tokens)[0]
+
+    found, _ = on_kept_rows(winners, tokens.kept, (x, tokens), none(x.shape[0]))
+    if log:  # a tie has at least 1 / V; the others have a large number instead of -inf
+        found = found._replace(
+            values=tokens.at_0(jnp.where(found.values < _NO_TIE, -jnp.inf, found.values), found.values)
+        )
+    if tokens.kept is None:
+        return found
+    return TopK(*(jnp.where(tokens.kept[:, None], a, 0) for a in found))
+
+
+_NO_TIE = -1e4  # the log of 1 / V is larger
 
 PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)

@@ -21,7 +21,7 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    return z if tokens.temperature is None else z / tokens.temperature[:, None]
+    return z if tokens.temperature is None else z / tokens.divisor[:, None]
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
@@ -69,7 +69,7 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
     dz = dz if constant is None else dz - constant
     if head.softcap is None:
         return dz
-    capped = z if tokens.temperature is None else z * tokens.temperature[:, None]
+    capped = z if tokens.temperature is None else z * tokens.divisor[:, None]
     tanh = capped / head.softcap
     return dz * (1 - tanh) * (1 + tanh)
 
@@ -116,9 +116,8 @@ def product(x, dz, *, head: Head):
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
-    del several
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
