@@ -46,10 +46,10 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
-def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
+def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the parameters, checked if they are known."""
-    if function == "sample":
-        arguments.check_array("sample", "key", given["key"])
+    if "key" in given:
+        arguments.check_array(function, "key", given["key"])
 
     def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
         value = given[name]
@@ -71,7 +71,7 @@ def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
 
 
 @at_once(
-    "axis", "mode", "axis_name", "implementation", known=functools.partial(_known_numbers, function="sample")
+    "axis", "mode", "axis_name", "implementation", known=functools.partial(known_numbers, function="sample")
 )
 def sample(
     key: jax.Array | np.ndarray,
@@ -135,9 +135,9 @@ def sample(
         other than `logits` and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    x, axis = _rows("sample", logits, axis)
+    x, axis = checked_rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
-    key, mode = _keys(key, batch), _mode(mode)
+    key, mode = typed_keys("sample", key, batch), _mode(mode)
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
     length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
@@ -166,7 +166,7 @@ def sample(
 
 
 @at_once(
-    "axis", "axis_name", "implementation", known=functools.partial(_known_numbers, function="filter_logits")
+    "axis", "axis_name", "implementation", known=functools.partial(known_numbers, function="filter_logits")
 )
 def filter_logits(
     logits: ArrayLike,
@@ -205,14 +205,23 @@ def filter_logits(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `sample`.
     """
-    x, axis = _rows("filter_logits", logits, axis)
-    parameters = _parameters("filter_logits", x, axis, temperature, top_k, top_p, min_p)
-    call, (x, mask, t, *filters) = _call(CUTOFF, "filter_logits", x, axis, where, axis_name, parameters)
-    cut = _cutoff(call, implementation, x, mask, t, *filters)
-    return jnp.moveaxis(filtered(x, mask, t, cut, mesh_axes=call.mesh_axes), -1, axis)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    x, axis = checked_rows("filter_logits", logits, axis)
+    mesh_axes = arguments.bound_mesh_axes("filter_logits", axis_name)
+    rows = cut_rows("filter_logits", x, axis, where, axis_name, implementation, **given)
+    return jnp.moveaxis(filtered(*rows, mesh_axes=mesh_axes), -1, axis)
 
 
-def _rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array, int]:
+def cut_rows(
+    function: str, x: jax.Array, axis: int, where, axis_name, implementation: str | None, **given: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array, Cutoff]:
+    """Returns the arguments of `xla.filtered`, with the axis of a row last; `given` are the parameters."""
+    parameters = _parameters(function, x, axis, **given)
+    call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
+    return x, mask, t, _cutoff(call, implementation, x, mask, t, *filters)
+
+
+def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array, int]:
     """Returns the checked logits and their axis."""
     x, axis = arguments.real_rows(function, "logits", logits, axis)
     if x.shape[axis] == 0:
@@ -277,18 +286,18 @@ def _mode(mode: str | None) -> str:
     return noise.effective_mode(mode)
 
 
-def _keys(key, batch: tuple[int, ...]) -> jax.Array:
+def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:
     """Returns one typed key for all rows, or one for each."""
-    key = arguments.array("sample", "key", key)
+    key = arguments.array(function, "key", key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim > 1:
             raise TypeError(
-                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+                f"{function}: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
             )
         try:
             key = jax.random.wrap_key_data(key)
         except (TypeError, ValueError):
-            raise TypeError(f"sample: key must be a key of jax.random, got {jax.typeof(key)}") from None
+            raise TypeError(f"{function}: key must be a key of jax.random, got {jax.typeof(key)}") from None
     if key.ndim and key.shape != batch:
-        raise ValueError(f"sample: key must be one key or have the batch shape {batch}, got {key.shape}")
+        raise ValueError(f"{function}: key must be one key or have the batch shape {batch}, got {key.shape}")
     return key

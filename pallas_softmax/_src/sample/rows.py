@@ -132,10 +132,10 @@ def scaled(x, temperature, greedy):
     return jnp.where(greedy, 0, x) / jnp.where(greedy, 1, temperature)
 
 
-def is_kept(logits, where, key, index, row: "Row"):
-    """Returns which entries a cutoff keeps."""
+def is_kept(logits, where, key, index, positions):
+    """Returns which entries a cutoff keeps; their positions are indices in whole rows."""
     keys = wide_keys(logits)
-    kept = (keys > key) | (keys == key) & (row.indices(logits.ndim) <= index)
+    kept = (keys > key) | (keys == key) & (positions <= index)
     return kept if where is None else kept & where
 
 

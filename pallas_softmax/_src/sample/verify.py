@@ -20,15 +20,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
-from pallas_softmax._src.dispatch.choose import ImplementationName
+from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.sample import api
-from pallas_softmax._src.sample.rows import Cutoff
+from pallas_softmax._src.sample.rows import Cutoff, as_float
 from pallas_softmax._src.sample.xla import filtered
+
+_INT32_MAX = np.iinfo(np.int32).max
 
 
 class Verified(NamedTuple):
@@ -46,7 +48,12 @@ class Verified(NamedTuple):
 export.register_namedtuple_serialization(Verified, serialized_name="pallas_softmax.Verified")
 
 
-@at_once("implementation", known=functools.partial(api.known_numbers, function="verify"))
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    drafts = arguments.known_labels("verify", given["draft_tokens"], "draft_tokens", _INT32_MAX)
+    return api.known_numbers(given, function="verify") | {"draft_tokens": drafts}
+
+
+@at_once("implementation", known=_known_numbers)
 def verify(
     key: jax.Array | np.ndarray,
     draft_tokens: ArrayLike,
@@ -86,7 +93,9 @@ def verify(
       ValueError: an argument is out of range or does not fit, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
+    check_name("verify", implementation)
     drafts, x, q = _shaped(draft_tokens, logits, draft_log_probs)
+    where = None if where is None else arguments.mask("verify", where, x.shape)
     batch, positions = x.shape[:-2], x.shape[-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -96,10 +105,12 @@ def verify(
         keys = _each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
         drawn = draw(keys, x, **given).indices
         accepted = _leading(drafts == drawn[..., :-1])
-        return _verified(drawn, accepted, _at(drawn, accepted))
+        return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
 
     keys = _each_key(jax.random.split, key)
-    uniform = _each_key(lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :]), keys[..., 0])
+    uniform = _each_key(
+        lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], q.dtype), keys[..., 0]
+    )
     target = _Target.of(x, where, given, implementation)
     log_p, log_q = target.log_prob(drafts), _pick(q, drafts)
     accepted = _leading((log_q > -jnp.inf) & (jnp.log(uniform) + log_q < log_p))
@@ -131,8 +142,8 @@ class _Target(NamedTuple):
     @staticmethod
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
-        x, mask, temperature, cut = api.distribution("verify", x, -1, where, implementation=implementation, **given)
-        return _Target(*jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), (x, mask, temperature, cut)))
+        rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_probs(self, positions=None) -> jax.Array:
         """Returns log p of the logits, whose positions in the rows may be given."""
@@ -157,9 +168,44 @@ class _Target(NamedTuple):
         return jnp.where(rejected[..., None], jnp.log(left), log_p)
 
 
+def _shaped(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the drafts (int32, -1 for one that is negative), the logits, and the log-probabilities of the drafts."""
+    x, _ = api.checked_rows("verify", logits, -1)
+    if x.ndim < 2 or not x.shape[-2]:
+        raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
+    shape = (*x.shape[:-2], x.shape[-2] - 1)
+    drafts = arguments.array("verify", "draft_tokens", draft_tokens)
+    if not jnp.issubdtype(drafts.dtype, jnp.integer):
+        raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
+    if drafts.shape != shape:
+        raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
+    drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
+    if draft_log_probs is None or shape[-1] == 0:
+        return drafts, x, None
+    q = arguments.array("verify", "draft_log_probs", draft_log_probs)
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"verify: draft_log_probs must be floating, got {q.dtype.name}")
+    if q.shape != (*shape, x.shape[-1]):
+        raise ValueError(
+            f"verify: draft_log_probs must have the shape {(*shape, x.shape[-1])}, got {q.shape}"
+        )
+    return drafts, x, q.astype(as_float(x).dtype)
+
+
+def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
+    """Returns a parameter for each position, where there was one per row."""
+    if value is None or jnp.ndim(value) == 0:
+        return value
+    if jnp.ndim(value) not in (len(batch), len(batch) + 1):
+        raise ValueError(
+            f"verify: {name} must be a scalar, one per row {batch}, or one per position, got shape {jnp.shape(value)}"
+        )
+    return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
+
+
 def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verified:
     """Returns the first tokens of each row, as many as were accepted, then the new one, then -1."""
-    tokens = jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, 1)])[..., : ]
+    tokens = jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, 1)])
     position = lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
     return Verified(jnp.where(position < accepted[..., None], tokens, after), accepted)
@@ -182,7 +228,9 @@ def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
     """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
     picked = jnp.take_along_axis(a, index, -1)[..., 0]
-    return jnp.where(_is_token(drafts, a), picked, False if a.dtype == bool else jnp.asarray(-jnp.inf, a.dtype))
+    return jnp.where(
+        _is_token(drafts, a), picked, False if a.dtype == bool else jnp.asarray(-jnp.inf, a.dtype)
+    )
 
 
 def _is_token(drafts: jax.Array, a: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ def draw(logits, where, noise, temperature, key, index, *, mesh_axes=()):
     """
     row = Row.of(logits, mesh_axes)
     totals = totals_of_rows(logits, where, temperature, row)
-    kept = is_kept(logits, where, key, index, row)
+    kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     perturbed = jnp.where(kept, scaled(as_float(logits), temperature, totals.greedy) + noise, -jnp.inf)
     drawn = row.min(jnp.where(perturbed == row.max(perturbed), row.indices(logits.ndim), NOWHERE))
     return drawn_results(drawn, row.at(elements(logits, where, row), drawn), totals)
@@ -88,11 +88,15 @@ def sample(logits, where, noise, temperature, top_k, top_p, min_p, *, stride, me
     return by_best(logits, where, temperature, top_k, row, of_best, by_search)
 
 
-def filtered(logits, where, temperature, cut: Cutoff, *, mesh_axes=()):
-    """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution."""
+def filtered(logits, where, temperature, cut: Cutoff, *, positions=None, mesh_axes=()):
+    """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution.
+
+    The logits are those of whole rows, or only those at the given positions.
+    """
     x = as_float(logits)
+    positions = Row.of(logits, mesh_axes).indices(logits.ndim) if positions is None else positions
     greedy = (temperature == 0) | jnp.isinf(cut.logsumexp)
-    live = is_kept(logits, where, cut.key, cut.index, Row.of(logits, mesh_axes)) & jnp.isfinite(x)
+    live = is_kept(logits, where, cut.key, cut.index, positions) & jnp.isfinite(x)
     z = scaled(jnp.where(live, x, 0), jnp.where(jnp.isnan(temperature), 1, temperature), greedy)
     failed = jnp.isnan(cut.log_mass) & (cut.logsumexp != -jnp.inf)
     return jnp.where(failed, jnp.nan, jnp.where(live, z, -jnp.inf))
