@@ -3,7 +3,7 @@
 from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, RowOperation
-from pallas_softmax._src.sample import gradient, xla
+from pallas_softmax._src.sample import gradient, mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
 
@@ -37,6 +37,7 @@ CUTOFF = RowOperation(
     results=PER_ROW,
     result_names=("key", "index", "logsumexp", "log_mass"),
     plain=xla.cutoff,
+    on_mesh=mesh.cutoff_on_mesh,
     integers=("key", "index"),
     divided_by_xla=False,
     vmap_adds_rows=True,
@@ -55,6 +56,7 @@ SAMPLE = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
+    on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
     **_DERIVATIVES,
@@ -65,6 +67,7 @@ DRAW = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs"),
     plain=xla.draw,
+    on_mesh=mesh.draw_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
     **_DERIVATIVES,
