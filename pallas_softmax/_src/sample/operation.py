@@ -1,15 +1,11 @@
-"""The draw of `sample` and its derivatives, as objects."""
+"""The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
+from typing import Any
+
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, RowOperation
 from pallas_softmax._src.sample import gradient, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
-
-
-def _mosaic_gpu() -> Kernel:
-    from pallas_softmax._src.sample.mosaic_gpu import KERNEL
-
-    return KERNEL
 
 
 SAMPLE_GRAD = RowOperation(
@@ -27,19 +23,49 @@ SAMPLE_TANGENT = RowOperation(
     plain=gradient.sample_tangent,
     divided_by_xla=False,
 )
+_DERIVATIVES: dict[str, Any] = {
+    "gradient": SAMPLE_GRAD,
+    "tangent": SAMPLE_TANGENT,
+    "variables": ("logits", "temperature"),
+    "differentiable": ("log_probs",),
+    "integers": ("indices",),
+    "saved": (("logits", "temperature", "indices", "log_probs"), "where"),
+}
+CUTOFF = RowOperation(
+    name="filter_cutoff",
+    arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
+    results=PER_ROW,
+    result_names=("key", "index", "logsumexp", "log_mass"),
+    plain=xla.cutoff,
+    integers=("key", "index"),
+    divided_by_xla=False,
+    vmap_adds_rows=True,
+)
 SAMPLE = RowOperation(
     name="sample",
-    arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # u, temperature, top_k, top_p, min_p
+    arguments=(
+        ROW,
+        MASK,
+        PER_ROW,
+        PER_ROW,
+        PER_ROW,
+        PER_ROW,
+        PER_ROW,
+    ),  # noise, temperature, top_k, top_p, min_p
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
-    kernels={"mosaic_gpu": _mosaic_gpu},
-    gradient=SAMPLE_GRAD,
-    tangent=SAMPLE_TANGENT,
-    variables=("logits", "temperature"),
-    differentiable=("log_probs",),
-    integers=("indices",),
-    saved=(("logits", "temperature", "indices", "log_probs"), "where"),
     divided_by_xla=False,
     vmap_adds_rows=True,
+    **_DERIVATIVES,
+)
+DRAW = RowOperation(
+    name="draw",
+    arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW, PER_ROW),  # noise, temperature, key and index of the cutoff
+    results=PER_ROW,
+    result_names=("indices", "log_probs"),
+    plain=xla.draw,
+    divided_by_xla=False,
+    vmap_adds_rows=True,
+    **_DERIVATIVES,
 )
