@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, RowOperation
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sample import gradient, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
@@ -23,6 +23,20 @@ SAMPLE_TANGENT = RowOperation(
     plain=gradient.sample_tangent,
     divided_by_xla=False,
 )
+
+
+def _sample_kernel() -> Kernel:
+    from pallas_softmax._src.sample.mosaic_gpu import SAMPLE_KERNEL
+
+    return SAMPLE_KERNEL
+
+
+def _cutoff_kernel() -> Kernel:
+    from pallas_softmax._src.sample.mosaic_gpu import CUTOFF_KERNEL
+
+    return CUTOFF_KERNEL
+
+
 _DERIVATIVES: dict[str, Any] = {
     "gradient": SAMPLE_GRAD,
     "tangent": SAMPLE_TANGENT,
@@ -37,6 +51,7 @@ CUTOFF = RowOperation(
     results=PER_ROW,
     result_names=("key", "index", "logsumexp", "log_mass"),
     plain=xla.cutoff,
+    kernels={"mosaic_gpu": _cutoff_kernel},
     integers=("key", "index"),
     divided_by_xla=False,
     vmap_adds_rows=True,
@@ -55,6 +70,7 @@ SAMPLE = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
+    kernels={"mosaic_gpu": _sample_kernel},
     divided_by_xla=False,
     vmap_adds_rows=True,
     **_DERIVATIVES,
