@@ -50,7 +50,12 @@ def test_gumbel():
     """The noise is within an ulp, or within an ulp of its logarithm near 0, for both ends and the middle of the range."""
     ends = np.arange(24)
     fractions = np.concatenate(
-        [2**ends - 1, 2**23 - 2**ends, [2**22, 2**22 + 1, 3086183, 3086184], np.random.default_rng(0).integers(0, 2**23, 76)]
+        [
+            2**ends - 1,
+            2**23 - 2**ends,
+            [2**22, 2**22 + 1, 3086183, 3086184],
+            np.random.default_rng(0).integers(0, 2**23, 76),
+        ]
     )
     words = (fractions << 9).astype("u4")[:COUNT]
 

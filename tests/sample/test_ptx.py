@@ -57,11 +57,15 @@ def machine_of(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
 
 def results_of(plan, x, words, *parameters, rng=None):
     """Returns the results for a row x, which is -inf where masked, as arrays of one."""
-    machine, results = machine_of(plan, x, words, *parameters, rng=rng), _OF_CUTOFF if words is None else _OF_DRAW
+    machine, results = (
+        machine_of(plan, x, words, *parameters, rng=rng),
+        _OF_CUTOFF if words is None else _OF_DRAW,
+    )
     assert sorted(machine.stored) == sorted(results.values())
     dtypes = {"key": "int32", "index": "int32"}
     return [
-        np.array([machine.stored[at]], "uint32").view(dtypes.get(name, "float32")) for name, at in results.items()
+        np.array([machine.stored[at]], "uint32").view(dtypes.get(name, "float32"))
+        for name, at in results.items()
     ]
 
 
@@ -69,7 +73,9 @@ def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
     """Asserts that the draw and the cutoff of one row are right."""
     kept = x if where is None else np.where(where, x, np.array(-np.inf, x.dtype))
     of_row, mask = [np.array([a]) for a in parameters], None if where is None else where[None]
-    assert_draws(results_of(plan, kept, words, *parameters, rng=rng), x[None], words[None], labels, of_row, mask)
+    assert_draws(
+        results_of(plan, kept, words, *parameters, rng=rng), x[None], words[None], labels, of_row, mask
+    )
     assert_cutoffs(results_of(plan, kept, None, *parameters, rng=rng), x[None], labels, of_row, mask)
 
 

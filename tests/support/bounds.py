@@ -251,7 +251,9 @@ def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, **fi
         right &= np.abs(log_probs - probability) <= terms.error_of_log(distance)
     nothing = (indices == -1) & np.isnan(log_probs) & np.isnan(log_mass)
     good = np.where(terms.drawable, (indices >= 0) & right & terms.is_share(log_mass), nothing)
-    wrong = [f"{n}: {i}, {p}, {m}" for n, i, p, m, g in zip(names, indices, log_probs, log_mass, good) if not g]
+    wrong = [
+        f"{n}: {i}, {p}, {m}" for n, i, p, m, g in zip(names, indices, log_probs, log_mass, good) if not g
+    ]
     assert not wrong, "; ".join(wrong)
 
 
@@ -279,7 +281,11 @@ def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
         is_empty = (top == -np.inf) & (logsumexp == -np.inf)
     nothing = ~kept.any(-1) & np.isnan(log_mass) & (is_empty | ((top != -np.inf) & ~np.isfinite(logsumexp)))
     good = np.where(terms.drawable, right & terms.is_share(log_mass), nothing)
-    wrong = [f"{n}: {k}, {i}, {l}, {m}" for n, k, i, l, m, g in zip(names, key, index, logsumexp, log_mass, good) if not g]
+    wrong = [
+        f"{n}: {k}, {i}, {s}, {m}"
+        for n, k, i, s, m, g in zip(names, key, index, logsumexp, log_mass, good)
+        if not g
+    ]
     assert not wrong, "; ".join(wrong)
 
 

@@ -61,7 +61,9 @@ def noise_at(words, v, stride=1):
     The words of a row are its threefry key, and the high and the low word of its first place.
     """
     words = np.asarray(words).astype(np.uint64)
-    places = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(v, dtype=np.uint64)
+    places = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(
+        v, dtype=np.uint64
+    )
     keys = (np.broadcast_to(words[:, i : i + 1], places.shape) for i in (0, 1))
     arrays = (jnp.asarray(a.astype(np.uint32)) for a in (*keys, places >> np.uint64(32), places))
     bits = functools.reduce(np.bitwise_xor, map(np.asarray, threefry2x32_p.bind(*arrays)))

@@ -226,7 +226,7 @@ def sample_terms(x, where=None, temperature: Any = 1.0):
 
 
 def sample_greedy(x, where=None, temperature: Any = 1.0):
-    """Returns which rows keep the first best entry only: at temperature 0, or if float32 overflows in x / temperature."""
+    """Returns which rows keep the first best entry only: at temperature 0, or if x / temperature overflows."""
     with np.errstate(all="ignore"):
         top = row_max(np.where(unmasked(x, where), wide(x), -np.inf), unmasked(x, where), -1)[..., 0]
         largest = np.finfo(F64 if np.asarray(x).dtype == F64 else np.float32).max

@@ -23,7 +23,17 @@ _LN2 = 0.6931471824645996
 _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
 _EXPONENT = 0xFF800000
 # From the highest power to the lowest, in Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
-_SERIES = (0xBE055027, 0x3E1039F6, 0xBDF8CDCC, 0x3E0F2955, 0xBE2AD8B9, 0x3E4CED0B, 0xBE7FFF22, 0x3EAAAA78, 0xBF000000)
+_SERIES = (
+    0xBE055027,
+    0x3E1039F6,
+    0xBDF8CDCC,
+    0x3E0F2955,
+    0xBE2AD8B9,
+    0x3E4CED0B,
+    0xBE7FFF22,
+    0x3EAAAA78,
+    0xBF000000,
+)
 
 
 def words_at(p: Program, key: tuple[Value, Value], places: list[Value]) -> list[Value]:

@@ -15,7 +15,6 @@ by u itself: noise is at most -log(1 - u). So only these take two logarithms and
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
