@@ -73,17 +73,32 @@ def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     return -jnp.log(-jnp.log(uniform))
 
 
+def advance(words: jax.Array, index, stride: int) -> jax.Array:
+    """Returns the words of rows that begin at an index of these rows."""
+    key0, key1, *start = jnp.split(words, 4, -1)
+    index = jnp.asarray(index).astype(jnp.uint32)
+    return jnp.concatenate([key0, key1, *_place(start, index, stride, np.uint32(0))], -1)
+
+
 def _place(start, index, stride: int, offset):
     """Returns the two words of start + index * stride + offset; `start` has two words, the others have one."""
-    by_high, by_low = (jnp.uint32(part) for part in divmod(stride, 2**32))
+    by_high, by_low = (np.uint32(part) for part in divmod(stride, 2**32))
     high, low = start
-    high = high + index * by_high
-    if stride > 1:
-        high = high + lax.mulhi(*jnp.broadcast_arrays(index, by_low))
+    high = high + index * by_high + _high_of_product(index, by_low)
     for term in (index * by_low, offset):
         low = low + term
         high = high + (low < term).astype(jnp.uint32)
     return high, low
+
+
+def _high_of_product(a, b: np.uint32):
+    """Returns the high word of a * b. `lax.mulhi` has no form that XLA divides over a mesh."""
+    if b == 1:
+        return np.uint32(0)
+    (a1, a0), (b1, b0) = ((n >> np.uint32(16), n & np.uint32(0xFFFF)) for n in (a, b))
+    middle = a1 * b0 + (a0 * b0 >> np.uint32(16))
+    low_middle = (middle & np.uint32(0xFFFF)) + a0 * b1
+    return a1 * b1 + (middle >> np.uint32(16)) + (low_middle >> np.uint32(16))
 
 
 def of_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:
