@@ -34,6 +34,18 @@ FUNCTIONS = {
             **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
         },
     ),
+    "filter_logits": (
+        ps.filter_logits,
+        {},
+        {"logits": X, "where": MASK, "temperature": ROWS}
+        | {"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+    ),
+    "verify": (
+        ps.verify,
+        {},
+        {"key": KEY, "draft_tokens": LABELS[:, :2], "logits": X, "draft_log_probs": X[:, :2]}
+        | {"where": MASK, "temperature": ROWS, "top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+    ),
     "token_stats": (ps.token_stats, {}, {"logits": X, "labels": LABELS, "where": MASK, "temperature": ROWS}),
     "route": (ps.route, {"k": 1, "groups": 2, "top_groups": 1}, {"logits": X, "bias": W[0, :4]}),
     "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, PROJECTION),
@@ -70,7 +82,7 @@ def call(name, **changed):
 def plainly(name, **options):
     """Calls a function with the arrays that it needs, so that other options fit."""
     function, static, arrays = FUNCTIONS[name]
-    needed = ("key", "x", "w", "a", "logits", "labels")
+    needed = ("key", "x", "w", "a", "logits", "labels", "draft_tokens")
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
@@ -128,7 +140,7 @@ def test_factors_without_a_common_dtype_are_named():
 # --- Integers of 64 bits --------------------------------------------------------------------------------
 
 REAL = ("a", "b", "temperature", "top_p", "min_p", "token_weights", "label_smoothing", "z_loss")
-INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "top_k")]
+INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k")]
 INTEGERS.remove(("route", "bias"))
 
 
@@ -333,5 +345,5 @@ def test_strict_promotion(name, dtype, wide, strictly):
 
     with jax.enable_x64(wide):
         jax.eval_shape(value, dtypes[of])
-        if name != "linear_topk":  # it has no gradient
+        if name not in ("linear_topk", "verify"):  # they have no gradient
             jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])

@@ -84,4 +84,4 @@ def _of_row(p: RowProgram, key: Value) -> list[Value]:
             own = p.key(x)
             p.increase(above, p.weight(x), own > key)
             p.increase(number, 1, own.equals(key))
-    return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)
+    return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.word(p.plan.counted))

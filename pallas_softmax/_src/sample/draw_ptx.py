@@ -1,4 +1,6 @@
-"""Writes one program of inline PTX that draws from a row of logits, once the row has arrived in a cluster of CTAs.
+"""Writes the program of inline PTX for a row of logits, once the row has arrived in a cluster of CTAs.
+
+It finds what the filters keep of the row, and then draws, or writes where they cut the row.
 
     part of the program                   file              exchanges over the cluster
     the row's maximum and its mass        arrival_ptx       1
@@ -11,7 +13,8 @@
             among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)
-    the draw                              inverse_ptx       0
+    the index of the last kept entry      ties_ptx          0
+    the draw                              winner_ptx        1; 1 more if most elements may win
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
 of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
@@ -33,18 +36,21 @@ After the loop, `_apply_min_p` applies min_p where it is still stricter than the
 
 import functools
 
+import numpy as np
+
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import (
     arrival_ptx,
     distances_ptx,
-    inverse_ptx,
     lists_ptx,
+    ties_ptx,
     values_ptx,
+    winner_ptx,
     zone_ptx,
 )
 from pallas_softmax._src.sample.plan import SamplePlan
-from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
@@ -52,52 +58,75 @@ TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 _LN2 = 0.6931471805599453
 _NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
 _NAN = float("nan")
+_TINY = float(np.finfo(np.float32).tiny)
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def draw_program(plan: SamplePlan, dtype) -> RowProgram:
+def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, and these:
+    It has the operands of `RowProgram`, <row>, the number of the row, and addresses in device memory for the results:
 
-        <row>, <origin>                    the number of the row, and the index in it of the element at position 0
-        <index>, <log_prob>, <log_mass>    device memory for the results
+        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
+        to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     p.barrier()
-    mass_of_cta, small_top_k, bound = arrival_ptx.arrive(p)
+    mass_of_cta, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    p.update(p.greedy, "or", p.absolute(p.divide_exactly(p.top, p.max(p.temperature, _TINY))).equals(INF))
+    p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
-        with p.when(p.thread.equals(0) & p.cta.equals(0)):
-            _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
+        with p.when(p.cta.equals(0)):
+            _write_nothing(p, stride)
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta, small_top_k, bound)
+        _, total = p.before(mass_of_cta)
+        kept = Kept(p, mass_of_cta)
+        _apply_filters(p, kept, total, small_top_k, bound)
+        _apply_min_p(p, kept)
+        _, all_kept = p.before(kept.mass)
+        log_mass = p.select(kept.is_everything(), 0.0, _log(p, p.min(p.divide(all_kept, total), 1.0)))
+        if stride is None:
+            _write_cutoff(p, kept, total, log_mass)
+        else:
+            _draw(p, kept, winner_ptx.Noise.of(p, stride), maxima, total, log_mass)
     return p
 
 
-def _draw(p: RowProgram, mass_of_cta: Value, small_top_k: Value, bound: Value) -> None:
-    """Draws, and writes the results; the arguments are the results of `arrival_ptx.arrive`."""
-    _, total = p.before(mass_of_cta)
-    kept = Kept(p, mass_of_cta)
-    _apply_filters(p, kept, total, small_top_k, bound)
-    least, by_least = _apply_min_p(p, kept)
-    filtered = (p.top_k < p.plan.window.vocab) | (p.top_p < 1.0) | (p.min_p > 0.0)
-    before, all_kept = p.before(kept.mass)
-    cta, target = inverse_ptx.choose(p, kept.mass, before, p.u * all_kept)
+def _draw(p: RowProgram, kept: Kept, noise: winner_ptx.Noise, maxima, total: Value, log_mass: Value) -> None:
+    """Draws, and writes the results of the draw."""
+    if p.ctas > 1:
+        p += ARRIVE
+    _, cut, _ = ties_ptx.cut(p, kept)
+    if p.ctas > 1:
+        p += WAIT  # no CTA lists positions while another one may read its lists of keys
+    index, cta = winner_ptx.find(p, noise, kept, cut, maxima)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, ~filtered, by_least)
+        x = p.element_at(index - p.origin)
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
-        log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
-        with p.when(p.thread.equals(0)):
-            index = position + p.operand("origin", "s32")
-            _write(p, index, log_prob, p.select(filtered, log_mass, 0.0))
+        _write(p, index=index, log_prob=log_prob, log_mass=log_mass)
     if p.ctas > 1:
         p += WAIT  # no CTA exits while another one may read its shared memory
+
+
+def _write_cutoff(p: RowProgram, kept: Kept, total: Value, log_mass: Value) -> None:
+    """Writes the cutoff of the row."""
+    if p.ctas > 1:
+        p += ARRIVE
+    cta, cut, is_cut = ties_ptx.cut(p, kept)
+    with p.when(p.cta.equals(cta)):
+        of_top = p.divide_exactly(p.top, p.max(p.temperature, _TINY))
+        limit = p.select(p.top.equals(0.0), 0.0, p.select(p.top > 0.0, INF, -INF, "f32"))
+        logsumexp = p.select(p.greedy, limit, of_top) + _log(p, total)
+        index = p.select(is_cut, cut + p.origin, HIGHEST)
+        _write(p, key=p.key_of_dtype(kept.key), index=index, logsumexp=logsumexp, log_mass=log_mass)
+    if p.ctas > 1:
+        p += WAIT
 
 
 def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
@@ -144,21 +173,19 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     p.set(stage, p.select(overflow, stage + 1, following))
 
 
-def _apply_min_p(p: RowProgram, kept: Kept) -> tuple[Value, Value]:
-    """Applies min_p to `kept`, if it is stricter than the other filters, and returns that condition.
-
-    Then the first result is the least mass that min_p keeps, and the words of the warps hold their kept mass.
-    Otherwise it is 0.
-    """
-    least = p.var(0, "f32")
+def _apply_min_p(p: RowProgram, kept: Kept) -> None:
+    """Applies min_p to `kept`, if it is stricter than the other filters."""
     is_kept = p.weight(p.of_key(kept.key)) >= p.min_p
     enough = is_kept & kept.key.differs(KEEP_ALL)
-    is_stricter = p.var((p.min_p > 0.0) & ~enough)
-    with p.when(is_stricter):
-        p.set(least, p.min_p)
-        mass = p.add_up(lambda words, _: [(m := p.weight(x), m >= least) for x in p.floats(words)])
-        kept.down_to_the_last(*p.each_cta(["add"], [mass], [0.0], p.plan.least))
-    return least, is_stricter
+    with p.when((p.min_p > 0.0) & ~enough):
+        mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
+        for words, _ in p.sweep():
+            for x in p.floats(words):
+                weight = p.weight(x)
+                p.increase(mass, weight, when=weight >= p.min_p)
+                p.update(least, "min", p.key(x), when=weight >= p.min_p)
+        mass, least = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
+        kept.down_to_all(p.over_lanes("min", least), mass)
 
 
 def _log(p: RowProgram, x: Value) -> Value:
@@ -168,8 +195,18 @@ def _log(p: RowProgram, x: Value) -> Value:
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
 
 
-def _write(p: RowProgram, index: Value, log_prob: Value, log_mass: Value) -> None:
-    """Writes the results of the row."""
+def _write_nothing(p: RowProgram, stride: int | None) -> None:
+    """Writes the results of a row without a draw."""
+    nan, nothing = p.var(_NAN, "f32"), p.top.equals(-INF) & p.temperature.equals(p.temperature)
+    if stride is None:
+        logsumexp = p.select(nothing, -INF, nan)
+        _write(p, key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
+    else:
+        _write(p, index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+
+
+def _write(p: RowProgram, **results: Value) -> None:
+    """Writes results of the row, from one thread."""
     offset = p.multiply_wide(p.operand("row", "u32"), 4)
-    for name, value in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
-        p.store(p.operand(name, "u64") + offset, value, space="global")
+    for name, value in results.items():
+        p.store(p.operand(name, "u64") + offset, value, space="global", when=p.thread.equals(0))

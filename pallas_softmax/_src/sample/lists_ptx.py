@@ -92,7 +92,7 @@ def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 def _clear(p: RowProgram) -> None:
     """Clears the sums over buckets, and the shortlist."""
-    p.store(p.word(p.plan.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(p.plan.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
     p.store(p.word(p.plan.histogram + _SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
@@ -121,7 +121,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     p, plan = f.p, f.p.plan
     keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
     whole = p.var(keys.extent)
-    sums, numbers = p.word(plan.drawn), p.word(plan.drawn + _BUCKETS)
+    sums, numbers = p.word(plan.sums), p.word(plan.sums + _BUCKETS)
 
     def one_round(bucket_of):
         with p.when(keys.extent.differs(whole)):  # not the first round

@@ -14,6 +14,7 @@ from pallas_softmax._src.gpu.hardware import (
     SMEM_ALIGNMENT,
     SMEM_BYTES,
     WARPGROUP,
+    WARPS,
     smem_of_each,
 )
 from pallas_softmax._src.gpu.window import Window
@@ -37,6 +38,7 @@ CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
+NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
@@ -60,15 +62,17 @@ class SamplePlan:
 
         total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
-        kept, least  what the CTA keeps of the row: by a key, and by a least mass
+        counted      sums over the CTA above a key
+        best         what the CTA has of the best sum with noise, twice
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
-        drawn        the mass of each warp, and of each load of one warp; with `sections`, the sums of `lists_ptx`
+        sums         with `sections`, the sums of `lists_ptx`
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, fetched by one warp and read by all
-        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
+        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys; at
+                     last, with the keys, a list of positions for each warp
         keys         the list of keys in the zone
     """
 
@@ -76,10 +80,10 @@ class SamplePlan:
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
+    total, zone, best, counted, picked, listed, warps = 0, 4, 12, 16, 18, 20, 24
     warp_words = 8
-    drawn = warps + MAX_WARPS * warp_words
-    sections = drawn + 2 * LANES
+    sums = warps + MAX_WARPS * warp_words
+    sections = sums + 2 * LANES
     counters = sections + 2 * SECTIONS
     gathered = counters + 4 * MAX_CTAS
     gathered_words = 8
@@ -107,9 +111,15 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
+    def noise_words(self) -> int:
+        """Number of words of a warp's list of positions, two in each word."""
+        return (ELEMENTS_AT_ONCE + NOISE_AT_ONCE) * LANES // 2
+
+    @property
     def words(self) -> int:
         """Number of all words."""
-        return self.keys + self.list_size
+        positions = self.histogram + self.warpgroups * WARPS * self.noise_words
+        return max(self.keys + self.list_size, positions)
 
     @property
     def smem_bytes(self) -> int:

@@ -29,10 +29,14 @@ class Kept:
         # How many entries have the last key, and how many of them are kept; for each CTA, like `mass`.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
 
-    def down_to_the_last(self, mass: Value) -> None:
-        """Keeps everything down to the last entry of the row; `mass` is the kept mass of each CTA."""
+    def is_everything(self) -> Value:
+        """Returns a condition: whether everything is kept."""
+        return self.key.equals(KEEP_ALL)
+
+    def down_to_all(self, key: Value | int, mass: Value) -> None:
+        """Keeps all entries down to a key; `mass` is the kept mass of each CTA."""
         registers = self.key, self.mass, self.equal, self.equal_kept
-        for register, value in zip(registers, (KEEP_ALL, mass, 0, 0)):
+        for register, value in zip(registers, (key, mass, 0, 0)):
             self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
