@@ -63,14 +63,19 @@ def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
 
 def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     """Returns the noise, float32, of the elements with these indices in their rows (..., n); words are (..., 4)."""
+    bits = bits_at(words, index, stride)
+    ones = lax.shift_right_logical(bits, np.uint32(9)) | np.uint32(0x3F800000)
+    uniform = jnp.maximum(lax.bitcast_convert_type(ones, jnp.float32) - 1, _TINY)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
+    """Returns the words of `jax.random.bits` at these elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
     arrays = vary_together(*jnp.broadcast_arrays(key0, key1, high, low))
     bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
-    bits, *_ = vary_together(bits, arrays)  # the primitive's type does not vary over mesh axes
-    ones = lax.shift_right_logical(bits, jnp.uint32(9)) | jnp.uint32(0x3F800000)
-    uniform = jnp.maximum(lax.bitcast_convert_type(ones, jnp.float32) - 1, _TINY)
-    return -jnp.log(-jnp.log(uniform))
+    return vary_together(bits, arrays)[0]  # the primitive's type does not vary over mesh axes
 
 
 def advance(words: jax.Array, index, stride: int) -> jax.Array:

@@ -3,8 +3,6 @@
 from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import gradient, xla
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, RowOperation
 from pallas_softmax._src.sample import gradient, mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
