@@ -166,18 +166,24 @@ def normal_temperature(temperature, logits) -> Any:
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
-    """Returns the temperature of `fused_topk` and `token_stats`, checked if it is known, for `eager.at_once`."""
+    """Returns the temperature, checked if it is known, for `eager.at_once`."""
     temperature = parameter(function, "temperature", temperature)
     if is_known(temperature):
         if np.asarray(temperature).dtype.kind in "bc":
             raise TypeError(f"{function}: temperature must be real, got {np.asarray(temperature).dtype.name}")
-        if not np.all(np.asarray(temperature) > 0):
-            raise ValueError(f"{function}: temperature must be positive, got {temperature}")
+        if not np.all(np.asarray(temperature) >= 0):
+            raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
     return normal_temperature(temperature, logits)
 
 
+def known_scale(function: str, temperature, logits) -> Any:
+    """Returns what `known_temperature` returns; None if the temperature is known to be 1."""
+    t = known_temperature(function, temperature, logits)
+    return None if is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1 else t
+
+
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive.
+    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
 
     Args:
       function: the public function, for messages.
@@ -193,7 +199,8 @@ def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: in
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
     tiny = jnp.finfo(t.dtype).tiny
-    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
+    positive = jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
+    return jnp.where(t == 0, 0, positive)
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:

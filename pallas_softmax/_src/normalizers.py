@@ -78,10 +78,47 @@ def shift(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def distance(x: jax.Array, shift: jax.Array, scale: ArrayLike | None = None) -> jax.Array:
+class Scale(NamedTuple):
+    """1 / temperature as two factors. At temperature 0 their product exceeds the range of float32.
+
+    Each difference of two float32 numbers, multiplied by both, is then 0 or far below the exponents of float32.
+    """
+
+    factor: Any
+    again: Any  # 1, or at temperature 0 a large number
+
+
+def scale_of(reciprocal) -> Scale:
+    """Returns the factors, given float32 numbers 1 / temperature, +inf at temperature 0."""
+    most = float(2**126)  # the largest reciprocal of a normal number
+    is_limit = reciprocal > most
+    return Scale(jnp.where(is_limit, most, reciprocal), jnp.where(is_limit, most, 1.0))
+
+
+def scaled(below, scale: "ArrayLike | Scale | None"):
+    """Returns the differences, divided by the temperature."""
+    if isinstance(scale, Scale):
+        return below * scale.factor * scale.again
+    return below if scale is None else below * scale
+
+
+def at_limit(x: jax.Array, m: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns logits and temperatures with the same softmax, where no temperature is 0.
+
+    At temperature 0, the limit is the softmax at temperature 1 of logits with -inf below the largest, m. The largest
+    are compared by their bits: a difference of subnormal numbers counts, although XLA flushes it to 0 on the CPU.
+    """
+    is_limit = temperature == 0
+    x_bits, m_bits = (lax.bitcast_convert_type(a, f"int{8 * a.dtype.itemsize}") for a in (x, m))
+    magnitude = jnp.iinfo(m_bits.dtype).max
+    compared = jnp.where(m_bits & magnitude == 0, magnitude, -1)  # 0 and -0 tie
+    ties = (x_bits & compared) == (m_bits & compared)
+    return jnp.where(is_limit & ~ties & (x == x), -jnp.inf, x), jnp.where(is_limit, 1, temperature)
+
+
+def distance(x: jax.Array, shift: jax.Array, scale: "ArrayLike | Scale | None" = None) -> jax.Array:
     """Returns (x - shift) scale, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
-    below = x - shift
-    return jnp.maximum(below if scale is None else below * scale, _FAR)
+    return jnp.maximum(scaled(x - shift, scale), _FAR)
 
 
 def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
@@ -232,7 +269,8 @@ def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
 def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
     """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
     m = jnp.max(parts.m, -1, keepdims=True)
-    return Normalizer(m, jnp.sum(parts.d * jnp.exp((parts.m - shift(m)) / temperature), -1, keepdims=True))
+    tops, temperature = at_limit(parts.m, m, temperature)
+    return Normalizer(m, jnp.sum(parts.d * jnp.exp((tops - shift(m)) / temperature), -1, keepdims=True))
 
 
 def combine_shards(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
@@ -258,6 +296,8 @@ def tree(merge: Callable, terms: Sequence[Any], of: Callable = lambda term: term
 
 def _exp(x, scale):
     # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
+    if isinstance(scale, Scale):
+        return jnp.exp2(x * (scale.factor * LOG2_E) * scale.again)
     return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * LOG2_E))
 
 

@@ -33,6 +33,16 @@ def from_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(_flip_negative(key), dtype)
 
 
+def value_key(x: jax.Array) -> jax.Array:
+    """Returns integers in the order of float32 or float64 numbers: 0 and -0 are equal, and a NaN is the largest.
+
+    On the CPU, XLA's comparisons of floats take subnormal numbers for 0.
+    """
+    keys = key(x)
+    keys = jnp.where(keys == -1, 0, keys)  # -0 has the key -1
+    return jnp.where(jnp.isnan(x), jnp.iinfo(keys.dtype).max, keys)
+
+
 def _flip_negative(bits: jax.Array) -> jax.Array:
     """Inverts all bits of negative numbers except the sign. The function is its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)

@@ -620,7 +620,7 @@ def test_transformations_of_token_stats():
     x, w, labels, _ = arrays(24, 8, 100, "float32")
 
     def total(x, w, labels):
-        log_probs, entropy, logsumexp, _ = ps.linear_token_stats(
+        log_probs, entropy, logsumexp, *_ = ps.linear_token_stats(
             x, w, labels, workspace_bytes=workspace(100, 8)
         )
         return jnp.sum(log_probs * logsumexp + entropy**2)

@@ -34,6 +34,7 @@ def route_rows(x, k, gate, bias, interpret=INTERPRET):
             gate=Gate(gate.score, gate.renormalize, gate.scale),
             groups=gate.groups,
             top_groups=gate.top_groups or 1,
+            group_best=gate.group_best or 2,
         )
     return weights, indices, logsumexp[:, 0]
 

@@ -126,13 +126,66 @@ def test_the_bias_steers_and_does_not_weigh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_tiny_scores_are_renormalized(score):
     """If all chosen scores underflow, their shares are still right. If all are 0, the shares are NaN."""
     x = np.array([[-500, -501, -502, -500.5], [-np.inf] * 4], F32)
     got = ps.route(x, 2, score=score, renormalize=True, scale=3.0)
-    np.testing.assert_allclose(got.weights[0], 3 * oracle.softmax(np.array([-500, -500.5])), rtol=1e-6)
+    logs = np.array([-500, -500.5]) / (2 if score == "sqrtsoftplus" else 1)
+    np.testing.assert_allclose(got.weights[0], 3 * oracle.softmax(logs), rtol=1e-6)
     assert np.isnan(got.weights[1]).all()
+
+
+def test_group_best():
+    """One good expert, or three, or two: each counts another number of a group's best experts."""
+    x = np.array([[0, 0, 3, -9, 1.5, 1.5, 1.5, -9, 2, 2, -9, -9]], F32)
+    chosen = [
+        ps.route(x, 1, score="sigmoid", groups=3, top_groups=1, group_best=n).indices.item()
+        for n in (1, 2, 3, None)
+    ]
+    assert chosen == [2, 8, 4, 8]
+
+
+def test_a_traced_or_absent_scale():
+    """It multiplies the weights; logits get its gradient, and it gets none."""
+    x, gate = (
+        cases.rows(["normal", "integers"], 16),
+        GATES["sigmoid, renormalized"]._asdict() | {"biased": False},
+    )
+    keywords = {name: gate[name] for name in ("score", "renormalize")}
+
+    def total(x, scale):
+        return jnp.sum(ps.route(x, 3, scale=scale, **keywords).weights ** 2)
+
+    for scale in (jnp.float32(1.5), np.array(1.5, F32), jnp.asarray(1.5, BF16)):
+        got, want = (jax.jit(jax.value_and_grad(total))(x, s) for s in (scale, jnp.float32(1.5)))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
+        static = jax.value_and_grad(lambda x: total(x, 1.5))(x)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, static)
+    weights = [ps.route(x, 3, scale=scale, **keywords).weights for scale in (None, 1.0)]
+    np.testing.assert_array_equal(*weights)
+    mapped = jax.vmap(lambda s: ps.route(x, 3, scale=s, **keywords).weights)(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(mapped[1], 2 * mapped[0], rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="^route: there is no gradient in scale"):
+        jax.grad(total, 1)(x, 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.jacrev(jax.jacfwd(f))])
+def test_second_derivatives_of_sqrtsoftplus(renormalize, second):
+    """Against its composition in JAX; a logit of 0 is where its formula has a minimum and a maximum."""
+    x = np.where(LINE == LINE[8], 0, LINE)
+
+    def weights(x):
+        return ps.route(x, 12, score="sqrtsoftplus", renormalize=renormalize).weights
+
+    def composed(x):
+        w = jnp.sqrt(jax.nn.softplus(jnp.sort(x)[::-1][:12]))
+        return w / jnp.sum(w) if renormalize else w
+
+    got, want = (second(lambda x, f=f: jnp.sum(f(x) ** 2 * np.arange(12)))(x) for f in (weights, composed))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -337,13 +390,24 @@ ERRORS = [
     (dict(bias=[0.0] * 12), TypeError, "bias must be an array"),
     (dict(renormalize=1), TypeError, "renormalize must be .*1"),
     (dict(renormalize=None), TypeError, "renormalize must be .*None"),
-    (dict(scale="2"), TypeError, "scale must be a static real number, got '2'"),
-    (dict(scale=True), TypeError, "scale must be a static real number, got True"),
+    (
+        dict(groups=4, top_groups=2, group_best=0),
+        ValueError,
+        "group_best must be from 1 to the .* experts of a group, got 0",
+    ),
+    (
+        dict(groups=4, top_groups=2, group_best=9),
+        ValueError,
+        "group_best must be from 1 to the .* experts of a group, got 9",
+    ),
+    (dict(groups=4, top_groups=2, group_best=1.5), TypeError, "group_best must be an integer, got 1.5"),
+    (dict(scale="2"), TypeError, "scale must be an array or a scalar, got '2'"),
+    (dict(scale=True), TypeError, "scale must be a real number, got bool"),
     (dict(scale=10**400), ValueError, "scale must be a finite number in the range of floats, got 1000"),
     (dict(scale=float("nan")), ValueError, "scale must be a finite number in the range of floats, got nan"),
     (dict(scale=np.inf), ValueError, "scale must be a finite number in the range of floats, got inf"),
-    (dict(scale=1j), TypeError, "scale must be a static real number, got 1j"),
-    (dict(scale=np.ones(2)), TypeError, "scale must be a static real number"),
+    (dict(scale=1j), TypeError, "scale must be a real number, got complex64"),
+    (dict(scale=np.ones(2)), ValueError, r"scale must be a scalar, got an array of shape \(2,\)"),
     (dict(logits=X.astype(bool)), TypeError, "logits must be a float or integer array, got bool"),
     (dict(logits=X.astype("complex64")), TypeError, "logits must be a float or integer array, got complex64"),
     (dict(logits=[[1.0, 2.0]]), TypeError, "logits must be an array"),
@@ -360,9 +424,9 @@ def test_errors(changes, error, message):
         ps.route(arguments.pop("logits"), arguments.pop("k"), **arguments)
 
 
-@pytest.mark.parametrize("name", ["k", "groups", "top_groups", "scale", "renormalize"])
+@pytest.mark.parametrize("name", ["k", "groups", "top_groups", "group_best", "renormalize"])
 def test_traced_static_arguments(name):
-    values = {"k": 2, "groups": 4, "top_groups": 2, "scale": 1.0, "renormalize": True}
+    values = {"k": 2, "groups": 4, "top_groups": 2, "group_best": 1, "renormalize": True}
 
     def f(value):
         arguments = values | {name: value}
@@ -378,6 +442,7 @@ REFUSED = [
     (1025, 2, {}, "float32", "1025 experts are more than 1024"),
     (64, 0, {}, "float32", "k is 0"),
     (60, 2, dict(groups=3, top_groups=2), "float32", "no kernel for 60 experts in 3 groups"),
+    (256, 2, dict(groups=8, top_groups=2, group_best=5), "float32", "group_best=5 is more than 4"),
     (1000, 2, dict(groups=8, top_groups=2), "float32", "no kernel for 1000 experts in 8 groups"),
     (64, 2, {}, "float8_e5m2", "no kernel for float8_e5m2"),
 ]

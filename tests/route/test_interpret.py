@@ -25,6 +25,9 @@ SHAPES = [
     ("sigmoid, bias", 1000, 6, BF16),
     ("sigmoid, bias, groups", 256, 8, BF16),
     ("softmax, bias", 1, 1, F32),
+    ("sqrtsoftplus, bias, groups", 64, 6, F32),
+    ("sqrtsoftplus", 33, 5, BF16),
+    ("sqrtsoftplus, renormalized", 100, 3, F32),
 ]
 
 

@@ -1,5 +1,7 @@
 """The inline PTX of routers, run in numpy (tests/support/ptx.py), against numpy."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -52,19 +54,34 @@ def rows_of_groups(rng, shape, kind):
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "special"])
-@pytest.mark.parametrize(("experts", "groups"), GROUPED)
-def test_groups(experts, groups, kind):
+@pytest.mark.parametrize(
+    ("experts", "groups", "group_best"),
+    first(
+        4,
+        [
+            (64, 8, 2),
+            (256, 8, 1),
+            (1024, 4, 3),
+            (8, 8, 1),
+            (256, 8, 2),
+            (384, 8, 2),
+            (160, 8, 4),
+            (1024, 4, 2),
+        ],
+    ),
+)
+def test_groups(experts, groups, group_best, kind):
     """Experts of the best groups keep their keys; of groups that tie, the lowest take part."""
     tile = kernels.plan_route(4096, experts, 4, F32, biased=True, groups=groups)
     x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
     keys = oracle.order_key(x).astype("int64")
-    code = groups_program(tile, groups, 3)
+    code = groups_program(tile, groups, 3, group_best)
     machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
     of_groups = keys.reshape(tile.rows, groups, -1)
-    best = np.sort(of_groups, -1)[..., ::-1][..., :2]
+    best = np.sort(of_groups, -1)[..., ::-1][..., :group_best]
     bits = np.where(best < 0, best ^ 0x7FFFFFFF, best).astype("int32")
     with np.errstate(all="ignore"):
-        rank = bits.view(F32).sum(-1)
+        rank = functools.reduce(np.add, np.moveaxis(bits.view(F32), -1, 0))
     rank = np.where(np.isnan(rank), np.float32(np.nan), rank)
     order = np.argsort(-oracle.order_key(rank).astype("int64"), -1, kind="stable")[:, :3]
     takes_part = (order[..., None] == np.arange(groups)).any(1)

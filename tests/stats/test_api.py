@@ -188,7 +188,72 @@ def test_a_traced_temperature_out_of_range_is_nan():
         np.array([1.0, 0, -1, np.nan], "float32")
     )
     for a in got[:3]:
-        np.testing.assert_array_equal(np.isnan(a), [False, True, True, True])
+        np.testing.assert_array_equal(np.isnan(a), [False, False, True, True])
+
+
+SIGNS = np.array([[3, 1, 3], [0, -0.0, -1], [-2, -1, -3], [TINY, 0, TINY], [-TINY, -2 * TINY, -1]], "float32")
+
+
+@pytest.mark.parametrize("how", ["static", "traced", "one"])
+def test_temperature_0_is_the_limit(how):
+    """logsumexp is infinite, or the log of the number of ties, by the sign of the largest logit."""
+    labels, f = np.array([2, 1, 0, 1, -1]), functools.partial(ps.token_stats, SIGNS)
+    if how == "static":
+        got = f(labels, temperature=0)
+    else:
+        got = jax.jit(lambda t: f(labels, temperature=t))(np.zeros(5 if how == "traced" else (), "float32"))
+    log_2 = np.log(2)
+    np.testing.assert_allclose(got.log_probs, [-log_2, -log_2, -np.inf, -np.inf, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(got.entropy, [log_2, log_2, 0, log_2, 0], rtol=1e-6)
+    np.testing.assert_allclose(got.logsumexp, [np.inf, log_2, -np.inf, np.inf, -np.inf], rtol=1e-6)
+    np.testing.assert_array_equal(got.argmax, [0, 0, 1, 0, 0])
+    stats.assert_stats(got, SIGNS, labels, temperature=np.zeros(5))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.grad, slow(jax.jacfwd), slow(lambda f, argnums: jax.jacfwd(jax.grad(f, argnums), argnums))],
+)
+def test_gradients_at_temperature_0_are_0(transform):
+    def total(x, t):
+        s = ps.token_stats(x, LABELS, temperature=t)
+        return sum(jnp.sum(jnp.where(jnp.isfinite(a), a * a, 0)) for a in s[:3])
+
+    t = np.array([0, 0, 0, 0.7], "float32")
+    for d in jax.tree.leaves(jax.jit(transform(total, (0, 1)))(X, t)):
+        assert np.isfinite(d).all() and not np.asarray(d)[:3].any() and np.asarray(d)[3].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), slow("float16"), slow("float64")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_ranks(dtype, masked):
+    """The place in the order of lax.top_k: ties by the index, +0 above -0, NaNs by their sign."""
+    rng = np.random.default_rng(3)
+    x = np.round(2 * rng.standard_normal((200, 9))).astype("float32")
+    x[:40, ::2] = -0.0
+    for rows, value in ((slice(40, 60), np.nan), (slice(60, 80), -np.nan), (slice(80, 100), -np.inf)):
+        x[rows] = np.where(rng.random((20, 9)) < 0.4, value, x[rows])
+    labels, where = rng.integers(-1, 10, 200), rng.random((200, 9)) < 0.7 if masked else None
+    with jax.enable_x64(dtype == "float64"):
+        x = np.asarray(jnp.asarray(x, dtype))
+        got = jax.jit(lambda x: ps.token_stats(x, labels, where=where, rank=True))(x)
+        assert got.rank.dtype == np.int32
+        np.testing.assert_array_equal(got.rank, oracle.rank(x, labels, where))
+        mapped = jax.vmap(lambda x, label: ps.token_stats(x, label, rank=True).rank)(x, labels)
+        np.testing.assert_array_equal(mapped, oracle.rank(x, labels))
+    if masked:
+        assert (np.asarray(got.rank) == 0).any()
+
+
+def test_other_results_do_not_change_with_a_rank():
+    with_rank, without = (ps.token_stats(X, LABELS, temperature=0.7, rank=rank) for rank in (True, False))
+    assert without.rank is None
+    jax.tree.map(np.testing.assert_array_equal, with_rank[:4], without[:4])
+    grads = [
+        jax.grad(lambda x, rank=rank: jnp.sum(ps.token_stats(x, LABELS, rank=rank).entropy))(X)
+        for rank in (True, False)
+    ]
+    np.testing.assert_array_equal(*grads)
 
 
 @pytest.mark.slow
@@ -260,10 +325,12 @@ def test_eager_is_compiled():
 def test_export():
     (n,) = jax.export.symbolic_shape("n")
     shapes = jax.ShapeDtypeStruct((n, 50), "float32"), jax.ShapeDtypeStruct((n,), "int32")
-    exported = jax.export.export(jax.jit(ps.token_stats), platforms=["cpu", "cuda"])(*shapes)
-    got = jax.export.deserialize(exported.serialize()).call(X, LABELS.astype("int32"))
-    assert isinstance(got, ps.TokenStats)
-    stats.assert_stats(got, X, LABELS)
+    for rank in (False, True):
+        f = jax.jit(functools.partial(ps.token_stats, rank=rank))
+        exported = jax.export.export(f, platforms=["cpu", "cuda"])(*shapes)
+        got = jax.export.deserialize(exported.serialize()).call(X, LABELS.astype("int32"))
+        assert isinstance(got, ps.TokenStats) and (got.rank is not None) == rank
+        stats.assert_stats(got, X, LABELS)
 
 
 @pytest.mark.slow
@@ -298,7 +365,9 @@ BAD = [
     (TypeError, "labels must be an array", (X, [0, 1, 2, 3]), {}),
     (TypeError, "logits must be a float or integer array, got complex64", (X.astype("complex64"),), {}),
     (ValueError, "axis 2 is out of bounds", (X,), {"axis": 2}),
-    (ValueError, "temperature must be positive, got 0.0", (X,), {"temperature": 0.0}),
+    (ValueError, "temperature must be at least 0, got -1.0", (X,), {"temperature": -1.0}),
+    (ValueError, "rank=True needs labels, got labels=None", (X,), {"rank": True}),
+    (TypeError, "rank must be True or False, got 1", (X, LABELS), {"rank": 1}),
     (ValueError, r"temperature must be a scalar or broadcast", (X,), {"temperature": np.ones(3)}),
     (ValueError, "where must be None or boolean", (X,), {"where": np.ones(50)}),
     (ValueError, "implementation must be None or one of", (X,), {"implementation": "cuda"}),

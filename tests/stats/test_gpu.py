@@ -2,15 +2,16 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.softmax.plan import plan_softmax
-from tests.support import stats
+from tests.support import oracle, stats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
-run = stats.stats_and_gradient(functools.partial(ps.token_stats, implementation="mosaic_gpu"))
+run = stats.stats_and_gradient(functools.partial(ps.token_stats, implementation="mosaic_gpu", rank=True))
 
 # Rows in registers, in one CTA, in clusters, in two launches.
 CASES = [
@@ -54,3 +55,34 @@ def test_argmax_of_subnormal_numbers(v):
     x[3, [1, v // 2]] = 2.0**-130
     got = ps.token_stats(x, implementation="mosaic_gpu").argmax
     np.testing.assert_array_equal(got, [v - 1, v // 3, v // 3, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("v", [127, 1000, 25000, 50257, 262144, 3000001])
+def test_ranks(v, dtype):
+    """Ties, zeros, NaNs and -inf before and after the label, in every place of a vector and of a row."""
+    rng = np.random.default_rng(v)
+    x = np.round(2 * rng.standard_normal((24, v))).astype("float32")
+    x[:4, ::2] = -0.0
+    x[4:7, ::3], x[7:10, ::3], x[10:13, ::3] = np.nan, -np.nan, -np.inf
+    labels = rng.integers(0, v, 24)
+    labels[13:21], labels[21:] = np.arange(8) * (v // 8), (v - 1, -1, v)
+    x, where = np.asarray(jnp.asarray(x, dtype)), rng.random((24, v)) < 0.7
+    for mask in (None, where):
+        got = ps.token_stats(x, labels, where=mask, rank=True, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(got.rank, oracle.rank(x, labels, mask))
+
+
+@pytest.mark.parametrize("v", [127, 1000, 25000, 50257, 262144, 3000001])
+def test_differences_of_subnormal_numbers_at_temperature_0(v):
+    """They count: only equal values tie."""
+    x = np.full((3, v), -1, "float32")
+    x[0, [0, v // 2, v - 1]] = 2.0**-130, 2.0**-149 + 2.0**-130, 2.0**-130
+    x[1, [0, v // 3, v - 1]] = -(2.0**-149), 0, -0.0
+    x[2, [1, v // 2]] = 1
+    labels = np.array([0, v - 1, v // 2])
+    got = ps.token_stats(x, labels, temperature=np.zeros(3, "float32"), implementation="mosaic_gpu")
+    log_2 = np.log(2)
+    np.testing.assert_allclose(got.entropy, [0, log_2, log_2], rtol=1e-6)
+    np.testing.assert_allclose(got.log_probs, [-np.inf, -log_2, -log_2], rtol=1e-6)
+    np.testing.assert_allclose(got.logsumexp, [np.inf, log_2, np.inf], rtol=1e-6)

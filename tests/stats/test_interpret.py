@@ -22,7 +22,7 @@ def assert_kernel(plan, v, dtype, masked, scaled):
     x = np.asarray(stats.rows(v, dtype))
     labels, _, where, t = stats.operands(v)
     where = where if masked else None
-    got = stats.kernel_stats(plan, x, labels, where, t if scaled else None, INTERPRET)
+    got = stats.kernel_stats(plan, x, labels, where, t if scaled else None, INTERPRET, rank=scaled or masked)
     stats.assert_stats(got, x, labels, where, t if scaled else 1.0)
 
 

@@ -30,7 +30,7 @@ def test_every_kernel(shape, dtype, mask, scaled):
         plan = Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
     where = array(*MASKS[mask](v), dtype="bool") if mask else None
     text = lowered(
-        lambda x, labels, where, t: stats.kernel_stats(plan, x, labels, where, t),
+        lambda x, labels, where, t: stats.kernel_stats(plan, x, labels, where, t, rank=scaled),
         array(5, v, dtype=dtype),
         array(5, dtype="int32"),
         where,
@@ -40,7 +40,7 @@ def test_every_kernel(shape, dtype, mask, scaled):
 
 
 def total(x, labels, t):
-    log_probs, entropy, logsumexp, _ = ps.token_stats(x, labels, temperature=t)
+    log_probs, entropy, logsumexp, *_ = ps.token_stats(x, labels, temperature=t)
     return jnp.sum(log_probs + entropy * logsumexp)
 
 

@@ -90,11 +90,14 @@ def logsumexp_vjp_unit(x, g, axis=-1, where=None):
 
 
 def fused_topk_unit(x, k, where=None, temperature=1.0, log=False):
+    indices = oracle.topk_indices(x, k, where)
+    x, temperature = oracle.at_limit(x, where, temperature)
     unit = (log_softmax_unit if log else softmax_unit)(oracle.tempered(x, temperature), -1, where)
-    return np.take_along_axis(unit, oracle.topk_indices(x, k, where), -1)
+    return np.take_along_axis(unit, indices, -1)
 
 
 def fused_topk_vjp_unit(x, g, k, where=None, temperature=1.0, log=False):
+    temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
     z = oracle.tempered(x, temperature)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
     of_row = np.zeros(z.shape, z.dtype)

@@ -141,15 +141,30 @@ def tempered(x, temperature):
     return wide(x) / (t[..., None] if t.ndim else t)
 
 
+def at_limit(x, where, temperature):
+    """Returns x in the dtype of `wide`, and the temperatures; where one is 0, it is 1, and x below the largest is -inf.
+
+    Their softmax is the limit of softmax(x / temperature).
+    """
+    x, kept = wide(x), unmasked(x, where)
+    t = np.broadcast_to(np.asarray(temperature, x.dtype), x.shape[:-1])
+    with np.errstate(invalid="ignore"):
+        below = x < row_max(x, kept, -1)
+    return np.where((t == 0)[..., None] & kept & below, -np.inf, x), np.where(t == 0, 1, t)
+
+
 def fused_topk(x, k, where=None, temperature=1.0, log=False):
     """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these indices."""
     indices = topk_indices(x, k, where)
+    x, temperature = at_limit(x, where, temperature)
     row = (log_softmax if log else softmax)(tempered(x, temperature), -1, where)
     return np.take_along_axis(row, indices, -1), indices
 
 
 def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
     """Returns the gradients with respect to x and each row's temperature, for the cotangent g of the values."""
+    g = np.where(np.broadcast_to(np.asarray(temperature) == 0, x.shape[:-1])[..., None], 0, g)
+    temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
     z = tempered(x, temperature)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
     of_row = np.zeros(z.shape, z.dtype)
@@ -165,12 +180,25 @@ def token_stats(x, labels, where=None, temperature: Any = 1.0):
 
     A label out of range has NaN.
     """
-    x = np.asarray(x)
+    x, is_limit = np.asarray(x), np.asarray(temperature) == 0
+    x, temperature = at_limit(x, where, temperature)
     z = np.where(unmasked(x, where), tempered(x, temperature), -np.inf)
     labels, (log_p, p) = np.asarray(labels), _log_softmax_of_finite(z)
     inside = (labels >= 0) & (labels < x.shape[-1])
     at_label = np.take_along_axis(log_p, np.where(inside, labels, 0)[..., None], -1)[..., 0]
-    return np.where(inside, at_label, np.nan), -np.sum(_p_log_p(log_p, p), -1), logsumexp(z, -1), z.argmax(-1)
+    entropy, lse, largest = -np.sum(_p_log_p(log_p, p), -1), logsumexp(z, -1), z.max(-1)
+    with np.errstate(invalid="ignore"):
+        lse = np.where(is_limit & (largest != 0), largest * np.inf, lse)
+    return np.where(inside, at_label, np.nan), entropy, lse, z.argmax(-1)
+
+
+def rank(x, labels, where=None):
+    """Returns the places of the labels in topk_indices(x), from 1 on; 0 for a label out of range or masked."""
+    x, labels = np.asarray(x), np.asarray(labels)
+    inside = (labels >= 0) & (labels < x.shape[-1])
+    label = np.where(inside, labels, 0)[..., None]
+    place = np.argmax(topk_indices(x, x.shape[-1], where) == label, -1) + 1
+    return np.where(inside & np.take_along_axis(unmasked(x, where), label, -1)[..., 0], place, 0)
 
 
 def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
@@ -182,6 +210,8 @@ def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
       labels: integers.
       g: the cotangents of log_probs, entropy and logsumexp.
     """
+    is_limit = np.broadcast_to(np.asarray(temperature) == 0, x.shape[:-1])
+    g, temperature = [np.where(is_limit, 0, a) for a in g], np.where(is_limit, 1, temperature)
     kept = unmasked(x, where)
     z = np.where(kept, tempered(x, temperature), -np.inf)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]

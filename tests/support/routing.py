@@ -24,6 +24,7 @@ class Gate(NamedTuple):
     top_groups: int | None = None
     renormalize: bool = False
     scale: float = 1.0
+    group_best: int | None = None
 
     def keywords(self, bias):
         """Returns the keyword arguments of `route`."""
@@ -34,6 +35,7 @@ class Gate(NamedTuple):
             "top_groups": self.top_groups,
             "renormalize": self.renormalize,
             "scale": self.scale,
+            "group_best": self.group_best,
         }
 
     @property
@@ -51,12 +53,32 @@ GATES = {
     "sigmoid, bias": Gate("sigmoid", True, renormalize=True, scale=2.5),
     "softmax, groups": Gate("softmax", False, 8, 3, scale=16.0),
     "sigmoid, bias, groups": Gate("sigmoid", True, 8, 4, True, 2.5),
+    "sqrtsoftplus": Gate("sqrtsoftplus", scale=1.5),
+    "sqrtsoftplus, renormalized": Gate("sqrtsoftplus", renormalize=True),
+    "sqrtsoftplus, bias, groups": Gate("sqrtsoftplus", True, 8, 3, True, 2.5, group_best=1),
 }
 
 
 def sigmoid(x):
     with np.errstate(all="ignore"):
         return 1 / (1 + np.exp(-oracle.wide(x)))
+
+
+def log_score(x, score):
+    """Returns the logarithm of a score that depends on no other logit."""
+    x = oracle.wide(x)
+    with np.errstate(all="ignore"):
+        if score == "sigmoid":
+            return -np.logaddexp(0, -x)
+        return np.where(x < -40, x, np.log(np.logaddexp(0, x))) / 2
+
+
+def score_of(x, score):
+    """Returns the scores of all logits."""
+    if score != "sqrtsoftplus":
+        return oracle.softmax(x) if score == "softmax" else sigmoid(x)
+    with np.errstate(all="ignore"):
+        return np.exp(log_score(x, score))
 
 
 def largest_if_nan(keys):
@@ -66,13 +88,14 @@ def largest_if_nan(keys):
 
 def choice(x, gate, bias):
     """Returns score + bias, and which groups take part may be decided by rounding: (choice, in, near)."""
-    score = oracle.softmax(x) if gate.score == "softmax" else sigmoid(x)
+    score = score_of(x, gate.score)
     keys = largest_if_nan(score + (oracle.wide(bias) if gate.biased else 0))
     takes_part = np.ones(keys.shape, bool)
     near = np.zeros(len(keys), bool)
     if gate.groups > 1 and gate.top_groups < gate.groups:
         of_groups = keys.reshape(len(keys), gate.groups, -1)
-        rank = largest_if_nan(np.sort(of_groups, -1)[..., ::-1][..., :2].sum(-1))
+        best = gate.group_best or 2
+        rank = largest_if_nan(np.sort(of_groups, -1)[..., ::-1][..., :best].sum(-1))
         order = np.argsort(-rank, axis=-1, kind="stable")
         sorted_rank = np.take_along_axis(rank, order, -1)
         gap = gaps(sorted_rank)[:, gate.top_groups - 1]
@@ -111,9 +134,9 @@ def weights(x, chosen, gate):
     won = np.take_along_axis(x, chosen, -1)
     with np.errstate(all="ignore"):
         if gate.renormalize:
-            log = won if gate.score == "softmax" else -np.logaddexp(0, -won)
+            log = won if gate.score == "softmax" else log_score(won, gate.score)
             return gate.scale * oracle.softmax(log)
-        score = oracle.softmax(x) if gate.score == "softmax" else sigmoid(x)
+        score = score_of(x, gate.score)
         return gate.scale * np.take_along_axis(score, chosen, -1)
 
 
@@ -122,6 +145,9 @@ def vjp(x, chosen, gate, g, g_logsumexp):
     x, g, g_logsumexp = oracle.wide(x), oracle.wide(g), oracle.wide(g_logsumexp)[:, None]
     p, won, w = oracle.softmax(x), np.take_along_axis(x, chosen, -1), weights(x, chosen, gate)
     slope = 1 if gate.score == "softmax" else sigmoid(-won)
+    if gate.score == "sqrtsoftplus":
+        with np.errstate(all="ignore"):
+            slope = np.where(won < -40, 0.5, sigmoid(won) / np.logaddexp(0, won) / 2)
     rest, size = g_logsumexp, np.abs(g_logsumexp)
     if gate.renormalize:
         mean = np.sum(g * w, -1, keepdims=True) / gate.scale

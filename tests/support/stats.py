@@ -36,7 +36,7 @@ def rows(v, dtype):
 
 
 def operands(v):
-    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, for N rows.
+    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, some of them 0, for N rows.
 
     The last label is out of range.
     """
@@ -46,12 +46,17 @@ def operands(v):
     g = tuple(rng.standard_normal((3, N)).astype("float32"))
     where = rng.random((N, v)) < 0.6
     where[0] = False
-    return labels, g, where, np.linspace(0.5, 2, N, dtype="float32")
+    temperature = np.linspace(0.5, 2, N, dtype="float32")
+    temperature[[2, 4, 5, 6, 9, 12]] = 0
+    return labels, g, where, temperature
 
 
 def assert_stats(got, x, labels, where=None, temperature=1.0):
     """Asserts that statistics along the last axis are within bounds, and the argmax is exact."""
-    log_probs, entropy, logsumexp, argmax = map(np.asarray, got)
+    log_probs, entropy, logsumexp, argmax = map(np.asarray, got[:4])
+    if got[4:] and got[4] is not None:
+        assert got[4].dtype == np.int32
+        np.testing.assert_array_equal(got[4], oracle.rank(x, labels, where))
     assert argmax.dtype == np.int32
     assert (
         log_probs.dtype
@@ -65,7 +70,8 @@ def assert_stats(got, x, labels, where=None, temperature=1.0):
     np.testing.assert_array_equal(argmax, want_argmax)
     eps = np.finfo(entropy.dtype).eps
     assert_within(entropy, want_entropy, 4 * eps * (1 + np.log(x.shape[-1])))
-    z = np.where(oracle.unmasked(x, where), oracle.tempered(x, temperature), 0)
+    t = np.where(np.asarray(temperature) == 0, 1, temperature)
+    z = np.where(oracle.unmasked(x, where), oracle.tempered(x, t), 0)
     size = 1 + np.max(np.abs(np.where(np.isfinite(z), z, 0)), -1)
     assert_within(logsumexp, want_logsumexp, 8 * eps * size)
     assert_within(log_probs, want_log_probs, 16 * eps * (1 + np.abs(want_log_probs)))
@@ -111,13 +117,15 @@ def stats_and_gradient(f):
     return run
 
 
-def kernel_stats(plan, x, labels, where=None, temperature=None, interpret=None):
+def kernel_stats(plan, x, labels, where=None, temperature=None, interpret=None, *, rank=False):
     """Returns what `token_stats` returns, from the kernel with this plan, for x (rows, V)."""
     scaled = temperature is not None
     t = jnp.asarray(temperature if scaled else np.ones(1, "float32"))[:, None]
     where = None if where is None else jnp.asarray(where)
     columns = jnp.asarray(labels)[:, None]
     with interpreted(interpret):
-        found = mosaic_gpu.token_stats(plan, jnp.asarray(x), where, t, columns, scaled=scaled)
+        run = mosaic_gpu.ranked_stats if rank else mosaic_gpu.token_stats
+        found = run(plan, jnp.asarray(x), where, t, columns, scaled=scaled)
     log_probs = found.at_label - jnp.log(found.moments.d)
-    return ps.TokenStats(*(a[..., 0] for a in (log_probs, found.entropy, found.logsumexp, found.argmax)))
+    results = (log_probs, found.entropy, found.logsumexp, found.argmax, *[found.rank] * rank)
+    return ps.TokenStats(*(a[..., 0] for a in results))

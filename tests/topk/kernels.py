@@ -43,7 +43,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     kernel = tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
     with interpreted(interpret):
-        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype)
+        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, scaled=temperature is not ONE)
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):

@@ -324,13 +324,59 @@ def test_temperature_does_not_change_the_indices():
         np.testing.assert_array_equal(topk(x, 129, temperature=t).indices, topk(x, 129).indices)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, -np.inf])
-def test_traced_temperature_that_is_not_positive_gives_nan(temperature):
+@pytest.mark.parametrize("temperature", [-1.0, np.nan, -np.inf])
+def test_a_negative_traced_temperature_gives_nan(temperature):
     x = cases.rows(["normal", "constant"], 9)
     t = jnp.array([temperature, 2.0], F32)
     values = np.asarray(jax.jit(lambda x, t: fused_topk(x, 2, temperature=t).values)(x, t))
     assert np.isnan(values[0]).all()
     np.testing.assert_allclose(values[1], 1 / 9, rtol=1e-6)
+
+
+TINY = 2.0**-130
+AT_0 = {  # rows of five
+    "ties": [1, 3, 3, 2, -1],
+    "zeros": [0, -0.0, -1, 0, -2],
+    "negative": [-1, -2, -1, -3, -1],
+    "subnormal": [TINY, 2 * TINY, 2 * TINY, 0, -TINY],
+    "next to a subnormal": [0, -TINY, -0.0, -1, -1],
+    "huge": [3e38, -3e38, 3e38, 0, 1],
+    "one": [0, 1, 2, 4, 3],
+}
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("how", ["static", "traced", "per row"])
+def test_temperature_0_is_the_limit(how, log):
+    """The tied largest entries share the probability, all others have 0; ties are equal values, as 0 and -0 are."""
+    x = np.array([*AT_0.values(), AT_0["one"]], F32)
+    t = np.array([0] * len(AT_0) + [2 if how == "per row" else 0], F32)
+    where = np.arange(5) != 4
+    f = functools.partial(fused_topk, k=3, where=where, log=log)
+    got = (
+        f(x, temperature=0)
+        if how == "static"
+        else jax.jit(lambda t: f(x, temperature=t))(t if how == "per row" else 0.0)
+    )
+    values, indices = oracle.fused_topk(x, 3, where, t, log)
+    np.testing.assert_array_equal(got.indices, indices)
+    np.testing.assert_allclose(got.values, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("log", first_values(1, [True, False]))
+def test_gradients_at_temperature_0_are_0(log):
+    x, t = np.array([*AT_0.values()], F32), np.zeros(len(AT_0), F32)
+    t[-1] = 2
+
+    def total(x, t):
+        values = fused_topk(x, 3, temperature=t, log=log).values
+        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0) * np.arange(1, 4))
+
+    for transform in (jax.grad, jax.jacfwd, lambda f, argnums: jax.jacfwd(jax.grad(f, argnums), argnums)):
+        for d in jax.tree.leaves(jax.jit(transform(total, (0, 1)))(x, t)):
+            assert np.isfinite(d).all() and not np.asarray(d)[:-1].any() and np.asarray(d)[-1].any()
+    dx, dt = jax.jit(jax.grad(total, (0, 1)))(x, np.float32(0))
+    assert not dx.any() and dt == 0
 
 
 # --- Gradients ----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_where(implementation, v, dtype, k, pattern, log):
     where = cases.broadcast_mask(pattern, shape)
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
     x = cases.spoil_masked(x, where)
-    t = np.resize(np.array([0.5, 1, 3], F32), shape[:-1])
+    t = np.resize(np.array([0.5, 1, 0, 3], F32), shape[:-1])
     got = jax.tree.map(lambda a: np.asarray(a).reshape(-1, k), topk(implementation, x, k, t, where, log))
     np.testing.assert_array_equal(got.indices[0], np.arange(k))
     np.testing.assert_array_equal(got.values[0].astype(F32), -np.inf if log else 0)
@@ -354,3 +354,20 @@ def test_little_memory(implementation, masked):
     where = jax.ShapeDtypeStruct((1, 128256), "bool") if masked else None
     memory = topk.lower(implementation, x, 64, where=where).compile().memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 64 * 2**20
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("v", [100, 10000, 50257, 1000003])
+@both
+def test_differences_of_subnormal_numbers_at_temperature_0(implementation, v, log):
+    """They count: only equal values tie, in registers, in a window, and in parts that are merged."""
+    if refused(implementation, v, 3):
+        return
+    x = np.full((3, v), -1, F32)
+    x[0, [0, v // 2, v - 1]] = 2.0**-130, 2.0**-149 + 2.0**-130, 2.0**-130
+    x[1, [0, v // 3, v - 1]] = -(2.0**-149), 0, -0.0
+    x[2, [1, v // 2, v - 1]] = 1, 1, 1 - 2.0**-20
+    got = topk(implementation, x, 3, np.zeros(3, F32), log=log)
+    values, indices = oracle.fused_topk(x, 3, None, np.zeros(3), log)
+    np.testing.assert_array_equal(got.indices, indices)
+    np.testing.assert_allclose(got.values, values, rtol=1e-6)

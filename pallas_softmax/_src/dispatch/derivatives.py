@@ -132,7 +132,21 @@ def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
     """Returns dys. Integer logits have no tangent."""
     if len(dxs) < len(static.operation.variables):
         dxs = (jnp.zeros_like(saved[0][0], jnp.float32), *dxs)
-    return _derivative(static, static.tangent, saved, dxs, plain)
+    saved, without_limits = _without_limits(static, saved)
+    return without_limits(_derivative(static, static.tangent, saved, dxs, plain))
+
+
+def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
+    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0.
+
+    At temperature 0, no result depends on the logits or the temperature.
+    """
+    if not dict(static.keywords).get("scaled", False):
+        return saved, lambda numbers: numbers
+    (logits, temperature, *residuals), *others = saved
+    is_limit = temperature == 0
+    saved = (logits, jnp.where(is_limit, 1, temperature), *residuals), *others
+    return saved, lambda numbers: tuple(jnp.where(is_limit, 0, a) for a in numbers)
 
 
 def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
@@ -140,6 +154,8 @@ def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tupl
     operation, mesh_axes = static.operation, static.mesh_axes
     if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
         dys = sum_cotangents(dys, mesh_axes)
+    saved, without_limits = _without_limits(static, saved)
+    dys = without_limits(dys)
     dxs = _derivative(static, static.gradient, saved, dys, plain)
     if not operation.has_temperature:
         return dxs

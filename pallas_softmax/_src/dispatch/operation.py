@@ -164,6 +164,7 @@ class Call:
       masked: whether there is a `where` or, for a router, a bias: the second array of the call.
       k: the number of winners of top-k or a router; None for other operations.
       groups: for a router, the number of groups of experts; 1 for other operations.
+      group_best: for a router, how many entries of a group rank it; 1 for other operations.
       objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
       mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
@@ -178,6 +179,7 @@ class Call:
     masked: bool = False
     k: int | None = None
     groups: int = 1
+    group_best: int = 1
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
     depth: int | None = None

@@ -38,12 +38,6 @@ class Routing(NamedTuple):
 export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
 
 
-def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
-    bias = given["bias"]
-    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
-
-
-@at_once("k", "score", "groups", "top_groups", "renormalize", "scale", "implementation", known=_known_bias)
 def route(
     logits: ArrayLike,
     k: int | np.integer,
@@ -52,8 +46,9 @@ def route(
     bias: ArrayLike | None = None,
     groups: int = 1,
     top_groups: int | None = None,
+    group_best: int | None = None,
     renormalize: bool = False,
-    scale: float = 1.0,
+    scale: ArrayLike | None = 1.0,
     implementation: ImplementationName | None = None,
 ) -> Routing:
     """Returns the k experts of each token, their weights, and the logsumexp of the logits, in one read of the logits.
@@ -65,15 +60,18 @@ def route(
       logits: real array (..., E): one row of E experts for each token. `route` needs whole rows: if a mesh
         divides the experts, it gathers the logits.
       k: static int, the number of experts of a token, 0 <= k <= E.
-      score: "softmax" or "sigmoid": how the logits become scores.
+      score: "softmax", "sigmoid" or "sqrtsoftplus", the square root of log(1 + exp(x)): how logits become scores.
       bias: None, or a real array (E,). Experts are chosen by score + bias, and weighted by the score alone.
       groups: static int that divides E. The experts are divided into that many groups of neighbours.
       top_groups: static int from 1 to `groups`, needed with more than one group. Only experts of the best `top_groups`
-        groups are chosen. A group is ranked by the sum of its two best entries of score + bias. A group of one expert
-        is ranked by that expert.
+        groups are chosen.
+      group_best: static int from 1 to the size of a group. A group is ranked by the sum of so many of its best entries
+        of score + bias: 2 for DeepSeek-V3, 1 for DeepSeek-V2. None is 2, or 1 in groups of one expert.
       renormalize: whether to divide the weights of a token by their sum. If all chosen scores are tiny, the weights are
-        still right. If all chosen logits are -inf, the weights are NaN.
-      scale: static real number that multiplies the weights, after `renormalize`.
+        still right. If all chosen logits are -inf, the weights are NaN. With k = 1 the weight is always `scale`, so the
+        logits get no gradient from it.
+      scale: real number that multiplies the weights, after `renormalize`; None for 1. A Python or NumPy number is
+        static. A JAX scalar may be traced; it has no gradient.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
@@ -82,25 +80,38 @@ def route(
       largest score + bias, computed in float32 (float64 for float64 logits). Two experts may then be exchanged if their
       exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
       are ordered by the lowest index first. A NaN counts as the largest number.
-      With "softmax", a row with NaN or +inf has NaN weights. With either score, it has NaN gradients. Integer logits
+      With "softmax", a row with NaN or +inf has NaN weights. With any score, it has NaN gradients. Integer logits
       become float32. `weights` and `logsumexp` are differentiable in `logits`, in both modes and to any order. The
       choice and the bias have no derivative.
 
     Raises:
-      TypeError: `logits` or `bias` is not a real array; `k`, `groups` or `top_groups` is not a static int;
-        `renormalize` is not a bool; or `scale` is not a static real number.
+      TypeError: `logits` or `bias` is not a real array; `k`, `groups`, `top_groups` or `group_best` is not a
+        static int; `renormalize` is not a bool; or `scale` is not a real number.
       ValueError: `k` is out of range, or more than the experts of `top_groups` groups; `groups` does not divide E;
-        `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
-      NotImplementedError: the named implementation cannot run this call; the message says why.
+        `top_groups` is not from 1 to `groups`; `group_best` is not from 1 to the size of a group; `bias` has another
+        shape; `scale` is no scalar, or a known one that is not finite; or `score` or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call (the message says why), or a gradient in
+        `scale` is wanted.
     """
+    bias = None if bias is None else arguments.parameter("route", "bias", bias)
+    number, factor = _scale("route", scale)
+    return _route(
+        logits, k, score, bias, groups, top_groups, group_best, renormalize, number, factor, implementation
+    )
+
+
+@at_once("k", "score", "groups", "top_groups", "group_best", "renormalize", "scale", "implementation")
+def _route(
+    logits, k, score, bias, groups, top_groups, group_best, renormalize, scale: float, factor, implementation
+) -> Routing:
     name = "route"
     x, axis = arguments.real_rows(name, "logits", logits, -1)
     x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)
     experts = x.shape[axis]
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
-    gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), _scale(name, scale))  # pyright: ignore[reportArgumentType]
-    groups, top_groups = _groups(name, groups, top_groups, experts)
+    gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), scale)  # pyright: ignore[reportArgumentType]
+    groups, top_groups, group_best = _groups(name, groups, top_groups, group_best, experts)
     k = arguments.count_in_row(name, "k", k, experts)
     if groups > 1 and not k <= top_groups * (experts // groups):
         raise ValueError(
@@ -116,9 +127,11 @@ def route(
     x, added = vary_together(x, added)
 
     call = describe(ROUTE, x, (axis,), added, k, function=name)
-    call = dataclasses.replace(call, groups=groups)
-    static = choose_all(call, implementation, k=k, groups=groups, top_groups=top_groups, gate=gate)
-    weights, indices, logsumexp = evaluate(static, x, added)
+    call = dataclasses.replace(call, groups=groups, group_best=group_best)
+    options = {"k": k, "groups": groups, "top_groups": top_groups, "group_best": group_best, "gate": gate}
+    weights, indices, logsumexp = evaluate(choose_all(call, implementation, **options), x, added)
+    if factor is not None:
+        weights = weights * _factor(name, factor).astype(weights.dtype)
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
 
 
@@ -140,25 +153,36 @@ def _bias(name: str, bias, experts: int) -> jax.Array:
     return bias
 
 
-def _groups(name: str, groups, top_groups, experts: int) -> tuple[int, int]:
-    """Returns the number of groups, and of those that take part. If all do, there is one group."""
+def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[int, int, int]:
+    """Returns the number of groups, of those that take part, and of the entries that rank a group.
+
+    If all groups take part, there is one group.
+    """
     groups = arguments.static_int(name, "groups", groups)
     if groups < 1 or experts % groups:
         raise ValueError(f"{name}: groups must be at least 1 and divide the {experts} experts, got {groups}")
+    size = experts // groups
+    best = min(2, size) if group_best is None else arguments.static_int(name, "group_best", group_best)
+    if group_best is not None and not 1 <= best <= size:
+        raise ValueError(
+            f"{name}: group_best must be from 1 to the {size} experts of a group, got {group_best}"
+        )
     if top_groups is None:
         if groups > 1:
             raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got None")
-        return 1, 1
+        return 1, 1, 1
     top_groups = arguments.static_int(name, "top_groups", top_groups)
     if not 1 <= top_groups <= groups:
         raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got {top_groups}")
-    return (1, 1) if top_groups == groups else (groups, top_groups)
+    return (1, 1, 1) if top_groups == groups else (groups, top_groups, best)
 
 
-def _scale(name: str, scale) -> float:
-    """Returns the scale as a float that is known while tracing."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
-        raise TypeError(f"{name}: scale must be a static real number, got {scale!r} ({type(scale).__name__})")
+def _scale(name: str, scale) -> tuple[float, Any]:
+    """Returns the static scale, and None; or 1 and a scale that may be traced."""
+    if scale is None:
+        return 1.0, None
+    if isinstance(scale, bool | np.bool_) or not isinstance(scale, int | float | np.integer | np.floating):
+        return 1.0, arguments.parameter(name, "scale", scale)
     wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
     try:
         number = float(scale)
@@ -166,4 +190,25 @@ def _scale(name: str, scale) -> float:
         raise ValueError(wanted) from None
     if not np.isfinite(number):
         raise ValueError(wanted)
-    return number
+    return number, None
+
+
+def _factor(name: str, scale) -> jax.Array:
+    """Returns a scale that may be traced, as an array without a gradient."""
+    scale = arguments.array(name, "scale", scale)
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"{name}: scale must be a real number, got {scale.dtype.name}")
+    if scale.shape:
+        raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
+    return _constant(scale)
+
+
+@jax.custom_jvp
+def _constant(scale):
+    """Returns the scale. To differentiate in it raises."""
+    return scale
+
+
+@_constant.defjvp
+def _(primals, tangents):
+    raise NotImplementedError("route: there is no gradient in scale; wrap it in jax.lax.stop_gradient")

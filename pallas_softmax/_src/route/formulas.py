@@ -1,7 +1,8 @@
 """The weights of a router and their derivative, stated once for plain JAX and for the kernels.
 
-Let x be the logits of a row, and p = softmax(x) with the normalizer (m, d). The scores are p or sigmoid(x). The weight
-of a winner is its score, or its share of the winners' scores, times `scale`.
+Let x be the logits of a row, and p = softmax(x) with the normalizer (m, d). The scores are p, sigmoid(x), or the square
+root of softplus(x) = log(1 + exp(x)). The weight of a winner is its score, or its share of the winners' scores, times
+`scale`.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-Score = Literal["softmax", "sigmoid"]
-SCORES = ("softmax", "sigmoid")
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Gate:
             m, d = normalizer
             weight = jnp.exp(x - m) / d
         else:
-            weight = lax.logistic(x)
+            weight = score_alone(self.score, x)
         return self._scaled(weight)
 
     def cotangents(self, x, normalizer: Any, g, g_logsumexp, over_row: "RowReductions") -> tuple[Any, Any]:
@@ -52,22 +53,28 @@ class Gate:
         if self.renormalize:
             share = _shares(self.score, x, over_row)
             direct = self._scaled(share * (g - over_row.total(g * share)))
-            return (direct if self.score == "softmax" else direct * lax.logistic(-x)), g_logsumexp
+            return self._by_logit(x, direct), g_logsumexp
         direct = g * self.weights(x, normalizer, over_row)
         if self.score == "softmax":
             return direct, g_logsumexp - over_row.total(direct)
-        return direct * lax.logistic(-x), g_logsumexp
+        return self._by_logit(x, direct), g_logsumexp
 
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the tangents of the weights: the transpose of `cotangents`.
 
         dx has the tangents of the winners' logits. `mean` is the sum of p dx over the whole row.
         """
-        dlog = dx if self.score == "softmax" else dx * lax.logistic(-x)
+        dlog = self._by_logit(x, dx)
         if self.renormalize:
             share = _shares(self.score, x, over_row)
             return self._scaled(share * (dlog - over_row.total(share * dlog)))
         return self.weights(x, normalizer, over_row) * (dlog - mean if self.score == "softmax" else dlog)
+
+    def _by_logit(self, x, a):
+        """Returns a times the derivative of log(score) in the winner's own logit; of "softmax", with p's sum fixed."""
+        if self.score == "softmax":
+            return a
+        return a * (lax.logistic(-x) if self.score == "sigmoid" else _root_softplus_slope(x))
 
     def _scaled(self, weight):
         """Returns weights, or their derivatives, times `scale`."""
@@ -87,6 +94,49 @@ def _shares(score: Score, x, over_row: RowReductions):
     top = over_row.largest(x)
     if score == "softmax":
         share = jnp.exp(x - top)
+    elif score == "sqrtsoftplus":
+        share = jnp.exp((jnp.minimum(x, 0) - jnp.minimum(top, 0)) / 2) * _root(_softplus_ratio(x))
     else:  # sigmoid(x) = exp(min(x, 0)) / (1 + exp(-|x|))
         share = jnp.exp(jnp.minimum(x, 0) - jnp.minimum(top, 0)) / (1 + jnp.exp(-jnp.abs(x)))
     return share / over_row.total(share)
+
+
+def score_alone(score: Score, x):
+    """Returns the scores of logits for a score that depends on no other logit."""
+    if score == "sigmoid":
+        return lax.logistic(x)
+    return jnp.exp(jnp.minimum(x, 0) / 2) * _root(_softplus_ratio(x))
+
+
+def _softplus_ratio(x):
+    """Returns softplus(x) / exp(min(x, 0)): at least log(2), also where softplus(x) underflows."""
+    positive = jnp.maximum(x, 0)
+    return positive + _log1p_ratio(_decay(x)) * jnp.exp(-positive)
+
+
+def _root_softplus_slope(x):
+    """Returns the derivative of log(sqrt(softplus(x))), sigmoid(x) / (2 softplus(x))."""
+    return 1 / (2 * (1 + _decay(x)) * _softplus_ratio(x))
+
+
+def _decay(x):
+    """Returns exp(-|x|); by a minimum, whose derivative at 0 is the mean of both sides."""
+    return jnp.exp(jnp.minimum(x, -x))
+
+
+def _log1p_ratio(e):
+    """Returns log(1 + e) / e for e from 0 to 1, by the series of 2 artanh(e / (2 + e)) / e.
+
+    It is exact to the last digits at e = 0 as well. A GPU's fast logarithm is not accurate near 1.
+    """
+    square = (e / (2 + e)) ** 2  # at most 1/9
+    terms = 8 if e.dtype == jnp.float32 else 18
+    total = jnp.full_like(square, 1 / (2 * terms - 1))
+    for n in range(2 * terms - 3, 0, -2):
+        total = total * square + 1 / n
+    return 2 / (2 + e) * total
+
+
+def _root(y):
+    """Returns the square root of y > 0. Pallas of jax 0.10 has only its reciprocal."""
+    return jnp.where(y == jnp.inf, y, y * lax.rsqrt(y))

@@ -1,10 +1,10 @@
 """Inline PTX that chooses the groups of experts that take part, for rows in registers.
 
-A group is ranked by the sum of its two best entries. A group lies in the elements of some neighbouring lanes, or of one
+A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some neighbouring lanes, or of one
 lane, or a lane has several groups (see `route/plan.py`). The steps:
 
-    each lane            finds the two best entries of its part of each group
-    lanes of a group     merge their two best, by shuffles, and add them
+    each lane            finds the best entries of its part of each group
+    lanes of a group     merge their best entries, by shuffles, and add them
     lanes of a row       count for each group how many others are better: a larger sum, or an equal one of a lower group
 """
 
@@ -17,9 +17,9 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 
-def keep_groups(tile: Tile, groups: int, top_groups: int, key):
+def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
     """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
-    layout, program = tiles.layout(tile), groups_program(tile, groups, top_groups)
+    layout, program = tiles.layout(tile), groups_program(tile, groups, top_groups, group_best)
 
     @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "int32"))
     def keep(_, key):
@@ -35,7 +35,7 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
     return keep(key)
 
 
-def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
+def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
     """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
@@ -44,7 +44,7 @@ def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
         keys = p.keys(row)
         size = len(keys) * tile.pieces // groups  # elements of a group in this lane
         keys_of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
-        sums = [_key_of_two_best(p, keys_of_group, lanes) for keys_of_group in keys_of_groups]
+        sums = [_rank_of_group(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
         for group, keys_of_group in enumerate(keys_of_groups):
             better = _count_better(p, sums, group, own_piece, tile.pieces, lanes)
             takes_part = better < float(top_groups)
@@ -56,40 +56,47 @@ def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
     return p
 
 
-def _key_of_two_best(p: Program, keys: list[Value], lanes: int) -> Value:
-    """Returns the sort key of the sum of the two best entries of a group that lies over `lanes` lanes."""
-    best, second = _two_best(p, keys)
+def _rank_of_group(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
+    """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
+    best = _best(p, keys, count)
     distance = 1
     while distance < lanes:
-        other = p.shuffle(best, "bfly", distance)
-        other_second = None if second is None else p.shuffle(second, "bfly", distance)
-        best, second = _two_best_of_pairs(p, (best, second), (other, other_second))
+        others = [p.shuffle(key, "bfly", distance) for key in best]
+        best = _best_of_lists(p, best, others, count)
         distance *= 2
 
     def flip(bits: Value) -> Value:
         return flip_negative_at_once(p, bits, bits.sign())
 
-    total = flip(best).bits("f32")
-    if second is not None:
-        total = total + flip(second).bits("f32")
+    total = flip(best[0]).bits("f32")
+    for key in best[1:]:
+        total = total + flip(key).bits("f32")
     return flip(total.bits("s32"))
 
 
-def _two_best(p: Program, keys: list[Value]) -> tuple[Value, Value | None]:
-    """Returns the largest and the second largest of some keys. A single key has no second."""
+def _best(p: Program, keys: list[Value], count: int) -> list[Value]:
+    """Returns the `count` largest of some keys, or all of them, in order."""
     if len(keys) == 1:
-        return keys[0], None
+        return keys
     half = len(keys) // 2
-    return _two_best_of_pairs(p, _two_best(p, keys[:half]), _two_best(p, keys[half:]))
+    return _best_of_lists(p, _best(p, keys[:half], count), _best(p, keys[half:], count), count)
 
 
-def _two_best_of_pairs(
-    p: Program, a: tuple[Value, Value | None], b: tuple[Value, Value | None]
-) -> tuple[Value, Value | None]:
-    """Returns the two best of two pairs, each in order."""
-    second = p.min(a[0], b[0])
-    lower = [key for key in (a[1], b[1]) if key is not None]
-    return p.max(a[0], b[0]), p.reduce("max", [second, *lower][::-1])
+def _best_of_lists(p: Program, a: list[Value], b: list[Value], count: int) -> list[Value]:
+    """Returns the `count` largest keys of two lists, each in order.
+
+    Key n of the union, counted from 0, is the largest of key n of a list, and of the lesser of a_i and b_j with
+    i + j = n - 1.
+    """
+    ranks = range(1, min(count, len(a) + len(b)))
+    lesser = [
+        [p.min(a[i], b[n - 1 - i]) for i in range(n) if i < len(a) and n - 1 - i < len(b)] for n in ranks
+    ]
+    best = [p.max(a[0], b[0])]
+    for n, keys in zip(ranks, lesser):
+        others = [part[n] for part in (a, b) if n < len(part)]
+        best.append(p.reduce("max", [*keys, *others][::-1]))
+    return best
 
 
 def _count_better(

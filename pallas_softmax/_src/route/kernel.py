@@ -17,7 +17,7 @@ from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
-from pallas_softmax._src.route.formulas import Gate, RowReductions, Score
+from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
 from pallas_softmax._src.route.plan import winning_lanes
 from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
@@ -29,6 +29,7 @@ def route(
     gate: Gate,
     groups: int,
     top_groups: int,
+    group_best: int,
     x_gmem,
     bias_gmem,
     weights_gmem,
@@ -52,12 +53,12 @@ def route(
         m, d, _ = normalizer(x, plan)
         elements, _ = search_input(x)
     else:  # experts are chosen by score + bias, in groups that take part
-        e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
+        e, m, d, factor = _scores(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
         if groups > 1:  # experts of the other groups get the lowest key
             lanes = winning_lanes(plan, groups, top_groups)
-            elements = _keep_groups(plan, groups, top_groups, elements)
+            elements = _keep_groups(plan, groups, top_groups, elements, group_best)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
@@ -72,15 +73,15 @@ def route(
     tiles.store(indices_gmem, winners, row, index)
 
 
-def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
+def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1, group_best=1):
     """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1) of the logits x (rows, experts).
 
     `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. `top_groups` of
-    the `groups` take part. With groups there must be a bias.
+    the `groups` take part, ranked by their `group_best` best entries. With groups there must be a bias.
     """
     rows = x.shape[0]
     return gpu_kernel(
-        functools.partial(route, plan, bias, gate, groups, top_groups),
+        functools.partial(route, plan, bias, gate, groups, top_groups, group_best),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
@@ -107,6 +108,14 @@ def over_row(tile: Tile) -> RowReductions:
     return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
+def _scores(tile: Tile, score: Score, x):
+    """Returns two factors of the scores, with m and d of each row between them, as tiles."""
+    if score == "sqrtsoftplus":
+        _, m, d, _ = _exponentials(tile, "sigmoid", x)
+        return score_alone(score, x), m, d, 1.0
+    return _exponentials(tile, score, x)
+
+
 def _exponentials_in_jax(tile: Tile, score: Score, x):
     m, d, e = normalizer(x, tile)
     if score == "softmax":
@@ -122,9 +131,9 @@ def _exponentials(tile: Tile, score: Score, x):
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
 
 
-def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
+def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key, group_best: int):
     grouped = key.reshape(tile.rows, groups, -1)
-    best = -jnp.sort(-grouped, -1)[..., :2]
+    best = ~jnp.sort(~grouped, -1)[..., :group_best]
     total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
     _, order = lax.sort(
         (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2

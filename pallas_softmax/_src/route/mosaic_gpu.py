@@ -7,7 +7,7 @@ from pallas_softmax._src.folding import fold_mask, fold_numbers
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import grad_kernel, kernel
-from pallas_softmax._src.route.plan import MAX_EXPERTS, plan_route
+from pallas_softmax._src.route.plan import MAX_EXPERTS, MOST_GROUP_BEST, plan_route
 from pallas_softmax._src.topk.plan import plan_topk_grad
 
 
@@ -26,6 +26,8 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
         return Refusal(reason)
     assert call.k is not None
     itemsize = jnp.dtype(call.dtype).itemsize
+    if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
+        return Refusal(f"group_best={call.group_best} is more than {MOST_GROUP_BEST}")
     tile = plan_route(call.rows, call.vocab, call.k, itemsize, biased=call.masked, groups=call.groups)
     return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
 
@@ -39,13 +41,12 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     return tile
 
 
-def route(plan: Tile, logits, bias, *, k, gate, groups, top_groups):
+def route(plan: Tile, logits, bias, *, k, gate, groups, top_groups, group_best):
     """Returns what `xla.route` returns."""
     *batch, experts = logits.shape
     folded = fold_mask(bias, logits.shape, len(batch))
-    results = kernel.route_rows(
-        logits.reshape(-1, experts), folded, k, plan, gate=gate, groups=groups, top_groups=top_groups
-    )
+    static = {"gate": gate, "groups": groups, "top_groups": top_groups, "group_best": group_best}
+    results = kernel.route_rows(logits.reshape(-1, experts), folded, k, plan, **static)
     return tuple(a.reshape(*batch, a.shape[-1]) for a in results)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.normalizers import Normalizer, widen
-from pallas_softmax._src.route.formulas import Gate, RowReductions
+from pallas_softmax._src.route.formulas import Gate, RowReductions, score_alone
 from pallas_softmax._src.topk.xla import best_order, put
 
 OVER_ROW = RowReductions(
@@ -19,27 +19,27 @@ OVER_ROW = RowReductions(
 )
 
 
-def route(logits, bias, *, k, gate: Gate, groups, top_groups):
+def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     """Returns the weights and the int32 indices of k experts, (..., k) each, and the logsumexp, (..., 1)."""
     x = widen(logits)
     normalizer = normalizers.reduce(x)
     if bias is None:
         indices = best_order(logits, None, k)
     else:
-        indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups), k)[1]
+        indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups, group_best), k)[1]
     won = jnp.take_along_axis(x, indices, -1)
     return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
 
 
-def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int):
+def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int, group_best: int):
     """Returns the sort keys of score + bias; experts of groups that take no part have the lowest."""
     m, d = normalizer
-    score = jnp.exp(x - m) / d if gate.score == "softmax" else lax.logistic(x)
+    score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, x)
     keys = _key(score + bias)
     if groups == 1:
         return keys
     grouped = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
-    best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
+    best = lax.top_k(grouped, group_best)[0]
     rank = _key(jnp.sum(sort_keys.from_key(best, x.dtype), -1))
     chosen = lax.top_k(rank, top_groups)[1]
     group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)

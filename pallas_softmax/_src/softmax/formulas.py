@@ -74,46 +74,44 @@ class Located(NamedTuple):
     # Its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a
     # whole number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
     at: Any
+    before: Any = None  # how many logits come before the label's in the order of top-k, in float32; or None
 
 
 MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
-def located(scale=None) -> Reduction:
-    """Returns the reduction to `Located`. `scale` is 1 / temperature, or None; see `normalizers.add_logits`."""
+def located(scale=None, *, counted: bool = False) -> Reduction:
+    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add. `scale` is a `Scale`, or None; see `normalizers.add_logits`."""
 
     def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
         grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
-        return Located(moments, jnp.where(grew, jnp.float32(step), lanes.at))
+        return lanes._replace(moments=moments, at=jnp.where(grew, jnp.float32(step), lanes.at))
 
     def combine_lanes(lanes: Located, axis=None, broadcast=None) -> Located:
         moments = normalizers.combine_lanes(lanes.moments, axis, broadcast, scale)
         if lanes.at is None:
             return Located(moments, None)
         m = moments.m if broadcast is None else broadcast(moments.m)
-        return Located(moments, jnp.min(normalizers.if_largest(lanes.at, lanes.moments.m, m), axis))
+        before = None if lanes.before is None else jnp.sum(lanes.before, axis)
+        return Located(moments, jnp.min(normalizers.if_largest(lanes.at, lanes.moments.m, m), axis), before)
 
     def combine(a: Located, b: Located) -> Located:
         moments = normalizers.combine(a.moments, b.moments, scale=scale)
         at = (normalizers.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
-        return Located(moments, jnp.minimum(*at))
+        return Located(moments, jnp.minimum(*at), None if a.before is None else a.before + b.before)
 
     return Reduction(
         states=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
         add=add,
         combine_lanes=combine_lanes,
         combine=combine,
-        empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0),  # pyright: ignore[reportArgumentType]
+        empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0, 0.0 if counted else None),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
         per_thread=PerThread(
             functools.partial(add, add_logits=moments_ptx.add_logits),
-            lambda lanes, scratch: Located(
-                *moments_ptx.combine_threads(lanes.moments, lanes.at, scratch, scale)
-            ),
-            lambda sent, count, scratch: Located(
-                *moments_ptx.combine_ctas(sent.moments, sent.at, count, scratch, scale)
-            ),
+            lambda lanes, scratch: Located(*moments_ptx.combine_threads(*lanes, scratch, scale)),
+            lambda sent, count, scratch: Located(*moments_ptx.combine_ctas(*sent, count, scratch, scale)),
         ),
     )
 
@@ -130,7 +128,7 @@ class Formula(NamedTuple):
     masked_value: float = 0.0  # the output element where the mask is False
     # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     row_dtypes: tuple = ()
-    # 1 / temperature of a row -> the formula with this temperature; None if it has none.
+    # The `Scale` of a row -> the formula with this temperature; None if it has none.
     at_scale: "Callable[[Any], Formula] | None" = None
 
     def scaled(self, scale) -> "Formula":
@@ -138,12 +136,17 @@ class Formula(NamedTuple):
         if scale is None:
             return self
         assert self.at_scale is not None
-        return self.at_scale(scale)
+        return self.at_scale(normalizers.scale_of(scale))
 
     @property
     def locates(self) -> bool:
         """Whether the formula needs the position of the largest element; see `Located`."""
         return isinstance(self.reduction.empty, Located)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the formula needs the number of elements that come before the label's; see `Located`."""
+        return self.locates and self.reduction.empty.before is not None
 
     def out_type(self, whole: tuple, per_row: tuple, dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the outputs: elements in the shape `whole`, or constants in the shape `per_row`."""
@@ -158,17 +161,34 @@ def _logsumexp(total: Normalizer) -> tuple:
     return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
 
 
-def _token_stats(scale=None) -> Formula:
-    """Returns the formula of logsumexp, the entropy, (m, d, t), and the position of the largest element."""
+def _token_stats(scale=None, *, counted: bool = False) -> Formula:
+    """Returns the formula of logsumexp, the entropy, (m, d, t), and the position of the largest element.
+
+    If `counted`, the number of elements before the label's follows.
+    """
 
     def constants(total: Located) -> tuple:
         m, d, t = total.moments
         log_d = log_of_sum(d)
-        lse = jnp.where(m == jnp.inf, m, (m if scale is None else m * scale) + log_d)
-        return lse, log_d - t / d, m, d, t, total.at
+        lse = jnp.where(m == jnp.inf, m, normalizers.scaled(m, scale) + log_d)
+        return lse, log_d - t / d, m, d, t, total.at, *([total.before] if counted else [])
 
-    row_dtypes = (F32,) * 5 + (jnp.int32,)
-    return Formula(located(scale), lambda x: x, constants, row_dtypes=row_dtypes, at_scale=_token_stats)
+    row_dtypes = (F32,) * 5 + (jnp.int32,) * (1 + counted)
+    at_scale = functools.partial(_token_stats, counted=counted)
+    reduction = located(scale, counted=counted)
+    return Formula(reduction, lambda x: x, constants, row_dtypes=row_dtypes, at_scale=at_scale)
+
+
+class Label(NamedTuple):
+    """The label of each row, for a formula that counts the elements before it in the order of top-k; int32, (rows,)."""
+
+    column: Any  # any number; a column in this row, or in another shard of it
+    key: Any  # the sort key of its logit, by `sort_keys.key32`; more than the least int32
+
+
+def comes_before(key, column, label: Label):
+    """Returns 1 where an element with this sort key and column comes before the label in the order of top-k, else 0."""
+    return jnp.where(key > jnp.where(column < label.column, label.key - 1, label.key), 1.0, 0.0)
 
 
 FORMULAS = {
@@ -186,6 +206,7 @@ FORMULAS = {
         masked_value=-jnp.inf,
     ),
     "token_stats": _token_stats(),
+    "counted_stats": _token_stats(counted=True),
     "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, row_dtypes=(None, F32, F32)),
     "softmax_grad": Formula(
         SUM,

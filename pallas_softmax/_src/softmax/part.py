@@ -12,12 +12,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src import normalizers
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
-from pallas_softmax._src.softmax.formulas import Located, Reduction
+from pallas_softmax._src.softmax.formulas import Label, Located, Reduction, comes_before
 from pallas_softmax._src.softmax.parts_job import Job, Refs
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
 
@@ -133,6 +133,8 @@ class Part:
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
+            if self.formula.counts:
+                lanes = lanes._replace(before=lanes.before + self._count_in_edges())
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
         return self._located(total) if self.formula.locates else total
 
@@ -152,6 +154,8 @@ class Part:
         if formula.reduction.per_thread:
             terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
         lanes = _add(formula.reduction, lanes, terms, i)
+        if formula.counts:
+            lanes = lanes._replace(before=lanes.before + self._count_in_step(i, size, mask_blocks))
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -160,6 +164,37 @@ class Part:
                 self.body.freed(i)
 
         return lanes, next_masks
+
+    def _count_in_step(self, i, size: int, mask_blocks: list):
+        """Returns how many elements of step i each thread has that come before the label in the order of top-k."""
+        walk, (x_smem,), label, counts = self.job.parts.walk, self.refs.x_smem, self._label(), []
+        for block, (at, held) in enumerate(self.body.blocks(i, size)):
+            x, position = blocks.load(x_smem.at[at], walk.vec), blocks.positions(walk.vec)
+            start = self.body_start + i * walk.step_size + block * walk.block_size
+            shifted = label._replace(column=label.column - start)
+            before = comes_before(sort_keys.key32(x), position, shifted)
+            if mask_blocks[block] is not None:
+                before = jnp.where(mask_blocks[block] != 0, before, 0.0)
+            if held < walk.block_size:
+                before = jnp.where(position < held, before, 0.0)
+            counts += blocks.split(before, walk.vec)
+        return normalizers.tree_sum(counts)
+
+    def _count_in_edges(self):
+        """Returns the same for the elements of the edges."""
+        label, counts = self._label(), []
+        for edge in self.edges:
+            column = blocks.positions() + edge.start
+            before = jnp.where(
+                edge.counted, comes_before(sort_keys.key32(edge.arrays[0]), column, label), 0.0
+            )
+            counts.append(before if edge.keep is None else jnp.where(edge.keep, before, 0.0))
+        return normalizers.tree_sum(counts)
+
+    def _label(self) -> Label:
+        """Returns the label of the row, with its column counted from the start of the part."""
+        column, key = (gmem[self.place.row] for gmem in self.refs.label_gmem)
+        return Label(column - self.place.start, key)
 
     def _located(self, total: Located) -> Located:
         """Returns the reduction of the part with the position of its largest element in the row.

@@ -8,10 +8,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Formula, Label
 from pallas_softmax._src.softmax.moments_ptx import SCRATCH
 from pallas_softmax._src.softmax.plan import Parts
 
@@ -25,6 +25,7 @@ class Job:
     mask: Mask | None
     parts: Parts
     scale: jax.Array | None
+    label: Label | None
     approximate: bool
 
     @property
@@ -74,14 +75,16 @@ class Job:
             "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.formula.reduction.per_thread:
-            scratch["scratch_smem"] = plgpu.SMEM((SCRATCH,), jnp.float32)
+            words = SCRATCH + (WARPS if self.formula.counts else 0)
+            scratch["scratch_smem"] = plgpu.SMEM((words,), jnp.float32)
         if self.clustered:
             reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-        def body(x_gmem, mask_gmem, scale_gmem, reductions_gmem, *out_gmem, **scratch):
-            inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "reductions_gmem": reductions_gmem}
+        def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
+            inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
+            inputs["reductions_gmem"] = reductions_gmem
             kernel(self, Refs(x_gmem, out_gmem, **scratch, **inputs))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
@@ -93,7 +96,7 @@ class Job:
             scratch_types=scratch,
             name=name,
             approximate=self.approximate,
-        )(inputs, None if self.mask is None else self.mask.array, self.scale, reductions)
+        )(inputs, None if self.mask is None else self.mask.array, self.scale, self.label, reductions)
 
 
 class Refs(NamedTuple):
@@ -110,5 +113,6 @@ class Refs(NamedTuple):
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
     mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
     scale_gmem: Any = None  # 1 / temperature, (rows,) or (1,), or None
+    label_gmem: Any = None  # the `Label` of each row, (rows,), or None
     reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
     scratch_smem: Any = None  # with one state for each thread, memory to merge the threads

@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.staged_row import StagedRow, part_place
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Formula, Label
 from pallas_softmax._src.softmax.part import Part
 from pallas_softmax._src.softmax.parts_job import Job, Refs
 from pallas_softmax._src.softmax.plan import Parts
@@ -129,6 +129,7 @@ def launch(
     mask: Mask | None,
     parts: Parts,
     scale: jax.Array | None = None,
+    label: Label | None = None,
     *,
     name: str,
     approximate: bool,
@@ -138,7 +139,7 @@ def launch(
     The arguments are as for `tile_kernel.launch`. If there are two launches, the first has the suffix "_reduce".
     Returns one array with all elements of the result, or if the formula has per-row outputs, arrays (rows,).
     """
-    job = Job(formula, arrays, mask, parts, scale, approximate)
+    job = Job(formula, arrays, mask, parts, scale, label, approximate)
     results = formula.out_type(job.view, (job.rows,), job.dtype)
     if parts.cluster:
         return job.launch(compute_row if parts.slots is None else compute_rows_in_turns, name, results)

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src import normalizers
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Formula, Label, comes_before
 
 
 def compute_rows(
-    formula: Formula, tile: Tile, mask: Mask | None, x_gmem, mask_gmem, scale_gmem, *out_gmem
+    formula: Formula, tile: Tile, mask: Mask | None, x_gmem, mask_gmem, scale_gmem, label_gmem, *out_gmem
 ) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it.
 
@@ -25,7 +25,10 @@ def compute_rows(
     """
     row = lax.axis_index("row") * tile.rows  # the first row of this CTA
     fill = formula.reduction.neutral
-    x = [tiles.load(gmem, tile, row, fill).astype(jnp.float32) for gmem in x_gmem]
+    stored, x = [], []
+    for gmem in x_gmem:
+        stored.append(tiles.load(gmem, tile, row, fill))
+        x.append(stored[-1].astype(jnp.float32))
     term = formula.term(*x)  # what the formula reduces, for example the logits
     keep = None  # with a mask: which elements count
     if mask is not None:
@@ -34,6 +37,10 @@ def compute_rows(
     element_scale, row_scale = _load_scales(scale_gmem, tile, row)  # 1 / temperature in two layouts
 
     total = _reduce(formula.scaled(element_scale), tile, term)
+    if label_gmem is not None:
+        label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem))
+        before = _count_before(tile, stored[0], keep, label, vocab=x_gmem[0].shape[1])
+        total = total._replace(before=before)
     constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
     constants = [tiles.broadcast(constant, tile) for constant in constants]
 
@@ -70,19 +77,32 @@ def _reduce(formula: Formula, tile: Tile, term):
     return total
 
 
+def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
+    """Returns how many elements of each row come before its label, without those that are masked or beyond the row."""
+    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+    before = comes_before(sort_keys.key32(x), column, label)
+    if keep is not None:
+        before = jnp.where(keep, before, 0.0)
+    if vocab < tile.shape[1]:
+        before = jnp.where(column < vocab, before, 0.0)
+    return jnp.sum(before, 1)
+
+
 def launch(
     formula: Formula,
     arrays: list[jax.Array],
     mask: Mask | None,
     tile: Tile,
     scale: jax.Array | None = None,
+    label: Label | None = None,
     *,
     name: str,
     approximate: bool,
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
-    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `name` is the kernel's name in
+    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `label` is for a
+    formula that `counts`. `name` is the kernel's name in
     profiles. `approximate` says whether exp may be approximate (`plan.approximate`). Returns one array (rows, vocab) of
     the last array's dtype, or if the formula has per-row outputs, arrays (rows, 1).
     """
@@ -93,4 +113,4 @@ def launch(
         out_type=formula.out_type(arrays[0].shape, (rows, 1), arrays[-1].dtype),
         name=name,
         approximate=approximate,
-    )(arrays, None if mask is None else mask.array, scale)
+    )(arrays, None if mask is None else mask.array, scale, label)

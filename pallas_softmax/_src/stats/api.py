@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export
 from jax.typing import ArrayLike
 
@@ -14,7 +13,7 @@ from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.masks import differentiable_if_finite
-from pallas_softmax._src.stats.operation import TOKEN_STATS
+from pallas_softmax._src.stats.operation import RANKED_STATS, TOKEN_STATS
 
 
 class TokenStats(NamedTuple):
@@ -25,12 +24,14 @@ class TokenStats(NamedTuple):
       entropy: -sum(p log p), in nats.
       logsumexp: logsumexp(logits / temperature).
       argmax: int32, the first position of the largest logit; of the first NaN, if there is one.
+      rank: int32, 1 + the number of logits before the label's in the order of `lax.top_k`; None unless asked for.
     """
 
     log_probs: jax.Array | None
     entropy: jax.Array
     logsumexp: jax.Array
     argmax: jax.Array
+    rank: jax.Array | None = None
 
 
 export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
@@ -39,13 +40,11 @@ export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_sof
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the temperature, None if it is 1, and the labels."""
     name, labels = "token_stats", given["labels"]
-    t = arguments.known_temperature(name, given["temperature"], given["logits"])
-    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
-        t = None
+    t = arguments.known_scale(name, given["temperature"], given["logits"])
     return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
 
 
-@at_once("axis", "axis_name", "implementation", known=_known_numbers)
+@at_once("axis", "rank", "axis_name", "implementation", known=_known_numbers)
 def token_stats(
     logits: ArrayLike,
     labels: ArrayLike | None = None,
@@ -53,6 +52,7 @@ def token_stats(
     axis: int = -1,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
+    rank: bool = False,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> TokenStats:
@@ -65,41 +65,50 @@ def token_stats(
       labels: integers of the shape of `logits` without `axis`, 0 <= label < V: columns of the whole row; or None.
       axis: the axis of a row.
       where: boolean, broadcastable to `logits`. Masked positions are left out of the row.
-      temperature: as for `fused_topk`: a positive scalar, or one per row.
+      temperature: as for `fused_topk`: a scalar of at least 0, or one per row.
+      rank: whether to return the rank of the label, which must be given.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
         shard of `logits` and `where`, in the order of `lax.axis_index`, and the same labels. The result is the same on
         all devices, and `argmax` counts columns of the whole row.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
-      TokenStats(log_probs, entropy, logsumexp, argmax), each of the shape of `logits` without `axis`. The first three
-      are float32, or float64 for float64 logits, and differentiable in `logits` and `temperature`, in both modes and to
+      TokenStats(log_probs, entropy, logsumexp, argmax, rank), each of the shape of `logits` without `axis`. The first
+      three are float32, or float64 for float64 logits, and differentiable in `logits` and `temperature`, in both modes and to
       any order. A logit of -inf adds 0 to the entropy. A row with NaN or +inf, or with nothing but -inf and masked
       positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked position
       has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the derivative 0.
+      `rank` is None unless asked for. It is the place, from 1 on, that `lax.top_k` of the unmasked logits gives to the
+      label: equal logits are ordered by the lowest index first, and +0 is above -0. A label out of range, or at a
+      masked position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied largest logits, and
+      `logsumexp` is +inf, -inf or this log, by the sign of the largest logit.
 
     Raises:
       TypeError: `logits` or `temperature` is not a real array, `labels` are not integers, `where` is not an array,
-        `axis` is not an int, or `axis_name` is not a name.
-      ValueError: `axis` is out of range; `labels`, `where` or `temperature` does not fit; `temperature` is not
-        positive; `labels` or `temperature` differs along `axis_name`, or it is not bound; or `implementation` is
+        `axis` is not an int, `rank` is not a bool, or `axis_name` is not a name.
+      ValueError: `axis` is out of range; `rank` is asked for without `labels`; `labels`, `where` or `temperature` does not fit; `temperature` is
+        negative; `labels` or `temperature` differs along `axis_name`, or it is not bound; or `implementation` is
         unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
+    if (ranked := arguments.static_bool(name, "rank", rank)) and labels is None:
+        raise ValueError(f"{name}: rank=True needs labels, got labels=None")
     scaled = temperature is not None
     t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, x.dtype)
     column = _labels(name, labels, x.shape, axis)
     per_row = [("temperature", t), ("labels", column)]
-    call, arrays = arguments.last_axis(TOKEN_STATS, name, x, axis, where, axis_name, per_row)
+    operation = RANKED_STATS if ranked else TOKEN_STATS
+    call, arrays = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
     stats = evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
         differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
     )
-    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0])
+    ranks = stats.rank[..., 0] if ranked else None
+    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -6,23 +6,39 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.normalizers import Moments
-from pallas_softmax._src.stats.xla import finished, is_column, logits_at, value_key
+from pallas_softmax._src.sort_keys import value_key
+from pallas_softmax._src.stats.xla import RowStats, finished, is_column, label_keys, logits_at, with_rank
 
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
     """Returns the `RowStats` of whole rows; the arguments are as for `xla.token_stats`."""
-    vocab = logits.shape[-1]
     of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
+    return _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
+
+
+def _merged(of_shard: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
+    """Returns the `RowStats` of whole rows, given those of this device's shard."""
+    vocab = logits.shape[-1]
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
     moments, label_logit, argmax = combine_shards(
-        of_shard.moments, label_logit, position, mesh_axes, 1 / temperature if scaled else None
+        of_shard.moments, label_logit, position, mesh_axes, temperature if scaled else None
     )
     has_label = is_column(labels, vocab * lax.axis_size(mesh_axes))
     return finished(moments, temperature, label_logit, argmax, has_label)
 
 
-def combine_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
+def ranked_stats_on_mesh(run_shard, logits, where, temperature, labels, *, step, scaled, mesh_axes):
+    """Returns the `RowStats` of whole rows, with the rank. `step` is the operation `counted_stats`."""
+    keys, is_ranked = label_keys(labels, logits, where, mesh_axes)
+    columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1]
+    arrays = logits, where, temperature, columns, keys
+    of_shard = run_shard(step, arrays, {"scaled": scaled})
+    merged = _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
+    return with_rank(merged._replace(rank=lax.psum(of_shard.rank, mesh_axes)), is_ranked)
+
+
+def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperature=None):
     """Merges what the devices found in their shards of each row; arrays (..., 1).
 
     Args:
@@ -30,20 +46,24 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, scale=Non
       label_logit: the logit at the label; 0 if the label is in another shard.
       position: the position in the whole row of the first of the shard's largest logits.
       mesh_axes: the mesh axes that each row is spread over.
-      scale: 1 / temperature, if the moments have one.
+      temperature: the temperature of the moments, at least 0; None if it is 1.
 
     Returns:
       The moments, the label's logit, and the position of the first of the largest logits, of whole rows.
     """
 
-    def merge(gathered, scale):
+    def merge(gathered, temperature):
         *parts, label_logits, positions = gathered
-        parts = Moments(*parts)
-        total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
-        total = Moments(*(a[..., None] for a in total))
+        parts, scale = Moments(*parts), None
         keys = value_key(parts.m)
         is_largest = keys == jnp.max(keys, -1, keepdims=True)
+        if temperature is not None:
+            m = jnp.max(parts.m, -1, keepdims=True)
+            tops, positive = normalizers.at_limit(parts.m, m, temperature)
+            parts, scale = parts._replace(m=tops), 1 / positive
+        total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
+        total = Moments(*(a[..., None] for a in total))
         first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
         return total, jnp.sum(label_logits, -1, keepdims=True), first
 
-    return merge_over(mesh_axes, merge, (*moments, label_logit, position), scale)
+    return merge_over(mesh_axes, merge, (*moments, label_logit, position), temperature)

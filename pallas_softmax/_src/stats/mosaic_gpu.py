@@ -2,15 +2,25 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
-from pallas_softmax._src.folding import fold_topk
+from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.softmax import parts_kernel, tile_kernel
-from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS
+from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Label
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
-from pallas_softmax._src.stats.xla import RowStats, is_column, label_distance, logits_at
+from pallas_softmax._src.stats.xla import (
+    RowStats,
+    is_column,
+    label_distance,
+    label_keys,
+    logits_at,
+    tempered_largest,
+    with_rank,
+)
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
@@ -20,29 +30,53 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
         reason = f"the argmax is exact for rows of up to {MOST_POSITIONS} elements, not {call.vocab}"
     if reason is not None:
         return Refusal(reason)
-    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, capability, masked=call.masked)
+    return plan_softmax("token_stats", call.rows, call.vocab, call.dtype, capability, masked=call.masked)
 
 
 def token_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
     """Returns what `xla.token_stats` returns."""
+    return counted_stats(plan, logits, where, temperature, labels, None, scaled=scaled)
+
+
+def ranked_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
+    """Returns what `xla.ranked_stats` returns."""
+    keys, is_ranked = label_keys(labels, logits, where)
+    return with_rank(counted_stats(plan, logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
+
+
+def counted_stats(
+    plan: Tile | Parts, logits, where, temperature, labels, at_labels, *, scaled: bool
+) -> RowStats:
+    """Returns what `xla.counted_stats` returns; without `at_labels` nothing is counted."""
+    label = None
+    if at_labels is not None:
+        key = jnp.maximum(at_labels, jnp.iinfo(jnp.int32).min + 1)
+        label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in (labels, key)))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
-    lse, entropy, *moments, argmax = (
+    lse, entropy, m, d, t, argmax, *count = (
         unfold(a.reshape(-1, 1))
         for a in kernel.launch(
-            FORMULAS["token_stats"],
+            FORMULAS["token_stats" if label is None else "counted_stats"],
             [x],
             mask,
             plan,
             1 / temperatures if scaled else None,
+            label,
             name="token_stats_forward",
             approximate=approximate(x.dtype),
         )
     )
-    moments = Moments(*moments)
+    moments = Moments(m, d, t)
+    if scaled:
+        lse = jnp.where(temperature == 0, tempered_largest(moments.m, temperature) + jnp.log(moments.d), lse)
     label_logit = logits_at(labels, logits, where)
     at_label = label_distance(label_logit, moments.m, temperature, is_column(labels, logits.shape[-1]))
-    return RowStats(lse, entropy, at_label, moments, argmax)
+    return RowStats(lse, entropy, at_label, moments, argmax, *count)
 
 
-KERNELS = {"token_stats": Kernel(plan, token_stats)}
+KERNELS = {
+    "token_stats": Kernel(plan, token_stats),
+    "ranked_stats": Kernel(plan, ranked_stats),
+    "counted_stats": Kernel(plan, counted_stats),
+}

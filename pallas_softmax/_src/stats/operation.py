@@ -1,15 +1,21 @@
 """The statistics of each row that language models are trained and judged by, and their derivatives, as objects."""
 
+import dataclasses
+import functools
+
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.stats import mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and t
 
 
-def _mosaic_gpu() -> Kernel:
-    from pallas_softmax._src.stats.mosaic_gpu import KERNELS
+def _kernels(name: str):
+    def mosaic_gpu() -> Kernel:
+        from pallas_softmax._src.stats.mosaic_gpu import KERNELS
 
-    return KERNELS["token_stats"]
+        return KERNELS[name]
+
+    return {"mosaic_gpu": mosaic_gpu}
 
 
 # The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
@@ -31,7 +37,7 @@ TOKEN_STATS = RowOperation(
     arguments=(ROW, MASK, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.token_stats,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    kernels=_kernels("token_stats"),
     gradient=TOKEN_STATS_GRAD,
     tangent=TOKEN_STATS_TANGENT,
     result_names=("logsumexp", "entropy", "at_label", "m", "d", "t", "argmax"),
@@ -41,4 +47,22 @@ TOKEN_STATS = RowOperation(
     saved=(("logits", "temperature", "m", "d", "t"), "where", "labels"),
     on_mesh=mesh.token_stats_on_mesh,
     divided_by_xla=False,
+)
+# What a device counts in its shard of a row; `labels` and the keys of their logits are of the whole row.
+COUNTED_STATS = RowOperation(
+    name="counted_stats",
+    arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW),
+    results=PER_ROW,
+    plain=xla.counted_stats,
+    kernels=_kernels("counted_stats"),
+)
+RANKED_STATS = dataclasses.replace(
+    TOKEN_STATS,
+    name="ranked_stats",
+    plain=xla.ranked_stats,
+    kernels=_kernels("ranked_stats"),
+    result_names=(*TOKEN_STATS.result_names, "rank"),
+    integers=("argmax", "rank"),
+    on_mesh=functools.partial(mesh.ranked_stats_on_mesh, step=COUNTED_STATS),
+    shard_step=COUNTED_STATS,
 )

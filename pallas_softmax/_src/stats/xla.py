@@ -2,11 +2,11 @@
 
     logits        of any rank, floats; a row is the last axis
     where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
-    temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
+    temperature   (1, ..., 1) or (..., 1), at least 0; the logits of a row are divided by it
     labels        int32, (..., 1): columns of the whole row
     mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
 
-Below, u = (x - m) / temperature, where m is the largest logit. m is a constant in all derivatives: no statistic depends
+Below, u = (x - m) / temperature, where m is the largest logit. At temperature 0, it is 0 or -inf. m is a constant in all derivatives: no statistic depends
 on the number that is subtracted before the exponential.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import logits_of, masked, sum_over
+from pallas_softmax._src.masks import logits_of, mask_at, masked, sum_over
 from pallas_softmax._src.normalizers import Moments
 
 _NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
@@ -32,6 +32,8 @@ class RowStats(NamedTuple):
       at_label: u at the label; NaN for a label that is no column, -inf for a masked one.
       moments: (m, d, t). m is not divided by the temperature. d is the sum of exp(u), and t the sum of u exp(u).
       argmax: int32, the first position of the largest logit.
+      rank: int32, 1 + the number of logits before the label's in the order of lax.top_k; 0 for a label that is no
+        column, or a masked one. None unless asked for.
     """
 
     logsumexp: jax.Array
@@ -39,6 +41,7 @@ class RowStats(NamedTuple):
     at_label: jax.Array
     moments: Moments
     argmax: jax.Array
+    rank: jax.Array | None = None
 
 
 def token_stats(logits, where, temperature, labels, *, scaled):
@@ -46,7 +49,8 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     x = logits_of(logits, where)
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
     m = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
-    u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
+    below, positive = normalizers.at_limit(x, m, temperature) if scaled else (x, temperature)
+    u = _distance(below, jnp.where(jnp.isinf(m), 0, m), positive, scaled)
     e = jnp.exp(u)
     m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
@@ -54,40 +58,82 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     return finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
 
 
+def ranked_stats(logits, where, temperature, labels, *, scaled):
+    """Returns the `RowStats` of each row, with the rank."""
+    keys, is_ranked = label_keys(labels, logits, where)
+    return with_rank(counted_stats(logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
+
+
+def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
+    """Returns the `RowStats` of each row; in place of the rank, the number of logits before the label.
+
+    The label may be in another shard of the row, so it may be any number: a column, counted from the start of this
+    shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
+    """
+    keys = _wide_keys(logits)
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
+    # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
+    dtype = jnp.float32 if logits.shape[-1] <= 2**24 else jnp.int32
+    count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=dtype).astype(jnp.int32)
+    return token_stats(logits, where, temperature, labels, scaled=scaled)._replace(rank=count)
+
+
+def label_keys(labels, logits, where, mesh_axes=()):
+    """Returns the sort key of the logit at the label of each row, and whether the label has a rank.
+
+    The keys have 32 bits or more. A label has no rank if it is no column, whose key is then 0, or a masked one.
+    """
+    own, columns = _own_columns(labels, logits, mesh_axes)
+    at_label = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=0)
+    keys = jnp.where(own, _wide_keys(at_label), 0)
+    is_ranked = own if where is None else own & mask_at(where, logits, columns)
+    if not mesh_axes:
+        return keys, is_ranked
+    keys, owners = lax.psum((keys, is_ranked.astype(jnp.int32)), mesh_axes)
+    return keys, owners > 0
+
+
+def _wide_keys(x):
+    """Returns sort keys of at least 32 bits."""
+    keys = sort_keys.key(x)
+    return keys if keys.dtype.itemsize >= 4 else keys.astype(jnp.int32)
+
+
+def with_rank(stats: RowStats, is_ranked) -> RowStats:
+    """Returns the statistics with the rank in place of the count of `counted_stats`."""
+    return stats._replace(rank=jnp.where(is_ranked, 1 + stats.rank, 0))
+
+
 def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> RowStats:
     """Returns the `RowStats` of rows with these moments."""
     m, d, _ = moments
     at_label = label_distance(label_logit, m, temperature, has_label)
-    logsumexp = jnp.where(m == jnp.inf, m, m / temperature + jnp.log(d))
+    logsumexp = jnp.where(m == jnp.inf, m, tempered_largest(m, temperature) + jnp.log(d))
     return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
+
+
+def tempered_largest(m, temperature):
+    """Returns m / temperature. At temperature 0, it is 0 if m is 0, else infinite, for a subnormal m as well."""
+    is_limit, key = temperature == 0, sort_keys.value_key(m)
+    at_0 = jnp.where(key > 0, jnp.inf, jnp.where(key < 0, -jnp.inf, 0))
+    return jnp.where(is_limit & ~jnp.isnan(m), at_0, m / jnp.where(is_limit, 1, temperature))
 
 
 def first_of_largest(x):
     """Returns the first position of the largest element along the last axis, or of a NaN; int32, (..., 1)."""
-    return jnp.argmax(value_key(x), -1, keepdims=True).astype(jnp.int32)
-
-
-def value_key(x):
-    """Returns integers in the order of float32 or float64 numbers: 0 and -0 are equal, and a NaN is the largest.
-
-    On the CPU, XLA's comparisons of floats take subnormal numbers for 0.
-    """
-    key = sort_keys.key(x)
-    return jnp.where(
-        jnp.isnan(x), jnp.iinfo(key.dtype).max, jnp.where(key == -1, 0, key)
-    )  # -0 has the key -1
+    return jnp.argmax(sort_keys.value_key(x), -1, keepdims=True).astype(jnp.int32)
 
 
 def label_distance(label_logit, m, temperature, has_label):
     """Returns u at the label of each row, NaN for a label that is no column."""
+    label_logit, temperature = normalizers.at_limit(label_logit, m, temperature)
     return jnp.where(has_label, (label_logit - normalizers.shift(m)) / temperature, jnp.nan)
 
 
 def logits_at(labels, logits, where, mesh_axes=()):
     """Returns the logit at the label of each row; -inf if it is masked, 0 if the label is not in this shard."""
-    columns = labels - _first_column(logits, mesh_axes)
-    own = is_column(columns, logits.shape[-1])
-    columns = jnp.where(own, columns, 0)
+    own, columns = _own_columns(labels, logits, mesh_axes)
 
     def at_columns(a):
         return jnp.take_along_axis(a, columns, -1, mode="fill", fill_value=0)
@@ -96,6 +142,13 @@ def logits_at(labels, logits, where, mesh_axes=()):
     if where is not None:
         x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
     return jnp.where(own, x, 0)
+
+
+def _own_columns(labels, logits, mesh_axes):
+    """Returns which labels are in this shard, and their columns in it; 0 for others."""
+    columns = labels - _first_column(logits, mesh_axes)
+    own = is_column(columns, logits.shape[-1])
+    return own, jnp.where(own, columns, 0)
 
 
 def is_column(labels, vocab):
@@ -122,7 +175,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
         dx = (p (g_lse + g_d d + g_t d (1 + u) - g_entropy (u - t / d)) + g_label [label]) / temperature
 
     Args:
-      residuals: logits, temperature, m, d and t.
+      residuals: logits, temperature, m, d and t. A temperature of 0 has been replaced by 1, and its cotangents by 0.
       where, labels, scaled, mesh_axes: as for `token_stats`.
       g_lse, g_entropy, g_label, g_d, g_t: (..., 1) each.
     """

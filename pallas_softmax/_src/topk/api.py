@@ -19,7 +19,7 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
+    return {"temperature": arguments.known_scale("fused_topk", given["temperature"], given["logits"])}
 
 
 @at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
@@ -47,9 +47,10 @@ def fused_topk(
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
-      temperature: a positive scalar, or one per row: an array that broadcasts to the shape of `logits` without `axis`,
-        or with size 1 there. A traced temperature that is not positive gives NaN values. If the reciprocal is not a
-        normal number, the nearest temperature with a normal reciprocal is used.
+      temperature: a scalar of at least 0, or one per row: an array that broadcasts to the shape of `logits` without
+        `axis`, or with size 1 there. 0 is the limit: the tied largest entries share the probability, all others have 0,
+        and the gradients of the row are 0. A traced temperature that is negative gives NaN values. If the reciprocal of
+        a positive one is not a normal number, the nearest temperature with a normal reciprocal is used.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers). Without
         jax_enable_x64, float64 gives float32 values and a warning, as elsewhere in JAX.
@@ -69,7 +70,7 @@ def fused_topk(
       TypeError: `logits` or `temperature` is not a real array, `where` is not an array, `k` is traced, mapped by
         `jax.vmap` or not an integer, `axis` is not an int, `log` is not a bool, `dtype` is not floating, or `axis_name`
         is not a name.
-      ValueError: `k` or `axis` is out of range; `temperature` is not positive, does not fit or differs along
+      ValueError: `k` or `axis` is out of range; `temperature` is negative, does not fit or differs along
         `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
@@ -79,14 +80,15 @@ def fused_topk(
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.count_in_row(name, "k", k, length)
     floating = jax.eval_shape(jnp.exp, x).dtype
-    t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
+    scaled = temperature is not None
+    t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     log = arguments.static_bool(name, "log", log)
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
     call, (x, mask, t) = arguments.last_axis(TOPK, name, x, axis, where, axis_name, [("temperature", t)], k)
-    static = choose_all(call, implementation, k=k, dtype=stored, log=log)
+    static = choose_all(call, implementation, k=k, dtype=stored, log=log, scaled=scaled)
     if k == 0:  # no winner depends on anything
         x, t = lax.stop_gradient((x, t))
     (values, indices), _ = evaluate(static, x, mask, t)

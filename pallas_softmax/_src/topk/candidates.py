@@ -32,7 +32,8 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
-from pallas_softmax._src.normalizers import Normalizer, log_of_sum
+from pallas_softmax._src.normalizers import Normalizer, Scale, log_of_sum, scale_of
+from pallas_softmax._src.normalizers import scaled as times
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
@@ -111,6 +112,11 @@ class Request:
     masked: bool  # whether there is a mask; then the lowest key means a masked element
     log: bool  # whether the values are logs of probabilities
     dtype: Any  # dtype of the values
+    scaled: bool = False  # whether the temperature may differ from 1, and so may be 0
+
+    def scale(self, reciprocal) -> Any:
+        """Returns 1 / temperature as the formulas take it."""
+        return scale_of(reciprocal) if self.scaled else reciprocal
 
 
 class WinnerLists(NamedTuple):
@@ -140,7 +146,7 @@ def write_winners(
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
     `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `CandidateList.ranked`, as int32 or float32. `scale` is 1 / temperature of the row. If `final`, the winners' values
+    `CandidateList.ranked`, as int32 or float32. `scale` is that of the row. If `final`, the winners' values
     are written instead of their keys.
     """
     k = request.k
@@ -167,7 +173,9 @@ def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked:
     d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
     probability 0.
     """
-    scaled = (sort_keys.from_key32(key, dtype) - normalizer.m) * scale
+    scaled = times(sort_keys.from_key32(key, dtype) - normalizer.m, scale)
+    if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
+        scaled = jnp.where((scale.again > 1) & (scaled < 0), -jnp.inf, scaled)
     value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     if not masked:
         return value

@@ -71,7 +71,7 @@ def topk_merge(
     memory = _Memory(**smem)
     group = _group(count, fan_in)  # which lists this CTA merges
     final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
-    scale = scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0]
+    scale = request.scale(scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0])
 
     normalizer = _combine_normalizers(lists_gmem, group, scale)
     _rank(lists_gmem, memory, group, request)  # bound, collect, rank
@@ -146,7 +146,7 @@ def _bound(keys_gmem, row, first, held, k: int):
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype):
+def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, scaled=False):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
@@ -156,7 +156,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype)
+    request = Request(k, won.dtype, kept is not None, log, dtype, scaled)
     lists = WinnerLists(keys, indices, parts.m.reshape(-1), parts.d.reshape(-1))
     count = parts.m.shape[1]
     return results(_launch(lists, 1 / temperature, count, count, request))

@@ -10,7 +10,7 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.xla import best_order
 
 
-def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, mesh_axes):
+def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
     """Merges each device's winners over one mesh axis after the other, the last first: a tree.
 
     The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
@@ -19,7 +19,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
-    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
+    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
     won = wide_logits(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
@@ -40,7 +40,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     def merged(gathered, temperature):
         won, position, tops, d = gathered
         lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
-        keywords = {"k": k, "log": log, "dtype": dtype}
+        keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
         if list_length < k:  # kernels merge lists of k winners only
             return merge.plain(*lists, **keywords)
         return run_shard(merge, lists, keywords)

@@ -43,11 +43,13 @@ def slower(call: Call) -> str | None:
     return None
 
 
-def topk(plan, logits, where, temperature, *, k, log, dtype):
+def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.topk` returns."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
+    winners_and_normalizer = kernel.topk_rows(
+        x, mask, temperature, k, plan, log=log, dtype=dtype, scaled=scaled
+    )
     return jax.tree.map(unfold, winners_and_normalizer)
 
 
@@ -82,12 +84,12 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
     return None
 
 
-def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
+def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.merge` returns."""
     x, _, temperature, unfold = fold_topk(won, None, temperature)
     kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
     winners_and_normalizer = merge_kernel.merge_rows(
-        x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
+        x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype, scaled=scaled
     )
     return jax.tree.map(unfold, winners_and_normalizer)
 

@@ -29,6 +29,7 @@ def softmax_topk(
     plan: Tile,
     mask: Mask | None,
     log: bool,
+    scaled: bool,
     x_gmem,
     scale_gmem,
     mask_gmem,
@@ -48,7 +49,7 @@ def softmax_topk(
     # `elements` are x as the search takes them: the bits of 16-bit logits, the sort keys of others.
     x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
 
-    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row)
+    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=scaled)
     tiles.store(m_gmem, plan, row, m)
     tiles.store(d_gmem, plan, row, d)
 
@@ -58,19 +59,19 @@ def softmax_topk(
         index = best_indices(plan, vocab, k, elements)
         key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
 
-    m, d, scale = (tiles.spread(a, plan, winners) for a in (m, d, scale))
+    m, d, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (m, d, scale))
     value = probability(key, x_gmem.dtype, Normalizer(m, d), scale, log=log, masked=mask is not None)
     tiles.store(values_gmem, winners, row, value)
     tiles.store(indices_gmem, winners, row, index)
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
+    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, scaled=False
 ) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
     rows = x.shape[0]
     values, indices, m, d = gpu_kernel(
-        functools.partial(softmax_topk, plan, mask, log),
+        functools.partial(softmax_topk, plan, mask, log, scaled),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), dtype),
@@ -105,8 +106,8 @@ def search_input(x) -> tuple[Any, int]:
     return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
-def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
-    """Returns m, d and the scale of each row of a tile, spread over the tile."""
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
+    """Returns m, d and the scale of each row of a tile, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
@@ -114,6 +115,7 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any
         row_scale = tiles.load(scale_gmem, plan, row)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
+    row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
     return *map(broadcast, total), row_scale
 

@@ -30,7 +30,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
     return slabs if reason is None else Refusal(reason)
 
 
-def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype):
+def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True):
     """Computes the k winners of each row; `plan` says how rows lie over programs."""
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
     rows, vocab = x.shape
@@ -40,6 +40,7 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype):
         "K": k,
         "LOG": log,
         "SCALAR": temperatures.shape == (1,),
+        "SCALED": scaled,
         "SLOTS": plan.slots,
         "WHERE": mask_constants["WHERE"],
     }

@@ -8,8 +8,8 @@ and the k best elements lie in the k best groups: for an element of any other gr
 better one. So one pass keeps the best candidate of each group, and the normalizer. Then the k best groups are read
 again and sorted. No branch and no loop depends on the values.
 
-In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x - m) * scale). `scale` is 1 /
-temperature.
+In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x - m) * scale * again). `scale` and
+`again` are the two factors of 1 / temperature, see `normalizers.Scale`; without a temperature both are 1.
 """
 
 # language.py explains why pyright cannot check kernels.
@@ -32,6 +32,7 @@ from pallas_softmax._src.triton.language import (
 )
 
 _NOTHING = tl.constexpr(-(2**63))  # loses to the candidate of any element
+_MOST = tl.constexpr(float(2**126))  # the largest reciprocal of a normal number
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number, so that -inf minus it is not NaN
 
 
@@ -104,16 +105,21 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _combine_lanes(m, d, scale):
+def _combine_lanes(m, d, scale, again):
     """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
-    return largest, tl.sum(d * exp((m - shift(largest)) * scale), 0)
+    return largest, tl.sum(d * exp((m - shift(largest)) * scale * again), 0)
 
 
 @triton.jit
-def _scale(temperature_ptr, row, SCALAR: tl.constexpr):
-    """Returns 1 / temperature of a row. If SCALAR, all rows share one temperature."""
-    return tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+def _scale(temperature_ptr, row, SCALAR: tl.constexpr, SCALED: tl.constexpr):
+    """Returns the factors of 1 / temperature of a row. If SCALAR, all rows share one; unless SCALED, it is 1."""
+    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+    if SCALED:
+        limit = scale > _MOST
+        return tl.where(limit, _MOST, scale), tl.where(limit, _MOST, 1.0)
+    else:
+        return scale, 1.0
 
 
 @triton.jit
@@ -123,6 +129,7 @@ def _store(
     m,
     d,
     scale,
+    again,
     row,
     part,
     # outputs
@@ -136,6 +143,7 @@ def _store(
     WHERE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Stores the winners and the normalizer of a part; m and d go to normalizers (2, ROWS, PARTS).
 
@@ -151,7 +159,9 @@ def _store(
         tl.store(indices_ptr.to(tl.pointer_type(tl.int64)) + at * best.numel + slot, best)
     else:
         key = (best >> 32).to(tl.int32)
-        scaled = (from_sort_key(key, DTYPE) - m) * scale
+        scaled = (from_sort_key(key, DTYPE) - m) * scale * again
+        if SCALED:  # at temperature 0, any negative number is -inf
+            scaled = tl.where((again > 1) & (scaled < 0), float("-inf"), scaled)
         value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
             value = tl.where(key == lowest_key(DTYPE), float("-inf") if LOG else 0.0, value)
@@ -178,6 +188,7 @@ def topk_kernel(
     K: tl.constexpr,
     LOG: tl.constexpr,
     SCALAR: tl.constexpr,
+    SCALED: tl.constexpr,
     WHERE: tl.constexpr,
     MASK: tl.constexpr,
     # constants of the plan, a Slabs
@@ -194,7 +205,7 @@ def topk_kernel(
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
-    scale = _scale(temperature_ptr, row, SCALAR)
+    scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     start = part * LENGTH
     stop = start + min(LENGTH, V - start)
 
@@ -207,14 +218,14 @@ def topk_kernel(
         col = at + lane
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
         # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
-        e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E))
+        e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E) * again)
         d = tl.where(x > m, d * e + 1, d + e)
         m = tl.maximum(m, x)
         best_col = tl.where(key > best, col, best_col)  # of tied keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
-    m, d = _combine_lanes(m, d, scale)
+    m, d = _combine_lanes(m, d, scale, again)
 
     best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
     for level in tl.static_range(len(LEVELS)):
@@ -223,8 +234,8 @@ def topk_kernel(
         best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
-        best, m, d, scale, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
-        x_ptr.dtype.element_ty,
+        best, m, d, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
+        x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip
 
 
@@ -244,6 +255,7 @@ def merge_kernel(
     K: tl.constexpr,
     LOG: tl.constexpr,
     SCALAR: tl.constexpr,
+    SCALED: tl.constexpr,
     WHERE: tl.constexpr,
     # constants of the plan
     SLOTS: tl.constexpr,
@@ -256,15 +268,15 @@ def merge_kernel(
     A row has LISTS lists before the launch, and PARTS lists after it. The grid is (ROWS, PARTS).
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    scale = _scale(temperature_ptr, row, SCALAR)
+    scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     which = part * FAN_IN + tl.arange(0, FAN_IN)
     m = tl.load(list_normalizers_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
     d = tl.load(list_normalizers_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
-    m, d = _combine_lanes(m, d, scale)
+    m, d = _combine_lanes(m, d, scale, again)
     slot = part * (FAN_IN * SLOTS) + tl.arange(0, FAN_IN * SLOTS)
     row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
     best = tl.topk(tl.load(row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
-        best, m, d, scale, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
-        x_ptr.dtype.element_ty,
+        best, m, d, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
+        x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip

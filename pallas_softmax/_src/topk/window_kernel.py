@@ -60,7 +60,7 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
-from pallas_softmax._src.normalizers import LOG2_E, Normalizer, shift
+from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
 from pallas_softmax._src.topk import candidates, merge_kernel
 from pallas_softmax._src.topk.candidates import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items, ordering_words
@@ -88,7 +88,7 @@ def softmax_topk(
     """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
-    scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
+    scale = request.scale(scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0])
 
     normalizer = _arrive(window, part, memory, arrived, scale)  # copies; also writes the group_keys
     ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
@@ -110,14 +110,14 @@ class SearchMemory(NamedTuple):
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
+    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, scaled=False
 ) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
-    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
-    The values have the `dtype`; with `log`, they are logs of probabilities.
+    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
+    and 1 unless `scaled`. The values have the `dtype`; with `log`, they are logs of probabilities.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype)
+    request = Request(k, x.dtype, mask is not None, log, dtype, scaled)
     scale = 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
@@ -167,7 +167,7 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
         masked = part.mask is not None
-        lane = _add_step(window, memory, i, count, lane, scale * LOG2_E, masked)
+        lane = _add_step(window, memory, i, count, lane, scale, masked)
         return lane, next_keep
 
     empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
@@ -191,9 +191,7 @@ def _clear_list(memory: SearchMemory) -> None:
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
-def _add_step_in_jax(
-    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, log2_scale, masked
-):
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
@@ -202,8 +200,8 @@ def _add_step_in_jax(
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     s = shift(m)
-    terms = jnp.exp2((x - s[None, :, None]) * log2_scale)
-    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * log2_scale) + jnp.sum(terms, (0, 2)))
+    terms = jnp.exp(normalizers.scaled(x - s[None, :, None], scale))
+    return Normalizer(m, lane.d * jnp.exp(normalizers.scaled(lane.m - s, scale)) + jnp.sum(terms, (0, 2)))
 
 
 @twin(_add_step_in_jax)
@@ -213,7 +211,7 @@ def _add_step(
     step,
     count: int,
     lane: Normalizer,
-    log2_scale,
+    scale,
     masked: bool,
 ) -> Normalizer:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
@@ -224,11 +222,13 @@ def _add_step(
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
 
-    `lane` has the normalizer of each thread (128,) before the step. `log2_scale` is log2(e) / temperature. If there is
-    a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
+    `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; of a `Scale`,
+    it is two factors. If there is a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
-    m, d, log2_scale_, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
+    factors = dict(zip(("scale", "again"), scale if isinstance(scale, Scale) else (scale,)))
+    factors["scale"] = factors["scale"] * LOG2_E
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
     block_bytes = window.block * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
@@ -245,16 +245,22 @@ def _add_step(
         largest.append(value)
     p.set(new_m, p.max(p.reduce("max", largest), m))
     s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+
+    def exponential(x):
+        for factor in p.operands("f32", *factors):
+            x = x * factor
+        return p.exp2(x)
+
     terms = []
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else element.floats(p, words, marked=False):
-            terms.append(p.exp2((x - s) * log2_scale_))
-    rescale = p.exp2((m - s) * log2_scale_)
+            terms.append(exponential(x - s))
+    rescale = exponential(m - s)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert_ptx(
         p,
         {"x": memory.x, "group_keys": memory.group_keys},
-        {"step": step, "scale": log2_scale},
+        {"step": step, **factors},
         {"m": lane.m, "d": lane.d},
         {"new_m": "f32", "new_d": "f32"},
     )

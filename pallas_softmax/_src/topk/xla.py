@@ -2,7 +2,8 @@
 
     logits        of any rank, floats or integers; a row is the last axis
     where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
-    temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
+    temperature   (1, ..., 1) or (..., 1), at least 0; the logits of a row are divided by it
+    scaled        whether the temperature may differ from 1. Derivatives get 1 in place of a temperature of 0
     mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
 
 Arithmetic is in float32, or in the dtype of the logits if that is wider.
@@ -37,7 +38,7 @@ class TopK(NamedTuple):
 export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
 
 
-def topk(logits, where, temperature, *, k, log, dtype):
+def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns the k winners of the last axis, as `TopK`, and the normalizer of logits / temperature.
 
     The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
@@ -49,19 +50,23 @@ def topk(logits, where, temperature, *, k, log, dtype):
     winners = jnp.take_along_axis(x, indices, -1)
     some = isinstance(k, int) and k > 0  # a symbolic k may be 0
     m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
+    given = temperature
+    if scaled:
+        x, temperature = normalizers.at_limit(x, m, given)
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
     kept = None if where is None else mask_at(where, logits, indices)
-    return TopK(_values(winners, kept, normalizer, temperature, log, dtype), indices), normalizer
+    return TopK(_values(winners, kept, normalizer, given, log, dtype), indices), normalizer
 
 
-def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
+def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns the winners of rows, like `topk`, given the n winners of each part of a row.
 
     `won` and `indices` (..., parts * n) are their logits and their indices in the row, best first, part after part.
     `kept` says which of them are not masked; None for all. `parts` are m (of integer logits, the largest one) and d of
     each part, (..., parts) each.
     """
+    del scaled  # for the kernel
     tops, d = parts
     normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
     order = best_order(won, kept, k)
@@ -73,6 +78,7 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
 
 def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
     """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
+    winners, temperature = normalizers.at_limit(winners, normalizer.m, temperature)
     scaled = (winners - normalizer.m) / temperature
     p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
@@ -148,9 +154,9 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
 def _scaled_and_softmax(x, where, m, d, temperature):
     """Returns (x - m) / T and its softmax. Both, and their derivatives, are 0 where masked, even in fully masked rows.
 
-    Both are also 0 where x is -inf below a finite m: derivatives would multiply 0 by -inf.
+    Both are also 0 where x is infinitely far below a finite m: derivatives would multiply 0 by -inf.
     """
-    no_mass = jnp.isneginf(x) & jnp.isfinite(m)
+    no_mass = jnp.isneginf(x - m) & jnp.isfinite(m)
     scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
     p = masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
     return scaled, jnp.where(no_mass, 0, p)
