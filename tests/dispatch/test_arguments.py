@@ -37,8 +37,10 @@ FUNCTIONS = {
     "filter_logits": (
         ps.filter_logits,
         {},
-        {"logits": X, "where": MASK, "temperature": ROWS}
-        | {"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+        {
+            **{"logits": X, "where": MASK, "temperature": ROWS},
+            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+        },
     ),
     "verify": (
         ps.verify,
@@ -228,7 +230,8 @@ OPTIONS = {
         "log": [np.bool_(True), False, True],
         "dtype": [np.dtype(np.float32), "float16", jnp.bfloat16],
     },
-    "sample": {"axis": [np.int64(0), 0, np.int32(-1)]},
+    "sample": {"axis": [np.int64(0), 0, np.int32(-1)], "mode": [np.str_("high"), "low", "high", None]},
+    "filter_logits": {"axis": [np.int64(0), 0, np.int32(-1)]},
     "token_stats": {"axis": [np.int64(-1), -1, np.int32(-1)]},
     "route": {
         "k": [np.int64(1), 1, np.int8(2)],
