@@ -64,6 +64,15 @@ def from_key32(key, dtype):
     return lax.bitcast_convert_type(bits.astype(_int_dtype(dtype)), dtype).astype(jnp.float32)
 
 
+def widened_key(key, dtype):
+    """Returns the int32 sort keys in float32 of numbers with these keys in `dtype`, more than the least int32.
+
+    A NaN becomes another NaN of its sign.
+    """
+    x, least = from_key32(key, dtype), jnp.iinfo(jnp.int32).min + 1
+    return jnp.where(jnp.isnan(x), jnp.where(key < 0, least, jnp.iinfo(jnp.int32).max), key32(x))
+
+
 def _flip_negative32(bits, dtype):
     """Like `_flip_negative`, for the bits of a dtype in int32. A shift and a mask cost a kernel less than a select."""
     negative = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31))

@@ -135,7 +135,10 @@ def weights(x, chosen, gate):
     with np.errstate(all="ignore"):
         if gate.renormalize:
             log = won if gate.score == "softmax" else log_score(won, gate.score)
-            return gate.scale * oracle.softmax(log)
+            share = oracle.softmax(log)
+            if gate.score == "sqrtsoftplus":  # an infinite score takes the others' share
+                share = np.where((log < np.inf) & (log.max(-1, keepdims=True) == np.inf), 0, share)
+            return gate.scale * share
         score = score_of(x, gate.score)
         return gate.scale * np.take_along_axis(score, chosen, -1)
 

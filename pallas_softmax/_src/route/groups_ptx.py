@@ -1,7 +1,7 @@
 """Inline PTX that chooses the groups of experts that take part, for rows in registers.
 
-A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some neighbouring lanes, or of one
-lane, or a lane has several groups (see `route/plan.py`). The steps:
+A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some
+neighbouring lanes, or of one lane, or a lane has several groups (see `route/plan.py`). The steps:
 
     each lane            finds the best entries of its part of each group
     lanes of a group     merge their best entries, by shuffles, and add them

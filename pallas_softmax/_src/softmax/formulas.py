@@ -81,7 +81,10 @@ MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
 def located(scale=None, *, counted: bool = False) -> Reduction:
-    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add. `scale` is a `Scale`, or None; see `normalizers.add_logits`."""
+    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add.
+
+    `scale` is a `Scale`, or None; see `normalizers.add_logits`.
+    """
 
     def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
@@ -184,6 +187,7 @@ class Label(NamedTuple):
 
     column: Any  # any number; a column in this row, or in another shard of it
     key: Any  # the sort key of its logit, by `sort_keys.key32`; more than the least int32
+    wide_key: Any = None  # the same in float32; the tile kernel does not need it
 
 
 def comes_before(key, column, label: Label):

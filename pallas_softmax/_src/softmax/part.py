@@ -10,6 +10,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
@@ -17,6 +18,7 @@ from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
+from pallas_softmax._src.softmax import before_ptx
 from pallas_softmax._src.softmax.formulas import Label, Located, Reduction, comes_before
 from pallas_softmax._src.softmax.parts_job import Job, Refs
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
@@ -136,6 +138,8 @@ class Part:
             if self.formula.counts:
                 lanes = lanes._replace(before=lanes.before + self._count_in_edges())
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
+        if self.formula.counts:
+            total = total._replace(before=self._recounted(total))
         return self._located(total) if self.formula.locates else total
 
     def _absorb_step(self, i, size: int, state):
@@ -155,7 +159,7 @@ class Part:
             terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
         lanes = _add(formula.reduction, lanes, terms, i)
         if formula.counts:
-            lanes = lanes._replace(before=lanes.before + self._count_in_step(i, size, mask_blocks))
+            lanes = lanes._replace(before=_count_in_step(self, lanes.before, terms, i, size, mask_blocks))
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -165,13 +169,30 @@ class Part:
 
         return lanes, next_masks
 
-    def _count_in_step(self, i, size: int, mask_blocks: list):
+    def _recounted(self, total: Located):
+        """Returns the number of elements before the label, counted again by the elements as they are stored.
+
+        The first count is right, unless fillings of -inf may count, or a 16-bit NaN may have lost its sign.
+        """
+        inexact = self._label().key <= sort_keys.key_of_number(-np.inf, self.job.dtype)
+        if self.job.dtype.itemsize == 2:
+            inexact |= total.moments.m != total.moments.m
+
+        def count_again():
+            def take_step(i, size: int, before):
+                return before + self.count_in_step(i, size, self._load_body_mask(i))
+
+            before = self.body.sweep(take_step, blocks.filled(0.0))
+            return jnp.sum(before + self._count_in_edges() if self.edges else before)
+
+        return lax.cond(inexact, count_again, lambda: total.before)
+
+    def count_in_step(self, i, size: int, mask_blocks: list):
         """Returns how many elements of step i each thread has that come before the label in the order of top-k."""
-        walk, (x_smem,), label, counts = self.job.parts.walk, self.refs.x_smem, self._label(), []
+        walk, (x_smem,), counts = self.job.parts.walk, self.refs.x_smem, []
         for block, (at, held) in enumerate(self.body.blocks(i, size)):
             x, position = blocks.load(x_smem.at[at], walk.vec), blocks.positions(walk.vec)
-            start = self.body_start + i * walk.step_size + block * walk.block_size
-            shifted = label._replace(column=label.column - start)
+            shifted = self.label_from(i, block * walk.block_size)
             before = comes_before(sort_keys.key32(x), position, shifted)
             if mask_blocks[block] is not None:
                 before = jnp.where(mask_blocks[block] != 0, before, 0.0)
@@ -191,10 +212,17 @@ class Part:
             counts.append(before if edge.keep is None else jnp.where(edge.keep, before, 0.0))
         return normalizers.tree_sum(counts)
 
+    def label_from(self, i, element: int = 0) -> Label:
+        """Returns the label of the row, with its column counted from an element of step i of the body."""
+        label = self._label()
+        return label._replace(
+            column=label.column - (self.body_start + i * self.job.parts.walk.step_size + element)
+        )
+
     def _label(self) -> Label:
         """Returns the label of the row, with its column counted from the start of the part."""
-        column, key = (gmem[self.place.row] for gmem in self.refs.label_gmem)
-        return Label(column - self.place.start, key)
+        column, *keys = (gmem[self.place.row] for gmem in self.refs.label_gmem)
+        return Label(column - self.place.start, *keys)
 
     def _located(self, total: Located) -> Located:
         """Returns the reduction of the part with the position of its largest element in the row.
@@ -352,6 +380,13 @@ class _Edge(NamedTuple):
     def keep(self):
         """The mask as a boolean block, or None."""
         return None if self.mask is None else self.mask != 0
+
+
+@twin(lambda part, before, terms, i, size, masks: before + part.count_in_step(i, size, masks))
+def _count_in_step(part: Part, before, terms: list, i, size: int, masks: list):
+    """Returns the counts of all threads with the elements of a step added; see `Part._recounted`."""
+    label = part.label_from(i)
+    return before_ptx.count_before(before, terms, part.job.parts.vec, label.column, label.wide_key)
 
 
 @twin(lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step))

@@ -38,7 +38,7 @@ def compute_rows(
 
     total = _reduce(formula.scaled(element_scale), tile, term)
     if label_gmem is not None:
-        label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem))
+        label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem[:2]))
         before = _count_before(tile, stored[0], keep, label, vocab=x_gmem[0].shape[1])
         total = total._replace(before=before)
     constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d

@@ -74,10 +74,11 @@ def token_stats(
 
     Returns:
       TokenStats(log_probs, entropy, logsumexp, argmax, rank), each of the shape of `logits` without `axis`. The first
-      three are float32, or float64 for float64 logits, and differentiable in `logits` and `temperature`, in both modes and to
-      any order. A logit of -inf adds 0 to the entropy. A row with NaN or +inf, or with nothing but -inf and masked
-      positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked position
-      has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the derivative 0.
+      three are float32, or float64 for float64 logits, and differentiable in `logits` and `temperature`, in both modes
+      and to any order. A logit of -inf adds 0 to the entropy. A row with NaN or +inf, or with nothing but -inf and
+      masked positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked
+      position has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the
+      derivative 0.
       `rank` is None unless asked for. It is the place, from 1 on, that `lax.top_k` of the unmasked logits gives to the
       label: equal logits are ordered by the lowest index first, and +0 is above -0. A label out of range, or at a
       masked position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied largest logits, and
@@ -86,9 +87,9 @@ def token_stats(
     Raises:
       TypeError: `logits` or `temperature` is not a real array, `labels` are not integers, `where` is not an array,
         `axis` is not an int, `rank` is not a bool, or `axis_name` is not a name.
-      ValueError: `axis` is out of range; `rank` is asked for without `labels`; `labels`, `where` or `temperature` does not fit; `temperature` is
-        negative; `labels` or `temperature` differs along `axis_name`, or it is not bound; or `implementation` is
-        unknown.
+      ValueError: `axis` is out of range; `rank` is asked for without `labels`; `labels`, `where` or `temperature` does
+        not fit; `temperature` is negative; `labels` or `temperature` differs along `axis_name`, or it is not bound; or
+        `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "token_stats"

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
@@ -51,7 +52,8 @@ def counted_stats(
     label = None
     if at_labels is not None:
         key = jnp.maximum(at_labels, jnp.iinfo(jnp.int32).min + 1)
-        label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in (labels, key)))
+        numbers = labels, key, sort_keys.widened_key(key, logits.dtype)
+        label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in numbers))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
     lse, entropy, m, d, t, argmax, *count = (

@@ -6,8 +6,8 @@
     labels        int32, (..., 1): columns of the whole row
     mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
 
-Below, u = (x - m) / temperature, where m is the largest logit. At temperature 0, it is 0 or -inf. m is a constant in all derivatives: no statistic depends
-on the number that is subtracted before the exponential.
+Below, u = (x - m) / temperature, where m is the largest logit. At temperature 0, it is 0 or -inf. m is a constant in
+all derivatives: no statistic depends on the number that is subtracted before the exponential.
 """
 
 from typing import NamedTuple
