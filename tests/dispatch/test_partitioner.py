@@ -86,7 +86,7 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 # mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
 ARRAYS = {
     "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
-    "token_weights", "label_smoothing", "z_loss", "axis_name", "draft_tokens", "draft_log_probs",
+    "token_weights", "label_smoothing", "z_loss", "axis_name", "draft_tokens", "draft_log_probs", "scale",
 }  # fmt: skip
 
 
@@ -137,17 +137,21 @@ CALLS = {
         (array(ROWS - 1, dtype="int32"), X),
         {"implementation": (None, "xla")},
     ),
-    "token_stats": Calls(ps.token_stats, (X,), {"axis": (-1, 0), "implementation": (None, "xla")}),
+    "token_stats": Calls(
+        lambda x, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[kwargs["axis"] + 1], int), **kwargs),
+        (X,),
+        {"axis": (-1, 0), "rank": (False, True), "implementation": (None, "xla")},
+    ),
     "route": Calls(
         ps.route,
         (EXPERTS,),
         {
             "k": (4, 5),
-            "score": ("softmax", "sigmoid"),
+            "score": ("softmax", "sigmoid", "sqrtsoftplus"),
             "groups": (8, 4),
             "top_groups": (2, 4),
+            "group_best": (None, 1),
             "renormalize": (False, True),
-            "scale": (1.0, 2.0),
             "implementation": (None, "xla"),
         },
     ),
