@@ -477,6 +477,25 @@ def tokens(filters, how, impl):
     )
 
 
+@each(drawn=[True, False], how=HOW[:2], fast=0)
+def verified(drawn, how):
+    """The tokens of speculative decoding are those of one device, and no row of V is gathered."""
+    at = split("both", how)._replace(spec=("b", None, "v"))
+    x = cases.rows(["normal", "integers"] * 8, V).reshape(4, 4, V)
+    q = np.asarray(jax.nn.log_softmax(x[:, :-1] * 0.7)) if drawn else None
+    drafts = jax.random.categorical(jax.random.key(1), x[:, :-1] * 0.7)
+    keys = jax.random.split(jax.random.key(2), len(x))
+    per_row = lay((keys, drafts), at.mesh, (P("b"), P("b")))
+    for options in ({}, {"top_p": np.float32(0.8)}):
+        f = functools.partial(ps.verify, **options)
+        arrays = [at.place(x), *([at.place(q)] if drawn else [])]
+        got, sent = execute(f, *per_row, *arrays)
+        jax.tree.map(np.testing.assert_array_equal, got, f(keys, drafts, x, q))
+        numbers = 2 * (2 * 256 + 4)  # the lists of the cutoffs and of the draw
+        positions = at.local_rows(x.shape)
+        assert sum(c.bytes for c in sent if c.group > 1) <= 4 * positions * at.size(at.row) * numbers, sent
+
+
 @each(how=HOW, fast=0)
 def sample_where(how):
     """One key for all rows; masked elements on all devices, and some devices with a fully masked part."""

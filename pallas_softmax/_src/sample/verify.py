@@ -226,11 +226,13 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
     """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
+    nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
+    if any(jax.typeof(a).sharding.spec[-1:]):  # JAX gathers nothing along an axis that Explicit mesh axes divide
+        at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
+        return jnp.max(jnp.where(at_draft, a, nothing), -1)
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
     picked = jnp.take_along_axis(a, index, -1)[..., 0]
-    return jnp.where(
-        _is_token(drafts, a), picked, False if a.dtype == bool else jnp.asarray(-jnp.inf, a.dtype)
-    )
+    return jnp.where(_is_token(drafts, a), picked, nothing)
 
 
 def _is_token(drafts: jax.Array, a: jax.Array) -> jax.Array:
