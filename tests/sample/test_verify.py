@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import pallas_softmax as ps
 from pallas_softmax import verify
@@ -160,6 +161,26 @@ def test_vmap_and_jit(q):
             mapped,
             verify(keys[i], drafts[i], x[i], q),
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export_round_trip(q, symbolic):
+    """One module for the CPU and CUDA; with a symbolic batch it holds no kernel."""
+    rows, v = 4, 512
+    x = np.tile(TARGET, (rows, 1, v // V + 1))[..., :v]
+    arrays = [jax.random.key_data(KEY), np.zeros((rows, S), np.int32), x]
+    arrays += [] if q is None else [np.asarray(jax.nn.log_softmax(x[:, :-1]))]
+    (n,) = export.symbolic_shape("n") if symbolic else (rows,)
+    shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]) if a.ndim > 1 else a.shape, a.dtype) for a in arrays]
+    f = jax.jit(functools.partial(verify, top_p=0.9))
+    stored = export.export(f, platforms=("cpu", "cuda"))(*shapes)
+    loaded = export.deserialize(bytearray(stored.serialize()))
+    got = loaded.call(*arrays)
+    assert isinstance(got, ps.Verified)
+    jax.tree.map(np.testing.assert_array_equal, got, f(*arrays))
+    assert ("mosaic_gpu" in loaded.mlir_module()) != symbolic
 
 
 @pytest.mark.slow
