@@ -155,7 +155,7 @@ def search_by_hand(log_p, prompt, beams, length, ends, alpha):
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
 @pytest.mark.parametrize(("v", "beams", "ends"), [(12, 3, (0,)), (12, 4, (0, 7)), (4, 16, (1, 2))])
 def test_beam_search(v, beams, ends, alpha):
-    """The hypotheses are those of a search by hand; with many beams, those of all texts."""
+    """A search in plain Python finds the same hypotheses. With many beams, the best one is the best of all texts."""
     length, log_p, prompts = 4, log_table(v, beams), np.arange(3)
     search = jax.jit(page()["beam_search"], static_argnums=(2, 3, 4))
     got, scores = search(jnp.asarray(log_p, jnp.float32), prompts, beams, length, ends, alpha)

@@ -479,7 +479,7 @@ def tokens(filters, how, impl):
 
 @each(drawn=[True, False], how=HOW[:2], fast=0)
 def verified(drawn, how):
-    """The tokens of speculative decoding are those of one device, and no row of V is gathered."""
+    """Speculative decoding has the same tokens as on one device, and no row of V is gathered."""
     at = split("both", how)._replace(spec=("b", None, "v"))
     x = cases.rows(["normal", "integers"] * 8, 4096).reshape(4, 4, 4096)
     q = np.asarray(jax.nn.log_softmax(x[:, :-1] * 0.7)) if drawn else None

@@ -80,8 +80,11 @@ def verify(
       logits: real array (..., S + 1, V): the target's logits at the positions of the drafts, and at the next position.
       draft_log_probs: (..., S, V), the log-probabilities that the drafts were drawn from. A draft with log-probability
         -inf is rejected. None if the drafts were chosen, for instance by n-grams.
-      temperature, top_k, top_p, min_p: as for `sample`: scalars, one per row (...), or one per position (..., S + 1).
-        The number of dimensions tells which.
+      temperature: as for `sample`, and so are the filters. Each is a scalar, has one number per row (...), or one per
+        position (..., S + 1). The number of dimensions tells which.
+      top_k: integer, at least -1. None, 0, -1, and V or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing.
+      min_p: from 0 to 1; None or 0 filters nothing.
       where: boolean, broadcastable to `logits`. A masked position is never a token.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
@@ -227,7 +230,9 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
     """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
     nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
-    if any(jax.typeof(a).sharding.spec[-1:]):  # JAX gathers nothing along an axis that Explicit mesh axes divide
+    if any(
+        jax.typeof(a).sharding.spec[-1:]
+    ):  # JAX gathers nothing along an axis that Explicit mesh axes divide
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
         return jnp.max(jnp.where(at_draft, a, nothing), -1)
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
