@@ -48,8 +48,11 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the parameters, checked if they are known."""
+    of_noise = {}
     if function == "sample":
         arguments.check_array("sample", "key", given["key"])
+        if given["mode"] is None:  # JAX caches programs without a look at this setting
+            of_noise = {"mode": "high" if jax.config.jax_high_dynamic_range_gumbel else "low"}
 
     def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
         value = given[name]
@@ -67,7 +70,7 @@ def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
         "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
         "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
         "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
-    }
+    } | of_noise
 
 
 @at_once(
@@ -137,7 +140,9 @@ def sample(
     """
     x, axis = _rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
-    key, mode = _keys(key, batch), _mode(mode)
+    key = _keys(key, batch)
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
     length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
@@ -268,13 +273,6 @@ def _parameters(function: str, x: jax.Array, axis: int, temperature, top_k, top_
 def _wide(floating) -> np.dtype:
     """Returns the dtype of the arithmetic."""
     return floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
-
-
-def _mode(mode: str | None) -> str:
-    """Returns the mode of `jax.random.gumbel`, checked."""
-    if mode is not None and not (isinstance(mode, str) and mode in noise.MODES):
-        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
-    return noise.effective_mode(mode)
 
 
 def _keys(key, batch: tuple[int, ...]) -> jax.Array:
