@@ -38,6 +38,7 @@ CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
+LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
 NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
@@ -63,7 +64,7 @@ class SamplePlan:
         total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
         counted      sums over the CTA above a key
-        best         what the CTA has of the best sum with noise, twice
+        best         the best sum with noise that any CTA of the row found, 64 bits
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
@@ -72,8 +73,9 @@ class SamplePlan:
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, fetched by one warp and read by all
         histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys; at
-                     last, with the keys, a list of positions for each warp
+                     last, if there is room, the list of positions of each warp
         keys         the list of keys in the zone
+        positions    a list of positions for each warp, if there was no room
     """
 
     window: Window
@@ -111,15 +113,26 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
+    def listed_at_once(self) -> int:
+        """Number of elements that a thread looks at together, to list those that can win."""
+        return LISTED_AT_ONCE // self.window.vec * self.window.vec
+
+    @property
     def noise_words(self) -> int:
         """Number of words of a warp's list of positions, two in each word."""
-        return (ELEMENTS_AT_ONCE + NOISE_AT_ONCE) * LANES // 2
+        return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
+
+    @property
+    def positions(self) -> int:
+        """The first word of the lists of positions. Other CTAs may still read the keys, but not the histogram."""
+        has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
+        return self.histogram if has_room else self.keys + self.list_size
 
     @property
     def words(self) -> int:
         """Number of all words."""
-        positions = self.histogram + self.warpgroups * WARPS * self.noise_words
-        return max(self.keys + self.list_size, positions)
+        after = self.positions + self.warpgroups * WARPS * self.noise_words
+        return max(self.keys + self.list_size, after)
 
     @property
     def smem_bytes(self) -> int:

@@ -12,6 +12,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
+TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
@@ -27,6 +28,7 @@ class RowProgram(CtaProgram):
     """
 
     top: Value  # the largest element of the row, once it is known
+    quotient: Value  # the same, divided by the temperature
 
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
