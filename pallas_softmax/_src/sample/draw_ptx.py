@@ -70,7 +70,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """
     p = RowProgram(plan, dtype)
     p.barrier()
-    mass_of_cta, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
     p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
     p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
     p.keep_first(p.greedy)
@@ -81,30 +81,28 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _, total = p.before(mass_of_cta)
-        kept = Kept(p, mass_of_cta)
+        kept = Kept(p, total)
         _apply_filters(p, kept, total, small_top_k, bound)
         _apply_min_p(p, kept)
-        _, mass = p.before(kept.mass)
         if stride is None:
-            _write_cutoff(p, kept, mass, total)
+            _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, mass, total, winner_ptx.Noise.of(p, stride), maxima)
+            _draw(p, kept, total, winner_ptx.Noise.of(p, stride), maxima)
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, mass: Value, total: Value, noise: winner_ptx.Noise, maxima) -> None:
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxima) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, cut, _ = ties_ptx.cut(p, kept)
-    race = winner_ptx.Race(p, noise, kept, mass, cut)
+    race = winner_ptx.Race(p, noise, kept, cut)
     with p.when(race.run(maxima)):
         log_prob = (p.element_at(race.index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
-        _write(p, index=race.index, log_prob=log_prob, log_mass=_log_mass(p, kept, mass, total))
+        _write(p, index=race.index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
 
 
-def _write_cutoff(p: RowProgram, kept: Kept, mass: Value, total: Value) -> None:
+def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     if p.ctas > 1:
         p += ARRIVE
@@ -113,7 +111,7 @@ def _write_cutoff(p: RowProgram, kept: Kept, mass: Value, total: Value) -> None:
         limit = p.select(p.top.equals(0.0), 0.0, p.quotient * INF)
         logsumexp = p.select(p.temperature.equals(0.0), limit, p.quotient) + _log(p, total)
         index = p.select(is_cut, cut + p.origin, HIGHEST)
-        key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, mass, total)
+        key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
         _write(p, key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
     if p.ctas > 1:
         p += WAIT  # no CTA exits while another one may read its shared memory
@@ -128,8 +126,7 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
-        _, all_kept = p.before(kept.mass)
-        of_mass = p.max(p.top_p * all_kept, _LEAST_GOAL)
+        of_mass = p.max(p.top_p * kept.mass, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, of_mass, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
@@ -174,8 +171,9 @@ def _apply_min_p(p: RowProgram, kept: Kept) -> None:
                 weight = p.weight(x)
                 p.increase(mass, weight, when=weight >= p.min_p)
                 p.update(least, "min", p.key(x), when=weight >= p.min_p)
-        mass, least = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
-        kept.down_to_all(p.over_lanes("min", least), mass)
+        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
+        mass, least = p.over_warp(["add", "min"], both)
+        kept.down_to_all(least, mass)
 
 
 def _log(p: RowProgram, x: Value) -> Value:
@@ -185,9 +183,9 @@ def _log(p: RowProgram, x: Value) -> Value:
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
 
 
-def _log_mass(p: RowProgram, kept: Kept, mass: Value, total: Value) -> Value:
+def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
     """Returns the log of the kept share of the mass."""
-    return p.select(kept.is_everything(), 0.0, _log(p, p.min(p.divide(mass, total), 1.0)))
+    return p.select(kept.key.equals(KEEP_ALL), 0.0, _log(p, p.min(p.divide(kept.mass, total), 1.0)))
 
 
 def _write_nothing(p: RowProgram, stride: int | None) -> None:

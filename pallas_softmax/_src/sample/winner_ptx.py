@@ -53,11 +53,11 @@ class Noise:
 class Race:
     """The race of a row, and its state in this thread: the goal of the warp, and the best sum of the thread."""
 
-    def __init__(self, p: RowProgram, noise: Noise, kept: Kept, mass: Value, cut: Value):
-        """`mass` is the kept mass, `cut` the position of the last kept tie."""
+    def __init__(self, p: RowProgram, noise: Noise, kept: Kept, cut: Value):
+        """`cut` is the position of the last kept tie."""
         self.p, self.noise, self.kept, self.cut = p, noise, kept, cut
         self.temperature = p.max(p.temperature, TINY)
-        self.goal = p.var(p.quotient + p.log2(mass) * _LN2 - _GUESS)
+        self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
         self.list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
         self.published = p.word(p.plan.best)  # the best sum of the row, and its index: see `_publish`
