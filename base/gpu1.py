@@ -73,22 +73,20 @@ RACE = dict(winner_ptx.Race.__dict__)
 
 def run_once(self, maxima):
     p = self.p
-    p.set(self.index, p.origin)
     self._sweep(maxima)
-    p.sync_cluster()
-    best = p.load(self.published, "u32")
-    return p.thread.equals(0) & p.cta.equals(0) & best.differs(12345)
+    of = p.each_cta(self._first_best, [self.best, self.index], [-np.inf, 2**31 - 1], p.word(p.plan.best))
+    best, winner = self._first_best(of)
+    return p.var(p.origin), p.select(winner.equals(12345), 1, 0, "u32")
 
-def variant(at_once=2, listed=12, multiplied=(), off=()):
-    noise_ptx.MULTIPLIED = set(multiplied)
+def variant(at_once=2, most=14, off=()):
     winner_ptx.NOISE_AT_ONCE = plans.NOISE_AT_ONCE = at_once
-    plans.LISTED_AT_ONCE = listed
-    for n in ("run", "_list", "_list_maximum", "_perturb"): setattr(winner_ptx.Race, n, RACE[n])
-    if off and off != ("max",): winner_ptx.Race.run = run_once
-    if "max" in off: winner_ptx.Race._list_maximum = lambda self, listed, maxima: None
-    if "noise" in off: winner_ptx.Race._perturb = lambda self, listed: self.p.set(listed, 0)
-    if "list" in off:
-        winner_ptx.Race._list = lambda self, listed, at, remaining, low: self.p.set(remaining, 0)
+    winner_ptx.MOST_LISTED = plans.MOST_LISTED = most
+    for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish"): setattr(winner_ptx.Race, n, RACE[n])
+    if {"noise", "sweep"} & set(off): winner_ptx.Race.run = run_once
+    if "max" in off: winner_ptx.Race._list_maximum = lambda *a: None
+    if "pub" in off: winner_ptx.Race._publish = lambda self: self.p.set(self.goal, self.p.max(self.goal, self.p.over_warp(["max"], [self.best])[0]))
+    if "noise" in off: winner_ptx.Race._perturb = lambda self, list_, listed, more: self.p.set(listed, 0)
+    if "sweep" in off: winner_ptx.Race._sweep = lambda *a: None
     draw_ptx.row_program.cache_clear()
 
 start = time.time()
@@ -111,8 +109,7 @@ if os.environ.get("CHECK", "1") == "1":
             compare(rows, v, dt, kind, p)
     print("checked", round(time.time() - start), flush=True)
 
-M = (1, 3, 6, 8, 11, 13, 16, 18)
-VARIANTS = {"new": {}, "a1": dict(at_once=1), "m8": dict(multiplied=M), "m4": dict(multiplied=M[::2]), "L8": dict(listed=8), "nomax": dict(off=("max",)), "nonoise": dict(off=("noise",)), "nolist": dict(off=("list", "noise", "max"))}
+VARIANTS = {"new": {}, "a1": dict(at_once=1), "m8": dict(most=8), "nomax": dict(off=("max",)), "nopub": dict(off=("pub",)), "nonoise": dict(off=("noise",)), "nosweep": dict(off=("sweep",))}
 S = jax.ShapeDtypeStruct
 P = jax.tree.map(lambda a: S(a.shape, a.dtype), params())
 SIZES = [(1024, 151936, "float32"), (256, 128256, "float32"), (64, 128256, "float32"), (1024, 151936, "bfloat16")]
@@ -125,13 +122,13 @@ for size in SIZES:
     def add(name, plan):
         jobs[size, name] = pool.submit(jax.jit(lambda x, w, p: draw(x, w, p, plan)).lower(x, S((rows, 4), "uint32"), P).compile)
     for vn, vv in VARIANTS.items():
-        if rows != 1024 and vn not in ("new", "nolist") or dt == "bfloat16" and vn != "new": continue
+        if rows != 1024 and vn not in ("new", "nosweep") or dt == "bfloat16" and vn != "new": continue
         variant(**vv)
         add(vn, plan)
     variant()
     if dt == "bfloat16":
         import dataclasses
-        add("lists", dataclasses.replace(plan, by_value=False))
+        pass
     else:
         jobs[size, "cut"] = pool.submit(jax.jit(lambda x, w, p: draw(x, None, p, plan, None)).lower(x, S((rows, 4), "uint32"), P).compile)
     for name, kw in (("old none", {}), ("old k50", {"top_k": 50}), ("old p.9", {"top_p": np.float32(.9)})):
@@ -149,7 +146,7 @@ for size in SIZES:
         if kind == "normal3":
             calls |= {n: (lambda f=F[size, n]: f(x)) for n in ("old k50", "old p.9")}
             for n, p in (("k50", params(k=50)), ("p.9", params(pp=.9))):
-                for o in own + ["nolist"] * (dt == "float32"):
+                for o in own + ["nosweep", "nonoise"] * (rows == 1024 and dt == "float32"):
                     calls[f"{o} {n}"] = lambda p=p, o=o: F[size, o](x, w, p)
         for (r, n), f in F.items():
             if r == size and n in (*VARIANTS, *own): calls[n] = lambda f=f, p=params(): f(x, w, p)

@@ -79,7 +79,7 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
-    p.store(p.word(plan.best), 0, 0, when=p.thread.equals(0))
+    p.store(p.word(plan.goal), 0, when=p.thread.equals(0))
     p.sync_cluster()
     of_ctas, d, bound, _ = p.of_ctas(p.word(plan.total), ["f32"] * 4, [-INF, 0, INF, 0])
     top, total = _over_warp(p, of_ctas, d)

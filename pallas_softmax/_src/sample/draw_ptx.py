@@ -96,10 +96,14 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxi
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, cut, _ = ties_ptx.cut(p, kept)
-    race = winner_ptx.Race(p, noise, kept, cut)
-    with p.when(race.run(maxima)):
-        log_prob = (p.element_at(race.index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
-        _write(p, index=race.index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
+    index, cta = winner_ptx.Race(p, noise, kept, cut).run(maxima)
+    if p.ctas > 1:
+        p += ARRIVE
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        log_prob = (p.element_at(index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
+        _write(p, index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
+    if p.ctas > 1:
+        p += WAIT  # no CTA exits while another one may read its shared memory
 
 
 def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
@@ -151,6 +155,8 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         p.set(f.goal, lists_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+        p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
+        p.set(f.kept.listed_in_cta, p.shuffle(zone.number_of_cta, "idx", p.cta))
 
     of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)

@@ -34,11 +34,11 @@ DIGIT = 128  # buckets in a round over the keys, four for each lane
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
 ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
-CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
+CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
+MOST_LISTED = 14  # elements that a thread lists at once, if so many can win
 NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
@@ -64,7 +64,8 @@ class SamplePlan:
         total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
         counted      sums over the CTA above a key
-        best         the best sum with noise that any CTA of the row found, 64 bits
+        best         the best sum with noise in the CTA and its index, twice
+        goal         the best sum of the row that the CTA knows
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
@@ -74,7 +75,7 @@ class SamplePlan:
         gathered     eight numbers of each CTA, fetched by one warp and read by all
         histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys; at
                      last, if there is room, the list of positions of each warp
-        keys         the list of keys in the zone
+        keys         the list of keys in the zone, and then the list of their positions, two in each word
         positions    a list of positions for each warp, if there was no room
     """
 
@@ -82,7 +83,7 @@ class SamplePlan:
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, best, counted, picked, listed, warps = 0, 4, 12, 16, 18, 20, 24
+    total, zone, best, counted, picked, listed, goal, warps = 0, 4, 12, 16, 18, 20, 21, 24
     warp_words = 8
     sums = warps + MAX_WARPS * warp_words
     sections = sums + 2 * LANES
@@ -102,6 +103,11 @@ class SamplePlan:
         return self.histogram + self.buckets
 
     @property
+    def key_positions(self) -> int:
+        """The first word of the positions of the listed keys."""
+        return self.keys + self.list_size
+
+    @property
     def threads(self) -> int:
         """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
@@ -113,26 +119,21 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
-    def listed_at_once(self) -> int:
-        """Number of elements that a thread looks at together, to list those that can win."""
-        return LISTED_AT_ONCE // self.window.vec * self.window.vec
-
-    @property
     def noise_words(self) -> int:
         """Number of words of a warp's list of positions, two in each word."""
-        return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
+        return (MOST_LISTED + NOISE_AT_ONCE) * LANES // 2
 
     @property
     def positions(self) -> int:
         """The first word of the lists of positions. Other CTAs may still read the keys, but not the histogram."""
         has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
-        return self.histogram if has_room else self.keys + self.list_size
+        return self.histogram if has_room else self.key_positions + self.list_size // 2
 
     @property
     def words(self) -> int:
         """Number of all words."""
         after = self.positions + self.warpgroups * WARPS * self.noise_words
-        return max(self.keys + self.list_size, after)
+        return max(self.key_positions + self.list_size // 2, after)
 
     @property
     def smem_bytes(self) -> int:

@@ -4,33 +4,33 @@ Noise takes about 90 instructions, and most elements cannot win. If some entry h
 needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.MOST`, about 16:
 
     goal     a guess, 2 below logsumexp of the kept entries: the winner is above it in 99.94% of all rows; later the
-             best sum so far. The CTAs send it to each other as soon as it is better than their own
+             best sum so far. The CTAs send it to each other
     low      elements below this x cannot reach the goal
     sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time
-    maxima   if most elements are listed, the largest element of each thread comes next, for a better goal
+    maxima   if many elements are listed, the largest element of each thread comes next, for a better goal
     again    if the winner is below the guess, it becomes the goal of another sweep
 
-So the winner does not depend on the guess, or on the order in which sums are found. Only a few words of noise in a row
-can reach the goal. They are recognized by u itself: noise is at most -log(1 - u). So only these take two logarithms and
-a division.
+If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
+the guess, or on the order in which sums are found. Only a few words of noise in a row can reach the goal. They are
+recognized by u itself: noise is at most -log(1 - u). So only these take two logarithms and a division.
 """
 
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import noise_ptx
 from pallas_softmax._src.sample.arrival_ptx import Maxima
-from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, NOISE_AT_ONCE, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, MOST_LISTED, NOISE_AT_ONCE, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
-_MOST_ELEMENTS = 0.25  # the share of listed elements from which on maxima come next
 _SIGN = 0x80000000
 WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
 
@@ -59,45 +59,62 @@ class Race:
         self.temperature = p.max(p.temperature, TINY)
         self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
-        self.list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
-        self.published = p.word(p.plan.best)  # the best sum of the row, and its index: see `_publish`
+        self.goal_of_cta = p.word(p.plan.goal)  # the best sum that the CTA knows, as an integer
 
-    def run(self, maxima: Maxima) -> Value:
-        """Returns a condition: whether this thread has the winner, with the index `index`."""
+    def run(self, maxima: Maxima) -> tuple[Value, Value]:
+        """Returns the index of the winner, and the number of its CTA."""
         p = self.p
-        best, winner = p.fresh("f32"), p.fresh("u32")
-        guess = p.var(self.goal)
+        index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
+        slot = p.var(p.word(p.plan.best))
         with p.loop() as leave:
             self._sweep(maxima)
-            p.sync_cluster()
-            p.load_into([winner, best.bits("u32")], self.published)
-            p.set(best, _of_order(best.bits("u32")))
+            of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
+            best, winner = self._first_best(of_ctas)
+            p.set(index, winner)
+            p.set(cta, p.first_that(of_ctas[1].equals(winner)))
             leave(best >= guess)
-            p.set(guess, p.max(best, -INF))  # instead of a NaN
-            p.set(self.goal, guess)
-            p.sync_cluster()  # all have read the best sum
-        return self.index.bits("u32").equals(~winner)
+            p.set(guess, best)
+            p.set(self.goal, best)
+            p.set(slot, slot ^ 8)  # other CTAs may still read the last results
+        return index, cta
+
+    def _first_best(self, values: Sequence[Value]) -> list[Value]:
+        """Returns the largest sum of all lanes, and the lowest index that has it."""
+        p, (value, index) = self.p, values
+        (best,) = p.over_warp(["max"], [value])
+        return [best, p.over_lanes("min", p.select(value.equals(best), index, HIGHEST))]
 
     def _sweep(self, maxima: Maxima) -> None:
         """Finds the best sum of the warp's elements, or a better one of the row."""
-        p = self.p
-        kept_upto = p.select(self.kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(self.kept.key))
-        kept_after = p.of_key(self.kept.key + 1)
-        listed, at, remaining, first = p.var(0, "s32"), p.var(p.span), p.var(p.loads), p.var(True, "pred")
+        p, kept = self.p, self.kept
+        upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
+        after = p.of_key(kept.key + 1)
+        inside, first = p.var(0, "u32"), p.var(0, "u32")  # a bit for each element; the position of the first one
+        at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
+        most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
+        of_warp = kept.listed_in_cta.bits("s32") - p.warp.bits("s32") * share
+        listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
+        list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
+        is_first = p.var(~kept.listed)
         with p.loop() as leave:
+            with p.when(~p.any(inside > 0) & (remaining > 0)):
+                p.set(self.goal, p.max(self.goal, _of_order(p.load(self.goal_of_cta, "u32"))))
+                p.set(first, p.position_of(at).bits("u32"))
+                p.set(inside, self._inside(at, remaining, p.max(self._least_that_reaches(), upto), after))
+                p.increase(at, WARP_LOAD_BYTES * self.loads)
+                p.increase(remaining, -self.loads)
             p.sync_warp()
-            with p.when(remaining > 0):
-                p.set(self.goal, p.max(self.goal, _of_order(p.load(self.published, "u32", offset=4))))
-                low, after = self._least_that_reaches(), p.position_of(at) > self.cut
-                self._list(listed, at, remaining, p.max(low, p.select(after, kept_after, kept_upto)))
-            with p.when(first & (listed >= int(_MOST_ELEMENTS * LANES * p.plan.listed_at_once))):
-                self._list_maximum(listed, maxima)
-            p.set(first, False)
+            with p.when(p.any(inside > 0)):
+                self._list(list_, listed, inside, first)
+            with p.when(is_first & (listed >= LANES * MOST_LISTED // 2)):
+                self._list_maximum(list_, listed, maxima)
+            p.set(is_first, False)
             p.sync_warp()
+            more = p.var(p.any(inside > 0) | (remaining > 0))
             with p.loop() as enough:
-                enough(listed < p.select(remaining > 0, NOISE_AT_ONCE * LANES, 1, "s32"))
-                self._perturb(listed)
-            leave(remaining <= 0)
+                enough(listed < p.select(more, most, 1, "s32"))
+                self._perturb(list_, listed, more)
+            leave(~more)
 
     def _least_that_reaches(self) -> Value:
         """Returns the least x that reaches the goal with the most noise, or a lower one."""
@@ -110,32 +127,49 @@ class Race:
     def _slack(self) -> Value:
         return self.p.absolute(self.goal) + 32.0
 
-    def _list(self, listed: Value, at: Value, remaining: Value, low: Value) -> None:
-        """Lists the positions of the next elements of the warp that are at least `low`."""
-        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
-        loads, position = count // vec, p.position_of(at).bits("u32")
-        words = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
-        inside = p.var(0, "u32")
-        for i, of_load in enumerate(words):
-            p.load_into(of_load, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        for i, of_load in enumerate(words):
-            outside = p.var(0, "u32")
-            for x in p.floats(of_load):  # the first element has the highest bit
-                outside = p.append_sign(outside, (x - low).bits("u32"))
-            p.update(inside, "or", (outside ^ (1 << vec) - 1) << (loads - 1 - i) * vec, when=remaining > i)
-        with p.when(p.any(inside.differs(0))):
-            before, number = p.before(p.count_ones(inside))
-            to = p.var(self.list + (listed.bits("u32") + before) * 2)
-            for i in range(count):
-                lists = (inside & 1 << count - 1 - i).differs(0)
-                here = position + (i // vec * LANES * vec + i % vec)
-                p.store(to, p.convert(here, "u16"), when=lists)
-                p.increase(to, 2, when=lists)
-            p.increase(listed, number)
-        p.increase(at, WARP_LOAD_BYTES * loads)
-        p.increase(remaining, -loads)
+    @property
+    def loads(self) -> int:
+        """Number of vectors of a thread whose elements are looked at together."""
+        return ELEMENTS_AT_ONCE // self.p.plan.window.vec
 
-    def _list_maximum(self, listed: Value, maxima: Maxima) -> None:
+    def _own_list(self) -> Value:
+        return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
+
+    def _inside(self, at: Value, remaining: Value, low: Value, after: Value) -> Value:
+        """Returns a bit for each element of the next vectors: whether it is at least `low`; `after` after the cut.
+
+        The last element has the lowest bit.
+        """
+        p, vec = self.p, self.p.plan.window.vec
+        after, position, outside = p.max(low, after), p.position_of(at), p.var(0, "u32")
+        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(self.loads)]
+        for i, words in enumerate(vectors):
+            p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
+        for i, words in enumerate(vectors):
+            of_load = p.select(position > self.cut - i * LANES * vec, after, low)
+            for x in p.floats(words):
+                outside = p.append_sign(outside, (x - of_load).bits("u32"))
+        there = p.var(2**ELEMENTS_AT_ONCE - 1, "u32") << p.max(self.loads - remaining, 0).bits("u32") * vec
+        return ~outside & there & 2**ELEMENTS_AT_ONCE - 1
+
+    def _list(self, list_: Value, listed: Value, inside: Value, first: Value) -> None:
+        """Moves up to MOST_LISTED elements of each thread from `inside` to the list."""
+        p, vec = self.p, self.p.plan.window.vec
+        before, number = p.before(p.min(p.count_ones(inside), MOST_LISTED))
+        to = p.var(list_ + (listed.bits("u32") + before) * 2)
+        end = to + MOST_LISTED * 2
+        with p.loop() as leave:
+            leave(inside.equals(0) | (to >= end))
+            bit = p.highest_bit(inside)
+            element = bit ^ ELEMENTS_AT_ONCE - 1
+            load = element >> vec.bit_length() - 1
+            here = first + element + load * (LANES * vec - vec)
+            p.store(to, p.convert(here, "u16"))
+            p.increase(to, 2)
+            p.update(inside, "xor", p.var(1, "u32") << bit)
+        p.increase(listed, number)
+
+    def _list_maximum(self, list_: Value, listed: Value, maxima: Maxima) -> None:
         """Lists the position of the largest element of each thread."""
         p, vec = self.p, self.p.plan.window.vec
         position, end = p.var(0, "u32"), p.span + p.loads.bits("u32") * WARP_LOAD_BYTES
@@ -144,16 +178,16 @@ class Race:
                 here = p.position_of(maxima.address).bits("u32") + i * LANES * vec
                 for j, x in enumerate(p.floats(p.vector(maxima.address, i))):
                     p.set(position, here + j, when=x.equals(maxima.element))
-        p.store(self.list + (listed.bits("u32") + p.lane) * 2, p.convert(position, "u16"))
+        p.store(list_ + (listed.bits("u32") + p.lane) * 2, p.convert(position, "u16"))
         p.increase(listed, LANES)
 
-    def _perturb(self, listed: Value) -> None:
-        """Takes the last positions off the list, and adds noise to the elements there."""
+    def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
+        """Takes the last positions off the list, and adds noise to the elements there; `more` will be listed."""
         p, noise = self.p, self.noise
         p.increase(listed, -NOISE_AT_ONCE * LANES)
         entries = [listed + p.lane + LANES * i for i in range(NOISE_AT_ONCE)]
         there = [entry >= 0 for entry in entries]
-        positions = [self._listed(*of) for of in zip(entries, there)]
+        positions = [self._listed(list_, *of) for of in zip(entries, there)]
         elements = [p.element_at(position) for position in positions]
         indices = [position + p.origin for position in positions]
         places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in indices]
@@ -169,11 +203,12 @@ class Race:
             for one, x, position, index, reaches in zip(ones, elements, positions, indices, reach):
                 with p.when(reaches):
                     self._compare(one, x, position, index)
-            self._publish()
+            with p.when(more):
+                self._publish()
 
-    def _listed(self, entry: Value, there: Value) -> Value:
+    def _listed(self, list_: Value, entry: Value, there: Value) -> Value:
         p = self.p
-        position = p.load(self.list.bits("s32") + entry * 2, "u16", when=there, default=0)
+        position = p.load(list_.bits("s32") + entry * 2, "u16", when=there, default=0)
         return p.convert(position, "u32").bits("s32")
 
     def _compare(self, one_plus_u: Value, x: Value, position: Value, index: Value) -> None:
@@ -188,16 +223,11 @@ class Race:
         p.set(self.index, index, when=wins)
 
     def _publish(self) -> None:
-        """Sends the best sum of the warp to all CTAs, if it is not below the goal, and makes it the goal.
-
-        A CTA keeps the greatest number: the sum in the upper half, in the order of integers, and the lowest index of
-        such a sum in the lower half, inverted.
-        """
+        """Makes the best sum of the warp its goal, and sends it to all CTAs."""
         p = self.p
         (best,) = p.over_warp(["max"], [self.best])
-        index = p.over_lanes("min", p.select(self.best.equals(best), self.index, HIGHEST))
-        with p.when((best >= self.goal) & index.differs(HIGHEST) & (p.lane < p.ctas)):
-            p.raise_in_cta(self.published, p.lane, p.join((~index).bits("u32"), _order(best)))
+        with p.when((best > self.goal) & (p.lane < p.ctas)):
+            p.raise_in_cta(self.goal_of_cta, p.lane, _order(best))
         p.set(self.goal, p.max(self.goal, best))
 
 

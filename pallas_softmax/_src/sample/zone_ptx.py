@@ -115,6 +115,7 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
         key = p.key(x)
         add(x, key)
         p.store(p.word(p.plan.keys, entry), key)
+        p.store(p.word(p.plan.key_positions) + entry * 2, p.convert(p.position_of(at).bits("u32"), "u16"))
         p.increase(entry, 1)
         p.set(inside, inside & (inside - 1))
     return inside
