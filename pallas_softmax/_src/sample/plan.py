@@ -38,7 +38,7 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-MOST_LISTED = 14  # elements that a thread lists at once, if so many can win
+MOST_LISTED = 14  # elements of each thread that the list of a warp has room for, beside NOISE_AT_ONCE
 NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4

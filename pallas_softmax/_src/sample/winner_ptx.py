@@ -100,17 +100,18 @@ class Race:
             with p.when(~p.any(inside > 0) & (remaining > 0)):
                 p.set(self.goal, p.max(self.goal, _of_order(p.load(self.goal_of_cta, "u32"))))
                 p.set(first, p.position_of(at).bits("u32"))
-                p.set(inside, self._inside(at, remaining, p.max(self._least_that_reaches(), upto), after))
-                p.increase(at, WARP_LOAD_BYTES * self.loads)
-                p.increase(remaining, -self.loads)
+                low = p.max(self._least_that_reaches(), upto)
+                # The number of turns is 2. ptxas does not know it, so that it does not load all vectors at once.
+                with p.each(0, p.select(low >= LEAST_FINITE, 2, 0, "u32")):
+                    p.set(inside, inside << ELEMENTS_AT_ONCE | self._inside(at, remaining, low, after))
+                    p.increase(at, WARP_LOAD_BYTES * self.loads)
+                    p.increase(remaining, -self.loads)
             p.sync_warp()
-            with p.when(p.any(inside > 0)):
-                self._list(list_, listed, inside, first)
-            with p.when(is_first & (listed >= LANES * MOST_LISTED // 2)):
+            more = p.var(self._list(list_, listed, inside, first) | (remaining > 0))
+            with p.when(is_first & (listed >= 8 * LANES)):
                 self._list_maximum(list_, listed, maxima)
             p.set(is_first, False)
             p.sync_warp()
-            more = p.var(p.any(inside > 0) | (remaining > 0))
             with p.loop() as enough:
                 enough(listed < p.select(more, most, 1, "s32"))
                 self._perturb(list_, listed, more)
@@ -136,38 +137,39 @@ class Race:
         return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
 
     def _inside(self, at: Value, remaining: Value, low: Value, after: Value) -> Value:
-        """Returns a bit for each element of the next vectors: whether it is at least `low`; `after` after the cut.
+        """Returns a bit for each element of the next vectors: whether it is at least `low`, or `after` after the cut.
 
         The last element has the lowest bit.
         """
         p, vec = self.p, self.p.plan.window.vec
-        after, position, outside = p.max(low, after), p.position_of(at), p.var(0, "u32")
+        after, position, inside = p.max(low, after), p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(self.loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
         for i, words in enumerate(vectors):
-            of_load = p.select(position > self.cut - i * LANES * vec, after, low)
+            least, outside = p.select(position > self.cut - i * LANES * vec, after, low), p.var(0, "u32")
             for x in p.floats(words):
-                outside = p.append_sign(outside, (x - of_load).bits("u32"))
-        there = p.var(2**ELEMENTS_AT_ONCE - 1, "u32") << p.max(self.loads - remaining, 0).bits("u32") * vec
-        return ~outside & there & 2**ELEMENTS_AT_ONCE - 1
+                outside = p.append_sign(outside, (x - least).bits("u32"))
+            there = p.select(remaining > i, 2**vec - 1, 0, "u32")
+            inside = inside << vec | there & ~outside
+        return inside
 
-    def _list(self, list_: Value, listed: Value, inside: Value, first: Value) -> None:
-        """Moves up to MOST_LISTED elements of each thread from `inside` to the list."""
+    def _list(self, list_: Value, listed: Value, inside: Value, first: Value) -> Value:
+        """Moves elements from `inside` to the list, one of each thread at a time, and returns if there was no room."""
         p, vec = self.p, self.p.plan.window.vec
-        before, number = p.before(p.min(p.count_ones(inside), MOST_LISTED))
-        to = p.var(list_ + (listed.bits("u32") + before) * 2)
-        end = to + MOST_LISTED * 2
+        lower, lanes = p.special("lanemask_lt"), p.fresh("u32")
         with p.loop() as leave:
-            leave(inside.equals(0) | (to >= end))
+            is_inside = inside > 0
+            p.set(lanes, p.ballot(is_inside))
+            leave(lanes.equals(0) | (listed > LANES * (MOST_LISTED - 1)))
             bit = p.highest_bit(inside)
-            element = bit ^ ELEMENTS_AT_ONCE - 1
-            load = element >> vec.bit_length() - 1
-            here = first + element + load * (LANES * vec - vec)
-            p.store(to, p.convert(here, "u16"))
-            p.increase(to, 2)
-            p.update(inside, "xor", p.var(1, "u32") << bit)
-        p.increase(listed, number)
+            element = bit ^ 2 * ELEMENTS_AT_ONCE - 1
+            here = first + element + (element >> vec.bit_length() - 1) * (LANES * vec - vec)
+            entry = listed.bits("u32") + p.count_ones(lanes & lower)
+            p.store(list_ + entry * 2, p.convert(here, "u16"), when=is_inside)
+            p.set(inside, inside ^ p.var(1, "u32") << bit, when=is_inside)
+            p.increase(listed, p.count_ones(lanes))
+        return lanes > 0
 
     def _list_maximum(self, list_: Value, listed: Value, maxima: Maxima) -> None:
         """Lists the position of the largest element of each thread."""
