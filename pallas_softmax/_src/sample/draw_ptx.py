@@ -63,7 +63,7 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, <row>, the number of the row, and addresses in device memory for the results:
+    It has the operands of `RowProgram`, the number of the row as <row>, and addresses in device memory for results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>

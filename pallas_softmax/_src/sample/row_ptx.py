@@ -137,7 +137,7 @@ class RowProgram(CtaProgram):
         return self.scratch + index * (4 * each) + 4 * at
 
     def of_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; `neutral` if there is no such CTA.
+        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; without such a CTA, `neutral`.
 
         This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
         others one at a time.
@@ -152,7 +152,7 @@ class RowProgram(CtaProgram):
         self.load_into(out, local, when=exists)
         return out
 
-    # --- Reductions over the CTA and the cluster. `reduce` reduces values over a warp: a function, or names of instructions
+    # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
 
     def each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
         """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""

@@ -89,7 +89,10 @@ class Race:
         p, kept = self.p, self.kept
         upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
         after = p.of_key(kept.key + 1)
-        inside, first = p.var(0, "u32"), p.var(0, "u32")  # a bit for each element; the position of the first one
+        inside, first = (
+            p.var(0, "u32"),
+            p.var(0, "u32"),
+        )  # a bit for each element; the position of the first one
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
         most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
         of_warp = kept.listed_in_cta.bits("s32") - p.warp.bits("s32") * share

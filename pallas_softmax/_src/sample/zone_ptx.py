@@ -86,7 +86,12 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     zone.set_sums(mass, number)
     edges_and_sums = least, greatest, mass_above, above
     least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], edges_and_sums)
-    zone.set(least=least, greatest=greatest, mass_above=mass_above, above=f.measure(mass_above, p.convert(above, "f32")))
+    zone.set(
+        least=least,
+        greatest=greatest,
+        mass_above=mass_above,
+        above=f.measure(mass_above, p.convert(above, "f32")),
+    )
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
