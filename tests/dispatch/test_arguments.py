@@ -34,6 +34,14 @@ FUNCTIONS = {
             **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
         },
     ),
+    "filter_logits": (
+        ps.filter_logits,
+        {},
+        {
+            **{"logits": X, "where": MASK, "temperature": ROWS},
+            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+        },
+    ),
     "token_stats": (ps.token_stats, {}, {"logits": X, "labels": LABELS, "where": MASK, "temperature": ROWS}),
     "route": (ps.route, {"k": 1, "groups": 2, "top_groups": 1}, {"logits": X, "bias": W[0, :4]}),
     "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, PROJECTION),
@@ -216,7 +224,8 @@ OPTIONS = {
         "log": [np.bool_(True), False, True],
         "dtype": [np.dtype(np.float32), "float16", jnp.bfloat16],
     },
-    "sample": {"axis": [np.int64(0), 0, np.int32(-1)]},
+    "sample": {"axis": [np.int64(0), 0, np.int32(-1)], "mode": [np.str_("high"), "low", "high", None]},
+    "filter_logits": {"axis": [np.int64(0), 0, np.int32(-1)]},
     "token_stats": {"axis": [np.int64(-1), -1, np.int32(-1)]},
     "route": {
         "k": [np.int64(1), 1, np.int8(2)],

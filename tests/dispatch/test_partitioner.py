@@ -125,6 +125,11 @@ CALLS = {
     "sample": Calls(
         lambda x, **kwargs: ps.sample(jax.random.key(0), x, **kwargs),
         (X,),
+        {"axis": (-1, 0), "mode": (None, "high"), "implementation": (None, "xla")},
+    ),
+    "filter_logits": Calls(
+        lambda x, **kwargs: ps.filter_logits(x, top_p=0.9, **kwargs),
+        (X,),
         {"axis": (-1, 0), "implementation": (None, "xla")},
     ),
     "token_stats": Calls(ps.token_stats, (X,), {"axis": (-1, 0), "implementation": (None, "xla")}),
@@ -284,7 +289,12 @@ def test_other_sources_have_other_texts(tmp_path):
 KERNELS = {
     "softmax": {"logsumexp_forward"},
     "fused_topk": {"softmax_topk", "topk_merge"},
-    "sample": set(),  # plain JAX if V is sharded
+    "sample": {
+        "sample",
+        "softmax_topk",
+        "topk_merge",
+    },  # the best entries; a draw of rows that keep everything
+    "filter_logits": {"softmax_topk", "topk_merge"},
     "token_stats": {"token_stats_forward"},
     "route": {"route", "route_grad"},
     "linear_cross_entropy": {"linear_exponentials"},

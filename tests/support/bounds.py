@@ -241,8 +241,7 @@ def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, **fi
     x, rows = np.asarray(x), np.arange(len(x))
     terms = _DrawTerms(x, where, temperature, filters)
     with np.errstate(all="ignore"):
-        tempered = np.asarray(oracle.tempered(x, temperature))
-        perturbed = np.where(np.isfinite(tempered), tempered, 0) + noise  # greedy rows keep one entry
+        perturbed = oracle.sample_perturbed(x, noise, where, temperature)
         best = np.max(np.where(terms.kept[0], perturbed, -np.inf), -1)
         rounding = UNITS * terms.unit * (1 + np.abs(perturbed[rows, indices]) + np.abs(noise[rows, indices]))
         right = terms.kept[1][rows, indices] & (perturbed[rows, indices] >= best - rounding)

@@ -276,15 +276,20 @@ def sample_kept(
     return out
 
 
+def sample_perturbed(x, noise, where=None, temperature: Any = 1.0):
+    """Returns x / temperature + noise; the noise alone in greedy rows, which keep one entry."""
+    greedy = sample_greedy(x, where, temperature)[..., None]
+    with np.errstate(all="ignore"):
+        return np.where(greedy, 0, np.asarray(tempered(x, temperature))) + noise
+
+
 def sample(x, noise, where=None, temperature: Any = 1.0, **filters):
     """Returns the index of the largest sum of a kept entry and its noise, log softmax there, and the log of the kept
     share; -1 and NaN without a draw. The noise has the shape of x."""
     scaled, mass = sample_terms(x, where, temperature)
     kept = sample_kept(x, where, temperature, **filters)
     total = np.sum(mass, -1)
-    with np.errstate(all="ignore"):
-        tempered_ = np.asarray(tempered(x, temperature))
-    perturbed = np.where(np.isfinite(tempered_), tempered_, 0) + noise
+    perturbed = sample_perturbed(x, noise, where, temperature)
     index = np.argmax(np.where(kept, perturbed, -np.inf), -1).astype(np.int32)
     drawable = total >= 1
     with np.errstate(all="ignore"):

@@ -201,7 +201,9 @@ class Machine:
                 x, by = self.value(arguments[1], group, kind), self.value(arguments[2], group, "u32")
                 self.write(arguments[0], group, _shifted(op[0], x, by))
             case "mad" if op[1] == "wide":
-                a, b, c = (self.value(name, group, of) for name, of in zip(arguments[1:], (kind, kind, "u64")))
+                a, b, c = (
+                    self.value(name, group, of) for name, of in zip(arguments[1:], (kind, kind, "u64"))
+                )
                 self.write(arguments[0], group, a.astype(np.uint64) * np.uint64(b) + c)
             case "cvt":
                 self.write(arguments[0], group, _converted(op, self.value(arguments[1], group, kind)))

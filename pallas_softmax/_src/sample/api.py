@@ -272,7 +272,7 @@ def _wide(floating) -> np.dtype:
 
 def _mode(mode: str | None) -> str:
     """Returns the mode of `jax.random.gumbel`, checked."""
-    if mode is not None and mode not in noise.MODES:
+    if mode is not None and not (isinstance(mode, str) and mode in noise.MODES):
         raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
     return noise.effective_mode(mode)
 

@@ -19,6 +19,7 @@ from pallas_softmax._src.sample.rows import (
     cutoff_of,
     drawn_results,
     elements,
+    is_free,
     keys,
     mass_wanted,
     scaled,
@@ -56,7 +57,8 @@ class Best(NamedTuple):
 def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, length):
     """Returns the cutoff, which of the best entries are kept, and whether that is all that the row keeps.
 
-    The kept ones are all if the list has another entry, or the whole row. Rows without a draw count as such.
+    The kept ones are all if the list has another entry, or the whole row. Rows without a draw count as such. The cutoff
+    is also right in rows that the filters leave whole.
     """
     n = best.key.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (best.key.ndim - 1) + (n,), best.key.ndim - 1)
@@ -76,7 +78,10 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
     count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
     complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
     key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (best.key, best.index))
-    return cutoff_of(key, index, _sum(jnp.where(kept, mass, 0)), totals, temperature), kept, complete
+    free = is_free(top_k, top_p, min_p, length) & ~totals.greedy
+    key, index = jnp.where(free, jnp.iinfo(key.dtype).min, key), jnp.where(free, NOWHERE, index)
+    kept_total = jnp.where(free, totals.total, _sum(jnp.where(kept, mass, 0)))
+    return cutoff_of(key, index, kept_total, totals, temperature), kept, complete
 
 
 def sample_among(best: Best, totals: Totals, noise, temperature, top_k, top_p, min_p, length, *, stride):

@@ -63,27 +63,47 @@ def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
 
 def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     """Returns the noise, float32, of the elements with these indices in their rows (..., n); words are (..., 4)."""
-    key0, key1, *start = jnp.split(words, 4, -1)
-    high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
-    arrays = vary_together(*jnp.broadcast_arrays(key0, key1, high, low))
-    bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
-    bits, *_ = vary_together(bits, arrays)  # the primitive's type does not vary over mesh axes
-    ones = lax.shift_right_logical(bits, jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    bits = bits_at(words, index, stride)
+    ones = lax.shift_right_logical(bits, np.uint32(9)) | np.uint32(0x3F800000)
     uniform = jnp.maximum(lax.bitcast_convert_type(ones, jnp.float32) - 1, _TINY)
     return -jnp.log(-jnp.log(uniform))
 
 
+def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
+    """Returns the words of `jax.random.bits` at these elements."""
+    key0, key1, *start = jnp.split(words, 4, -1)
+    high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
+    arrays = vary_together(*jnp.broadcast_arrays(key0, key1, high, low))
+    bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
+    return vary_together(bits, arrays)[0]  # the primitive's type does not vary over mesh axes
+
+
+def advance(words: jax.Array, index, stride: int) -> jax.Array:
+    """Returns the words of rows that begin at an index of these rows."""
+    key0, key1, *start = jnp.split(words, 4, -1)
+    index = jnp.asarray(index).astype(jnp.uint32)
+    return jnp.concatenate([key0, key1, *_place(start, index, stride, np.uint32(0))], -1)
+
+
 def _place(start, index, stride: int, offset):
     """Returns the two words of start + index * stride + offset; `start` has two words, the others have one."""
-    by_high, by_low = (jnp.uint32(part) for part in divmod(stride, 2**32))
+    by_high, by_low = (np.uint32(part) for part in divmod(stride, 2**32))
     high, low = start
-    high = high + index * by_high
-    if stride > 1:
-        high = high + lax.mulhi(*jnp.broadcast_arrays(index, by_low))
+    high = high + index * by_high + _high_of_product(index, by_low)
     for term in (index * by_low, offset):
         low = low + term
         high = high + (low < term).astype(jnp.uint32)
     return high, low
+
+
+def _high_of_product(a, b: np.uint32):
+    """Returns the high word of a * b. `lax.mulhi` has no form that XLA divides over a mesh."""
+    if b == 1:
+        return np.uint32(0)
+    (a1, a0), (b1, b0) = ((n >> np.uint32(16), n & np.uint32(0xFFFF)) for n in (a, b))
+    middle = a1 * b0 + (a0 * b0 >> np.uint32(16))
+    low_middle = (middle & np.uint32(0xFFFF)) + a0 * b1
+    return a1 * b1 + (middle >> np.uint32(16)) + (low_middle >> np.uint32(16))
 
 
 def of_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:

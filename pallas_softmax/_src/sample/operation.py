@@ -3,7 +3,7 @@
 from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import gradient, xla
+from pallas_softmax._src.sample import gradient, mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
 
@@ -52,25 +52,19 @@ CUTOFF = RowOperation(
     result_names=("key", "index", "logsumexp", "log_mass"),
     plain=xla.cutoff,
     kernels={"mosaic_gpu": _cutoff_kernel},
+    on_mesh=mesh.cutoff_on_mesh,
     integers=("key", "index"),
     divided_by_xla=False,
     vmap_adds_rows=True,
 )
 SAMPLE = RowOperation(
     name="sample",
-    arguments=(
-        ROW,
-        MASK,
-        PER_ROW,
-        PER_ROW,
-        PER_ROW,
-        PER_ROW,
-        PER_ROW,
-    ),  # noise, temperature, top_k, top_p, min_p
+    arguments=(ROW, MASK, *(PER_ROW,) * 5),  # noise, temperature, top_k, top_p, min_p
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
     kernels={"mosaic_gpu": _sample_kernel},
+    on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
     **_DERIVATIVES,
@@ -81,6 +75,7 @@ DRAW = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs"),
     plain=xla.draw,
+    on_mesh=mesh.draw_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
     **_DERIVATIVES,

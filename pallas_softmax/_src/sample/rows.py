@@ -102,13 +102,16 @@ class Row:
         return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
 
     def at(self, x, index):
-        """Returns the element of x that has this index in the whole row."""
+        """Returns the elements of x that have these indices in the whole row, bit by bit."""
         if not self.mesh_axes:
             return jnp.take_along_axis(x, index, -1)
         index = index - self.start
         own = (index >= 0) & (index < self.vocab)
         found = jnp.take_along_axis(x, jnp.where(own, index, 0), -1)
-        return lax.psum(jnp.where(own, found, 0), self.mesh_axes)
+        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        bits = jnp.where(own, lax.bitcast_convert_type(found, word), 0)
+        bits = lax.psum(bits.astype(jnp.uint32) if word.itemsize < 4 else bits, self.mesh_axes)
+        return lax.bitcast_convert_type(bits.astype(word), x.dtype)
 
 
 def keys(logits, where):
@@ -192,3 +195,11 @@ def drawn_results(drawn, x, totals: Totals):
 def mass_wanted(top_p, total):
     """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
+
+
+def is_free(top_k, top_p, min_p, length):
+    """Returns which rows the filters leave whole."""
+    top_k, top_p, min_p = (
+        default if f is None else f for f, default in ((top_k, length), (top_p, 1), (min_p, 0))
+    )
+    return (top_k >= length) & (top_p >= 1) & (min_p <= 0)

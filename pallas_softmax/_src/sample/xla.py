@@ -24,6 +24,7 @@ from pallas_softmax._src.sample.rows import (
     as_float,
     drawn_results,
     elements,
+    is_free,
     is_kept,
     scaled,
     totals_of_rows,
@@ -40,7 +41,7 @@ def cutoff(logits, where, temperature, top_k, top_p, min_p, *, mesh_axes=()):
 
     def of_best(best, totals):
         cut, _, complete = cutoff_among(best, totals, temperature, *filters, row.length)
-        return cut, complete
+        return cut, complete | is_free(*filters, row.length)
 
     return by_best(logits, where, temperature, top_k, row, of_best, by_search)
 
