@@ -92,7 +92,7 @@ def sample(
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
-    It replaces filters and `jax.random.categorical` in a decoder, and draws the same tokens: those of
+    It replaces filters and `jax.random.categorical` in a decoder, and draws the same tokens as
     `jax.random.categorical(key, filter_logits(logits, ...), axis, mode=mode)`, unless the two best sums of logit and
     noise differ by a few units in the last place. `top_p` is also called nucleus sampling.
 
@@ -108,7 +108,7 @@ def sample(
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one per row, so that a draw does
-        not depend on the other rows. With one key, the noise of an element is that of `jax.random.gumbel` at the
+        not depend on the other rows. With one key, the noise of an element is `jax.random.gumbel` at the
         element's place in an array of the shape of the logits; with a key for each row, at its place in the row.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
@@ -187,7 +187,7 @@ def filter_logits(
 ) -> jax.Array:
     """Returns logits / temperature, with -inf where an entry is masked or the filters leave it out.
 
-    So its softmax is the distribution that `sample` draws from. The filters, and all arguments, are those of `sample`.
+    So its softmax is the distribution that `sample` draws from. The filters and the arguments are as in `sample`.
     Another order of the filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
 
     Args:

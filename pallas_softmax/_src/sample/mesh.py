@@ -2,10 +2,10 @@
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered and merged
     filters      the best entries of each row are gathered, as by top-k; every device filters them and draws from them.
-                 If some row keeps more entries, the devices search together, as plain JAX does.
+                 If some row keeps more entries, the devices search together, in plain JAX.
     DRAW         like a draw without filters, with noise and a cutoff from elsewhere
 
-The start of the noise moves with the shard, so tokens are those of whole rows.
+The start of the noise moves with the shard, so tokens equal the tokens of whole rows.
 """
 
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def sample_on_mesh(run_shard, logits, where, noise, temperature, top_k, top_p, m
 
 
 def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
-    """Returns the results of `xla.draw`; its arguments, for this device's shard, are those of whole rows."""
+    """Returns the results of `xla.draw`; its arguments are for this device's shard."""
     row, shard = Row.of(logits, mesh_axes), Row.of(logits, ())
     x = elements(logits, where, shard)
     m = shard.max(x)
