@@ -443,7 +443,7 @@ FILTERS = {
 
 @each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=5)
 def tokens(filters, how, impl):
-    """With one key, tokens and filtered logits equal the results of one device. Few collectives run outside of conditions."""
+    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
     x, at = cases.rows(["normal", "integers"] * 4, 4096), split("both", how)
     key = jax.random.key(6, impl=impl)

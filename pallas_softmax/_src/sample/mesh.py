@@ -34,7 +34,7 @@ from pallas_softmax._src.sample.rows import (
 from pallas_softmax._src.topk.mesh import wide_logits
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 
-_WINNERS = 256  # entries of a row that devices exchange: common filters keep fewer
+_WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
@@ -145,7 +145,8 @@ def _merge(perturbed, drawn, x, part: Normalizer, temperature, row: Row):
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
-    n = min(n, row.length)
+    # from each device, so that all lists are much shorter than the row
+    n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
     of_shard = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
     divisor = jnp.maximum(temperature, jnp.finfo(as_float(logits).dtype).tiny)
     (_, index), (top, d) = run_shard(TOPK, (logits, where, divisor), of_shard)
