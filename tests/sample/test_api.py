@@ -317,7 +317,7 @@ def test_a_key_for_each_row(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["flat", "zipf"])
 def test_noise_in_the_logits_changes_few_tokens(row):
-    """Noise of 1e-2 changes as many tokens as with jax.random.categorical. The inverse draw changed 28% in flat rows."""
+    """Noise of 1e-2 changes as many tokens as with categorical. An inverse draw changed 28% in flat rows."""
     rng = np.random.default_rng(0)
     x = np.zeros((500, 8000), F32) if row == "flat" else -1.5 * np.log1p(np.arange(8000, dtype=F32))
     x = np.broadcast_to(x, (500, 8000))
