@@ -69,9 +69,24 @@ def timed(calls, seconds=2.0, repeats=20):
     t = interleave({n: Call(run=lambda f=f: {"y": f()}, ran="") for n, f in calls.items()}, repeats, seconds, failed)
     return {n: np.median(v) * 1e6 for n, v in t.items() if v}
 
-def variant(at_once=2, multiplied=()):
-    noise_ptx.MULTIPLIED = set(multiplied)
+RACE = dict(winner_ptx.Race.__dict__)
+
+def run_once(self, maxima):
+    p = self.p
+    self._sweep(maxima)
+    of = p.each_cta(self._first_best, [self.best, self.index], [-np.inf, 2**31 - 1], p.word(p.plan.best))
+    best, winner = self._first_best(of)
+    return p.var(p.origin), p.select(winner.equals(12345), 1, 0, "u32")
+
+def variant(at_once=2, most=14, off=()):
     winner_ptx.NOISE_AT_ONCE = plans.NOISE_AT_ONCE = at_once
+    winner_ptx.MOST_LISTED = plans.MOST_LISTED = most
+    for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish"): setattr(winner_ptx.Race, n, RACE[n])
+    if {"noise", "sweep"} & set(off): winner_ptx.Race.run = run_once
+    if "max" in off: winner_ptx.Race._list_maximum = lambda *a: None
+    if "pub" in off: winner_ptx.Race._publish = lambda self: self.p.set(self.goal, self.p.max(self.goal, self.p.over_warp(["max"], [self.best])[0]))
+    if "noise" in off: winner_ptx.Race._perturb = lambda self, list_, listed, more: self.p.set(listed, 0)
+    if "sweep" in off: winner_ptx.Race._sweep = lambda *a: None
     draw_ptx.row_program.cache_clear()
 
 start = time.time()
@@ -81,7 +96,7 @@ pool = ThreadPoolExecutor(12)
 def compiled(lowered):
     return [pool.submit(l.compile) for l in lowered]
 
-SHAPES = [(300, 128256, "float32"), (64, 50257, "bfloat16"), (1000, 1000, "float16"), (8, 151936, "float32")]
+SHAPES = [(300, 128256, "float32"), (64, 50257, "bfloat16"), (1000, 1000, "float16")]
 if os.environ.get("CHECK", "1") == "1":
     jobs = {}
     for shape in SHAPES:
@@ -94,36 +109,47 @@ if os.environ.get("CHECK", "1") == "1":
             compare(rows, v, dt, kind, p)
     print("checked", round(time.time() - start), flush=True)
 
-VARIANTS = {"a2": {}, "a1": dict(at_once=1), "m4": dict(multiplied=(1, 6, 11, 16)), "m8": dict(multiplied=(1, 3, 6, 8, 11, 13, 16, 18)), "m12": dict(multiplied=(0, 1, 3, 5, 6, 8, 10, 11, 13, 15, 16, 18)), "a3": dict(at_once=3)}
+VARIANTS = {"new": {}, "a1": dict(at_once=1), "m8": dict(most=8), "nomax": dict(off=("max",)), "nopub": dict(off=("pub",)), "nonoise": dict(off=("noise",)), "nosweep": dict(off=("sweep",))}
 S = jax.ShapeDtypeStruct
 P = jax.tree.map(lambda a: S(a.shape, a.dtype), params())
-SIZES = [(1024, 151936), (256, 128256), (64, 128256)]
+SIZES = [(1024, 151936, "float32"), (256, 128256, "float32"), (64, 128256, "float32"), (1024, 151936, "bfloat16")]
 KEY = jax.random.key(3)
 jobs = {}
-for rows, v in SIZES:
-    plan = plan_sample(rows, v, jnp.dtype("float32"), (9, 0))
-    x = S((rows, v), "float32")
+for size in SIZES:
+    rows, v, dt = size
+    plan = plan_sample(rows, v, jnp.dtype(dt), (9, 0))
+    x = S((rows, v), dt)
+    def add(name, plan):
+        jobs[size, name] = pool.submit(jax.jit(lambda x, w, p: draw(x, w, p, plan)).lower(x, S((rows, 4), "uint32"), P).compile)
     for vn, vv in VARIANTS.items():
-        if rows != 1024 and vn not in ("a2", "m8"): continue
+        if rows != 1024 and vn not in ("new", "nosweep") or dt == "bfloat16" and vn != "new": continue
         variant(**vv)
-        jobs[rows, vn] = pool.submit(jax.jit(lambda x, w, p: draw(x, w, p, plan)).lower(x, S((rows, 4), "uint32"), P).compile)
+        add(vn, plan)
+    variant()
+    if dt == "bfloat16":
+        import dataclasses
+        pass
+    else:
+        jobs[size, "cut"] = pool.submit(jax.jit(lambda x, w, p: draw(x, None, p, plan, None)).lower(x, S((rows, 4), "uint32"), P).compile)
     for name, kw in (("old none", {}), ("old k50", {"top_k": 50}), ("old p.9", {"top_p": np.float32(.9)})):
-        jobs[rows, name] = pool.submit(jax.jit(lambda x, kw=kw: old.sample(KEY, x, **kw)[0]).lower(x).compile)
-    jobs[rows, "cat"] = pool.submit(jax.jit(lambda x: jax.random.categorical(KEY, x)).lower(x).compile)
-    jobs[rows, "read"] = pool.submit(jax.jit(lambda x: jnp.max(x)).lower(x).compile)
+        jobs[size, name] = pool.submit(jax.jit(lambda x, kw=kw: old.sample(KEY, x, **kw)[0]).lower(x).compile)
+    jobs[size, "cat"] = pool.submit(jax.jit(lambda x: jax.random.categorical(KEY, x)).lower(x).compile)
 F = {k: j.result() for k, j in jobs.items()}
 print("compiled", round(time.time() - start), flush=True)
-for rows, v in SIZES:
+for size in SIZES:
+    rows, v, dt = size
     w = words_of(KEY, rows, v)
     for kind, scale in [("normal3", 3.0), ("5%", 5.8), ("const", 0.0)]:
-        x = jax.random.normal(jax.random.key(7), (rows, v)) * scale
-        calls = {n: (lambda f=F[rows, n]: f(x)) for n in ("read", "old none", "cat")}
+        x = (jax.random.normal(jax.random.key(7), (rows, v)) * scale).astype(dt)
+        calls = {n: (lambda f=F[size, n]: f(x)) for n in ("old none", "cat")}
+        own = [n for s, n in F if s == size and n in ("new", "lists", "cut")]
         if kind == "normal3":
-            calls |= {n: (lambda f=F[rows, n]: f(x)) for n in ("old k50", "old p.9")}
+            calls |= {n: (lambda f=F[size, n]: f(x)) for n in ("old k50", "old p.9")}
             for n, p in (("k50", params(k=50)), ("p.9", params(pp=.9))):
-                calls["a2 " + n] = lambda p=p: F[rows, "a2"](x, w, p)
+                for o in own + ["nosweep", "nonoise"] * (rows == 1024 and dt == "float32"):
+                    calls[f"{o} {n}"] = lambda p=p, o=o: F[size, o](x, w, p)
         for (r, n), f in F.items():
-            if r == rows and n in VARIANTS: calls[n] = lambda f=f, p=params(): f(x, w, p)
+            if r == size and n in (*VARIANTS, *own): calls[n] = lambda f=f, p=params(): f(x, w, p)
         t = timed(calls, 1.0, 10)
-        print(rows, v, kind, "; ".join(f"{n} {u:.1f}" for n, u in t.items()), f"[{time.time()-start:.0f}s]", flush=True)
+        print(rows, v, dt[:2], kind, "; ".join(f"{n} {u:.1f}" for n, u in t.items()), f"[{time.time()-start:.0f}s]", flush=True)
 print("done", round(time.time() - start))

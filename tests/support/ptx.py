@@ -252,7 +252,7 @@ class Machine:
             if op[0] == "st":
                 memory[place] = numbers
             elif op[0] == "red":
-                np.add.at(memory, place, numbers)
+                (np.maximum if "max" in op else np.add).at(memory, place, numbers)
             else:
                 before = []
                 for c, word, number in zip(*place, numbers):

@@ -1,4 +1,4 @@
-"""Finds the largest element of the row, and the mass of each CTA relative to it, once the row is in shared memory.
+"""Finds the largest element of the row, and its mass relative to that, once the row is in shared memory.
 
 Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
 normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
@@ -6,7 +6,7 @@ normalizer of softmax. The pairs of the lanes combine to one of the warp, and so
     lanes     (3, 1.5)  (5, 1.25) ..    each relative to its own m
     warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
     CTAs      (5, 2.625)  (6, 1) ..
-    row       6; the CTAs have masses 1.3125 and 1
+    row       (6, 2.3125)
 
 A small top_k also gets a bound: an element that at least top_k elements of the row reach. The share of a CTA is top_k
 divided by the number of CTAs. Each CTA gives a bound that its share of elements reaches, and the least of these bounds
@@ -44,8 +44,8 @@ class Maxima:
 def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Returns the mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at
-    least top_k elements reach. Last, the largest element of each thread.
+    Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach. Last,
+    the largest element of each thread.
     """
     plan = p.plan
     # For bfloat16, the histogram is as fast as a bound.
@@ -79,12 +79,13 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
+    p.store(p.word(plan.goal), 0, when=p.thread.equals(0))
     p.sync_cluster()
     of_ctas, d, bound, _ = p.of_ctas(p.word(plan.total), ["f32"] * 4, [-INF, 0, INF, 0])
-    top, d = _relative_to_largest(p, of_ctas, d)
+    top, total = _over_warp(p, of_ctas, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
-    return d, small_top_k, bound, maxima
+    return total, small_top_k, bound, maxima
 
 
 def bound_of_best(p: RowProgram) -> Value:

@@ -36,8 +36,6 @@ After the loop, `_apply_min_p` applies min_p where it is still stricter than the
 
 import functools
 
-import numpy as np
-
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import (
@@ -50,7 +48,7 @@ from pallas_softmax._src.sample import (
     zone_ptx,
 )
 from pallas_softmax._src.sample.plan import SamplePlan
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
@@ -58,7 +56,6 @@ TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 _LN2 = 0.6931471805599453
 _NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
 _NAN = float("nan")
-_TINY = float(np.finfo(np.float32).tiny)
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
@@ -66,67 +63,62 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, <row>, the number of the row, and addresses in device memory for the results:
+    It has the operands of `RowProgram`, the number of the row as <row>, and addresses in device memory for results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     p.barrier()
-    mass_of_cta, small_top_k, bound, maxima = arrival_ptx.arrive(p)
-    p.update(p.greedy, "or", p.absolute(p.divide_exactly(p.top, p.max(p.temperature, _TINY))).equals(INF))
+    total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
+    p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
     p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
-        with p.when(p.cta.equals(0)):
+        with p.when(p.thread.equals(0) & p.cta.equals(0)):
             _write_nothing(p, stride)
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _, total = p.before(mass_of_cta)
-        kept = Kept(p, mass_of_cta)
+        kept = Kept(p, total)
         _apply_filters(p, kept, total, small_top_k, bound)
         _apply_min_p(p, kept)
-        _, all_kept = p.before(kept.mass)
-        log_mass = p.select(kept.is_everything(), 0.0, _log(p, p.min(p.divide(all_kept, total), 1.0)))
         if stride is None:
-            _write_cutoff(p, kept, total, log_mass)
+            _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, winner_ptx.Noise.of(p, stride), maxima, total, log_mass)
+            _draw(p, kept, total, winner_ptx.Noise.of(p, stride), maxima)
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, noise: winner_ptx.Noise, maxima, total: Value, log_mass: Value) -> None:
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxima) -> None:
     """Draws, and writes the results of the draw."""
-    if p.ctas > 1:
-        p += ARRIVE
+    if p.plan.by_value:
+        p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, cut, _ = ties_ptx.cut(p, kept)
-    if p.ctas > 1:
-        p += WAIT  # no CTA lists positions while another one may read its lists of keys
-    index, cta = winner_ptx.find(p, noise, kept, cut, maxima)
+    index, cta = winner_ptx.Race(p, noise, kept, cut).run(maxima)
     if p.ctas > 1:
         p += ARRIVE
-    with p.when(p.cta.equals(cta)):
-        x = p.element_at(index - p.origin)
-        log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
-        _write(p, index=index, log_prob=log_prob, log_mass=log_mass)
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        log_prob = (p.element_at(index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
+        _write(p, index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
     if p.ctas > 1:
         p += WAIT  # no CTA exits while another one may read its shared memory
 
 
-def _write_cutoff(p: RowProgram, kept: Kept, total: Value, log_mass: Value) -> None:
+def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     if p.ctas > 1:
         p += ARRIVE
     cta, cut, is_cut = ties_ptx.cut(p, kept)
-    with p.when(p.cta.equals(cta)):
-        of_top = p.divide_exactly(p.top, p.max(p.temperature, _TINY))
-        limit = p.select(p.top.equals(0.0), 0.0, p.select(p.top > 0.0, INF, -INF, "f32"))
-        logsumexp = p.select(p.greedy, limit, of_top) + _log(p, total)
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        limit = p.select(p.top.equals(0.0), 0.0, p.quotient * INF)
+        logsumexp = p.select(p.temperature.equals(0.0), limit, p.quotient) + _log(p, total)
         index = p.select(is_cut, cut + p.origin, HIGHEST)
-        _write(p, key=p.key_of_dtype(kept.key), index=index, logsumexp=logsumexp, log_mass=log_mass)
+        key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
+        _write(p, key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
     if p.ctas > 1:
-        p += WAIT
+        p += WAIT  # no CTA exits while another one may read its shared memory
 
 
 def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
@@ -138,8 +130,7 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
-        _, all_kept = p.before(kept.mass)
-        of_mass = p.max(p.top_p * all_kept, _LEAST_GOAL)
+        of_mass = p.max(p.top_p * kept.mass, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, of_mass, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
@@ -164,6 +155,8 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         p.set(f.goal, lists_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+        p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
+        p.set(f.kept.listed_in_cta, p.shuffle(zone.number_of_cta, "idx", p.cta))
 
     of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)
@@ -184,8 +177,9 @@ def _apply_min_p(p: RowProgram, kept: Kept) -> None:
                 weight = p.weight(x)
                 p.increase(mass, weight, when=weight >= p.min_p)
                 p.update(least, "min", p.key(x), when=weight >= p.min_p)
-        mass, least = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
-        kept.down_to_all(p.over_lanes("min", least), mass)
+        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
+        mass, least = p.over_warp(["add", "min"], both)
+        kept.down_to_all(least, mass)
 
 
 def _log(p: RowProgram, x: Value) -> Value:
@@ -193,6 +187,11 @@ def _log(p: RowProgram, x: Value) -> Value:
     u = x - 1.0
     series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
+
+
+def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
+    """Returns the log of the kept share of the mass."""
+    return p.select(kept.key.equals(KEEP_ALL), 0.0, _log(p, p.min(p.divide(kept.mass, total), 1.0)))
 
 
 def _write_nothing(p: RowProgram, stride: int | None) -> None:
@@ -206,7 +205,7 @@ def _write_nothing(p: RowProgram, stride: int | None) -> None:
 
 
 def _write(p: RowProgram, **results: Value) -> None:
-    """Writes results of the row, from one thread."""
+    """Writes results of the row."""
     offset = p.multiply_wide(p.operand("row", "u32"), 4)
     for name, value in results.items():
-        p.store(p.operand(name, "u64") + offset, value, space="global", when=p.thread.equals(0))
+        p.store(p.operand(name, "u64") + offset, value, space="global")

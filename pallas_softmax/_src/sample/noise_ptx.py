@@ -37,27 +37,17 @@ _SERIES = (
 
 
 def words_at(p: Program, key: tuple[Value, Value], places: list[Value]) -> list[Value]:
-    """Returns the word of each place ("u64"). The instructions of the places alternate, so that none waits for another."""
+    """Returns the word of each place ("u64"). Their instructions alternate, so that none waits for the last one."""
     keys = [*key, p.bitwise3(lambda a, b, c: a ^ b ^ c, *key, p.var(_PARITY, "u32"))]
     halves = [p.split(place)[::-1] for place in places]
     halves = [(x + keys[0], y + keys[1]) for x, y in halves]
     for i in range(5):
         for by in _ROTATIONS[i % 2]:
             halves = [(x + y, y) for x, y in halves]
-            halves = [(x, _rotated_xor(p, y, by, x, 4 * i + _ROTATIONS[i % 2].index(by))) for x, y in halves]
+            halves = [(x, p.rotate_left(y, by) ^ x) for x, y in halves]
         first, second = keys[(i + 1) % 3], keys[(i + 2) % 3] + (i + 1)
         halves = [(x + first, y + second) for x, y in halves]
     return [x ^ y for x, y in halves]
-
-
-MULTIPLIED: set = set()
-
-
-def _rotated_xor(p, y, by, x, turn):
-    if turn in MULTIPLIED:
-        low, high = p.split(p.multiply_wide(y, 1 << by))
-        return p.bitwise3(lambda a, b, c: (a | b) ^ c, low, high, x)
-    return p.rotate_left(y, by) ^ x
 
 
 def one_plus_uniform(word: Value) -> Value:

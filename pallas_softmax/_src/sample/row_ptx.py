@@ -12,6 +12,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
+TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
@@ -27,6 +28,7 @@ class RowProgram(CtaProgram):
     """
 
     top: Value  # the largest element of the row, once it is known
+    quotient: Value  # the same, divided by the temperature
 
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
@@ -135,7 +137,7 @@ class RowProgram(CtaProgram):
         return self.scratch + index * (4 * each) + 4 * at
 
     def of_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; `neutral` if there is no such CTA.
+        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; without such a CTA, `neutral`.
 
         This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
         others one at a time.
@@ -150,7 +152,7 @@ class RowProgram(CtaProgram):
         self.load_into(out, local, when=exists)
         return out
 
-    # --- Reductions over the CTA and the cluster. `reduce` reduces values over a warp: a function, or names of instructions
+    # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
 
     def each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
         """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""

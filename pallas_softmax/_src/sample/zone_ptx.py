@@ -45,7 +45,7 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
     zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(plan.zone)))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
-    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
+    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above=0)
     return may_overflow & ~zone.has_room
 
 
@@ -84,10 +84,14 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
         p.word(plan.zone),
     )
     zone.set_sums(mass, number)
-    zone.set(mass_above_of_cta=mass_above)
     edges_and_sums = least, greatest, mass_above, above
     least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], edges_and_sums)
-    zone.set(least=least, greatest=greatest, above=f.measure(mass_above, p.convert(above, "f32")))
+    zone.set(
+        least=least,
+        greatest=greatest,
+        mass_above=mass_above,
+        above=f.measure(mass_above, p.convert(above, "f32")),
+    )
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
@@ -116,6 +120,7 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
         key = p.key(x)
         add(x, key)
         p.store(p.word(p.plan.keys, entry), key)
+        p.store(p.word(p.plan.key_positions) + entry * 2, p.convert(p.position_of(at).bits("u32"), "u16"))
         p.increase(entry, 1)
         p.set(inside, inside & (inside - 1))
     return inside
@@ -133,9 +138,9 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     listed = several & zone.has_room
     two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
     with p.when(nothing):
-        f.kept.down_to_all(KEEP_ALL, zone.mass_above_of_cta)
+        f.kept.down_to_all(KEEP_ALL, zone.mass_above)
     with p.when(one_key):
-        f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
+        f.keep_down_to(zone.least, zone.above, zone.mass_above, zone.number_of_cta)
     with p.when(listed):
         lists_ptx.search_lists(f, zone, searched)
     with p.when(two_keys):
@@ -163,9 +168,9 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
     above = zone.above + f.measure(of_greater * weight, of_greater)
-    mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
-        f.keep_down_to(zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+        f.keep_down_to(zone.greatest, zone.above, zone.mass_above, greater)
     with p.when(~is_greater):
-        f.keep_down_to(zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
+        mass_above = zone.mass_above + of_greater * weight
+        f.keep_down_to(zone.least, above, mass_above, zone.number_of_cta - greater)
