@@ -268,9 +268,17 @@ def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
 
 def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
     """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
-    m = jnp.max(parts.m, -1, keepdims=True)
+    m = largest(parts.m)
     tops, temperature = at_limit(parts.m, m, temperature)
     return Normalizer(m, jnp.sum(parts.d * jnp.exp((tops - shift(m)) / temperature), -1, keepdims=True))
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """Returns the maximum along the last axis, (..., 1), of subnormal numbers too: XLA for CPUs takes them for 0."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.max(x, -1, keepdims=True)
+    keys = sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
+    return sort_keys.from_key(jnp.max(keys, -1, keepdims=True), x.dtype)
 
 
 def combine_shards(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:

@@ -67,8 +67,10 @@ def from_key32(key, dtype):
 def widened_key(key, dtype):
     """Returns the int32 sort keys in float32 of numbers with these keys in `dtype`, more than the least int32.
 
-    A NaN becomes another NaN of its sign.
+    A 16-bit NaN becomes another NaN of its sign.
     """
+    if jnp.dtype(dtype) == jnp.float32:
+        return key
     x, least = from_key32(key, dtype), jnp.iinfo(jnp.int32).min + 1
     return jnp.where(jnp.isnan(x), jnp.where(key < 0, least, jnp.iinfo(jnp.int32).max), key32(x))
 

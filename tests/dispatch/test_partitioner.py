@@ -138,7 +138,7 @@ CALLS = {
         {"implementation": (None, "xla")},
     ),
     "token_stats": Calls(
-        lambda x, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[kwargs["axis"] + 1], int), **kwargs),
+        lambda x, axis, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[axis + 1], int), axis=axis, **kwargs),
         (X,),
         {"axis": (-1, 0), "rank": (False, True), "implementation": (None, "xla")},
     ),

@@ -715,7 +715,7 @@ def test_topk_and_bad_input():
         (ValueError, "k must be from 0 to the row's length 5, got 6", {"k": 6}),
         (TypeError, "k must be an integer, got 1.0", {"k": 1.0}),
         (TypeError, "log must be True or False, got 1", {"log": 1}),
-        (ValueError, "temperature must be positive, got 0.0", {"temperature": 0.0}),
+        (ValueError, "temperature must be at least 0, got -1.0", {"temperature": -1.0}),
         (
             ValueError,
             r"temperature must be a scalar or broadcast .*\(3,\), got \(2,\)",

@@ -521,8 +521,8 @@ def stats(layout, how, masked):
 
     def f(x, where, t, labels, axis_name=None):
         options: Any = {"where": where, "temperature": t, "axis_name": axis_name}
-        s = ps.token_stats(x, labels, implementation=IMPLEMENTATION, **options)
-        return s[:3], s.argmax
+        s = ps.token_stats(x, labels, rank=masked, implementation=IMPLEMENTATION, **options)
+        return s[:3], s[3:]
 
     per_row = P(at.spec[0])
     if how == "shard_map":
@@ -530,9 +530,13 @@ def stats(layout, how, masked):
         f = functools.partial(f, axis_name=at.axis_name)
         f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
     args = at.place(x), at.place(where), *lay((t, labels), at.mesh, (per_row, per_row))
-    (values, argmax), sent = execute(f, *args)
-    token_stats.assert_stats((*values, argmax), x, labels, where, t)
-    assert [c.kind for c in sent if c.group > 1] == ["all-gather"] * bool(at.row), sent
+    (values, (argmax, rank)), sent = execute(f, *args)
+    token_stats.assert_stats((*values, argmax, rank), x, labels, where, t)
+    kinds = [c.kind for c in sent if c.group > 1]
+    if masked and at.row:  # the rank adds the label's key, and a count
+        assert {*kinds} == {"all-gather", "all-reduce"} and len(kinds) <= 4, sent
+    else:
+        assert kinds == ["all-gather"] * bool(at.row), sent
     g = tuple(jax.device_put(a, values[0].sharding) for a in g)
     dx = jax.jit(lambda x, *others: jax.vjp(lambda x: f(x, *others)[0], x)[1](g)[0])(*args)
     token_stats.assert_gradient(dx, x, labels, g, where, t)
@@ -540,7 +544,7 @@ def stats(layout, how, masked):
         assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
 
 
-ROUTERS = ("softmax", "sigmoid, bias, groups")
+ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
 
 
 @each(name=ROUTERS, layout=["batch"], how=HOW, fast=0)
@@ -721,6 +725,44 @@ def gradient_of_a_temperature(check_vma):
     )
     got, want = (jax.jit(jax.grad(f, (0, 1)))(x, t) for f in (f, total))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
+
+
+@each(layout=["both", "spread"], log=[False, True], fast=1)
+def temperature_0(layout, log):
+    """Ties in several shards, zeros, and differences of subnormal numbers; rows of gradient 0 among others."""
+    at, x, t = split(layout, "shard_map"), np.round(logits()).astype(F32), np.zeros(len(logits()), F32)
+    t[::3] = 2
+    x[1] = -1
+    x[1, [3, V - 2]] = x[2, [0, V // 2]] = 9
+    x[4] = 2.0**-130
+    x[4, [5, V - 3]] = 2.0**-129
+    x[5] = -(2.0**-130)
+    x[5, [7, V - 1]] = 0, -0.0
+
+    def f(x, t, axis_name=None):
+        got = ps.fused_topk(x, 5, temperature=t, log=log, axis_name=axis_name, implementation=IMPLEMENTATION)
+        return tuple(got)
+
+    per_row = P(at.spec[0])
+    specs = P(*at.spec), per_row
+    sharded = jax.shard_map(
+        functools.partial(f, axis_name=at.axis_name), mesh=at.mesh, in_specs=specs, out_specs=per_row
+    )
+    args = at.place(x), *lay((t,), at.mesh, (per_row,))
+    values, indices = jax.jit(sharded)(*args)
+    want, best = oracle.fused_topk(x, 5, None, t, log)
+    np.testing.assert_array_equal(indices, best)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.asarray(values)[~finite], want[~finite])
+    np.testing.assert_allclose(np.asarray(values)[finite], want[finite], rtol=1e-5)
+
+    def total(f):
+        return lambda x, t: jnp.sum(jnp.where(jnp.isfinite(y := f(x, t)[0]), y, 0) ** 2)
+
+    got, want = (jax.jit(jax.grad(total(g), (0, 1)))(*a) for g, a in ((sharded, args), (f, (x, t))))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
+    at_limit = (t == 0) & np.isfinite(x).all(-1)
+    assert not np.asarray(got[0])[at_limit].any() and not np.asarray(got[1])[at_limit].any()
 
 
 @each(how=("auto", "explicit"))

@@ -1,10 +1,10 @@
-"""The inline PTX for moments of logits, run in numpy (tests/support/ptx.py), against float64."""
+"""The inline PTX for moments of logits and for ranks, run in numpy (tests/support/ptx.py), against float64."""
 
 import numpy as np
 import pytest
 
-from pallas_softmax._src.softmax import moments_ptx
-from tests.support import ptx
+from pallas_softmax._src.softmax import before_ptx, moments_ptx
+from tests.support import oracle, ptx
 
 F32 = np.float32
 EPS = 2.0**-23
@@ -44,14 +44,15 @@ def results(machine, *names):
     return [machine.registers[f"%new_{name}"].astype("uint32").view(F32) for name in names]
 
 
-def added(x, scale, step):
-    """Returns the moments of each thread after all steps of `step` logits."""
+def added(x, scale, step, again=None):
+    """Returns the moments of each thread after all steps of `step` logits. `again` is a `Scale`'s second factor."""
     state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
-    a = F32(scale * moments_ptx.LOG2_E)
+    factors = {"a": F32(scale * moments_ptx.LOG2_E)} | ({} if again is None else {"again": F32(again)})
+    form = moments_ptx.Form(scaled=again is not None)
     for first in range(0, len(x), step):
         operands = {f"x{i}": row for i, row in enumerate(x[first : first + step])}
-        program = moments_ptx.add_program(len(operands))
-        machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), a=a, **operands)
+        program = moments_ptx.add_program(len(operands), form)
+        machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), **factors, **operands)
         state = results(machine, *"mdt")
     return state
 
@@ -75,22 +76,63 @@ def test_add_logits(kind, count, step, scale):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [*KINDS, "subnormal"])
+def test_temperature_0(kind):
+    """d counts the logits that are equal to the largest, and t is 0; with the two factors of a `Scale`."""
+    x = logits("ties" if kind == "subnormal" else kind, 35)
+    x = x * F32(2.0**-149) if kind == "subnormal" else x
+    m, d, t = (np.asarray(a, "float64") for a in added(x, 2.0**126, 8, 2.0**126))
+    np.testing.assert_array_equal(m, x.max(0))
+    ordinary = np.isfinite(x.max(0))
+    np.testing.assert_array_equal(d[ordinary], (x == x.max(0)).sum(0)[ordinary])
+    assert not t[ordinary].any() and np.isnan(d[np.isnan(m) | (m == np.inf)]).all()
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("vec", "blocks"), [(1, 2), (2, 4), (4, 3), (8, 2)])
+def test_count_before(vec, blocks, special):
+    """Labels at every place of a vector, and before and after the step; equal logits, zeros, and NaNs."""
+    rng = np.random.default_rng(vec)
+    for _ in range(20):
+        x = np.round(1.5 * rng.standard_normal((blocks, 128, vec))).astype(F32)
+        x[rng.random(x.shape) < 0.1] = -0.0
+        for value in (np.nan, -np.nan, np.inf, -np.inf) if special else ():
+            x[rng.random(x.shape) < 0.05] = value
+        keys = oracle.order_key(x.reshape(-1))
+        column = int(rng.integers(-5, keys.size + 5))
+        key = keys[np.clip(column, 0, keys.size - 1)]
+        vector = np.arange(keys.size) // vec * vec
+        before = (keys > key) | ((keys == key) & (vector < column))  # all of the label's vector, or none
+        operands = {f"x{b * vec + e}": x[b, :, e] for b in range(blocks) for e in range(vec)}
+        program = before_ptx.count_program(blocks * vec, vec)
+        count = np.full(128, 7, F32)
+        machine = ptx.run(program, np.zeros(0, "uint8"), count=count, column=column, key=int(key), **operands)
+        (got,) = results(machine, "count")
+        np.testing.assert_array_equal(got, 7 + before.reshape(blocks, 128, vec).sum((0, 2)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ctas", [1, 2, 16])
 def test_merges(kind, ctas):
-    """Each thread has 8 logits, and its number counts down, so that the last of the largest wins."""
+    """Each thread has 8 logits, and its number counts down, so that the last of the largest wins.
+
+    With more than one CTA, counts are added as well.
+    """
     x = logits(kind, 8 * ctas).reshape(ctas, 8, 128)
+    form = moments_ptx.Form(counted=ctas > 1)
     at = np.arange(128 * ctas, dtype=F32)[::-1].reshape(ctas, 128)
-    sent = np.zeros((ctas, 4, 128), F32)
-    a = F32(moments_ptx.LOG2_E)
+    before = np.random.default_rng(ctas).integers(0, 9, (ctas, 128)).astype(F32)
+    sent = np.zeros((ctas, len(form.fields), 128), F32)
+    a, scratch_bytes = F32(moments_ptx.LOG2_E), 4 * (moments_ptx.SCRATCH + 4)
     for cta in range(ctas):
-        state = dict(zip(("m", "d", "t", "place"), (*added(x[cta], 1.0, 8), at[cta])))
-        program, scratch = moments_ptx.combine_threads_program(), np.zeros(4 * moments_ptx.SCRATCH, "uint8")
-        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), "m", "d", "t", "place")
+        state = dict(zip(form.fields, (*added(x[cta], 1.0, 8), at[cta], before[cta])))
+        program, scratch = moments_ptx.combine_threads_program(form), np.zeros(scratch_bytes, "uint8")
+        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), *form.fields)
     words = sent.reshape(ctas, -1).view("uint8")
-    memory = np.concatenate([words, np.zeros((ctas, 4 * moments_ptx.SCRATCH), "uint8")], 1)
-    operands = {"m": 0, "d": 512, "t": 1024, "place": 1536, "scratch": 2048, "a": a}
-    program = moments_ptx.combine_ctas_program(ctas)
+    memory = np.concatenate([words, np.zeros((ctas, scratch_bytes), "uint8")], 1)
+    operands = {name: 512 * i for i, name in enumerate([*form.fields, "scratch"])} | {"a": a}
+    program = moments_ptx.combine_ctas_program(ctas, form)
     machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
     machine.run()
     *got, place = results(machine, "m", "d", "t", "place")
@@ -99,3 +141,6 @@ def test_merges(kind, ctas):
     assert_moments(got, [np.broadcast_to(part, got[0].shape) for part in (m, d, t)])
     is_largest = (whole == m) | np.isnan(whole)
     assert (place == at.reshape(-1)[is_largest.any(0)].min()).all()
+    if form.counted:
+        (count,) = results(machine, "before")
+        np.testing.assert_array_equal(count, np.full_like(count, before.sum()))

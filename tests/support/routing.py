@@ -125,6 +125,8 @@ def indices(x, k, gate, bias):
     order = np.argsort(-keys, axis=-1, kind="stable")
     best = np.take_along_axis(keys, order[:, : k + 1], -1)
     gap = gaps(best)
+    if gate.score == "sqrtsoftplus":  # scores have no bound, and one may be infinite where another is NaN
+        near |= np.any(x > 1e3, -1)
     return order[:, :k], near | np.any((gap > 0) & (gap < bound(gate, bias)), -1)
 
 

@@ -38,6 +38,16 @@ class Routing(NamedTuple):
 export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
 
 
+def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
+    bias = given["bias"]
+    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
+
+
+# A scale that is an array is not hashable, so `at_once` leaves such a call to its caller's program.
+@at_once(
+    *("k", "score", "groups", "top_groups", "group_best", "renormalize", "scale", "implementation"),
+    known=_known_bias,
+)
 def route(
     logits: ArrayLike,
     k: int | np.integer,
@@ -93,24 +103,14 @@ def route(
       NotImplementedError: the named implementation cannot run this call (the message says why), or a gradient in
         `scale` is wanted.
     """
-    bias = None if bias is None else arguments.parameter("route", "bias", bias)
-    number, factor = _scale("route", scale)
-    return _route(
-        logits, k, score, bias, groups, top_groups, group_best, renormalize, number, factor, implementation
-    )
-
-
-@at_once("k", "score", "groups", "top_groups", "group_best", "renormalize", "scale", "implementation")
-def _route(
-    logits, k, score, bias, groups, top_groups, group_best, renormalize, scale: float, factor, implementation
-) -> Routing:
     name = "route"
+    number, factor = _scale(name, scale)
     x, axis = arguments.real_rows(name, "logits", logits, -1)
     x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)
     experts = x.shape[axis]
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
-    gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), scale)  # pyright: ignore[reportArgumentType]
+    gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), number)  # pyright: ignore[reportArgumentType]
     groups, top_groups, group_best = _groups(name, groups, top_groups, group_best, experts)
     k = arguments.count_in_row(name, "k", k, experts)
     if groups > 1 and not k <= top_groups * (experts // groups):

@@ -120,7 +120,7 @@ def _root_softplus_slope(x):
 
 
 def _decay(x):
-    """Returns exp(-|x|); by a minimum, whose derivative at 0 is the mean of both sides."""
+    """Returns exp(-|x|), by a minimum: its derivative at 0 is the mean of both sides."""
     return jnp.exp(jnp.minimum(x, -x))
 
 

@@ -81,7 +81,7 @@ MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
 def located(scale=None, *, counted: bool = False) -> Reduction:
-    """Returns the reduction to `Located`. `counted` says whether it has `before`, to which kernels add.
+    """Returns the reduction to `Located`. `counted` says whether it has `before`. Kernels add to that.
 
     `scale` is a `Scale`, or None; see `normalizers.add_logits`.
     """

@@ -47,9 +47,9 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which operands the programs have."""
+    """The operands of the programs."""
 
-    scaled: bool = False  # a temperature: the factor <again> beside <a>
+    scaled: bool = False  # a temperature: there is the factor <again>
     counted: bool = False  # the count <before>
 
     @property
@@ -59,7 +59,7 @@ class Form:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The operands whose product is log2(e) / temperature."""
+        """The operands with the product log2(e) / temperature."""
         return ("a", "again") if self.scaled else ("a",)
 
 
@@ -69,7 +69,7 @@ SCRATCH = 4 * WARPS  # float32 words of shared memory that the merges need, and 
 def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = None) -> Moments:
     """Adds logits `xs` to the moments of each thread, all arrays (128,), for the CTA's only warpgroup.
 
-    Threads do not exchange anything. `scale` is that of the temperature, or None.
+    Threads do not exchange anything. `scale` belongs to the temperature, or is None.
     """
     blocks = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
     results = {f"new_{name}": "f32" for name in Moments._fields}
@@ -84,8 +84,8 @@ def combine_threads(
 
     The third result is the sum of `before`, or None if that is None. The results are scalars. `moments`, `place` and
     `before` are float32 (128,); `place` says where a thread's largest logit is. `scratch` refers to SCRATCH float32 in
-    shared memory, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` is that of the
-    temperature, or None.
+    shared memory, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` belongs to the
+    temperature, or is None.
     """
     form = Form(scale is not None, before is not None)
     blocks = dict(zip(form.fields, (*moments, place, before)))
@@ -114,7 +114,7 @@ def _insert(program: Program, form: Form, refs: dict, blocks: dict, scale) -> tu
 
 
 def _factors(scale: Scale | None) -> dict[str, Any]:
-    """Returns the operands whose product is log2(e) / temperature."""
+    """Returns the operands with the product log2(e) / temperature."""
     return {"a": LOG2_E} if scale is None else {"a": scale.factor * LOG2_E, "again": scale.again}
 
 

@@ -10,16 +10,15 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
-from pallas_softmax._src.softmax import before_ptx
-from pallas_softmax._src.softmax.formulas import Label, Located, Reduction, comes_before
+from pallas_softmax._src.softmax import counting
+from pallas_softmax._src.softmax.formulas import Located, Reduction
 from pallas_softmax._src.softmax.parts_job import Job, Refs
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
 
@@ -61,7 +60,7 @@ class Part:
         ):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
-            mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1)
+            mask = None if self.job.mask is None else self.load_mask(at, EDGE, 1)
             self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
@@ -75,9 +74,9 @@ class Part:
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+        return [self.load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
-    def _load_mask(self, at, held, vec: int):
+    def load_mask(self, at, held, vec: int):
         """Returns a block of the mask, from element `at` of the part on; 0 after the first `held` elements."""
         mask: Any = self.job.mask
         return blocks.load_mask(
@@ -136,10 +135,12 @@ class Part:
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
             if self.formula.counts:
-                lanes = lanes._replace(before=lanes.before + self._count_in_edges())
+                lanes = lanes._replace(before=lanes.before + counting.in_edges(self))
+        if self.formula.counts:
+            lanes = lanes._replace(before=lanes.before - counting.overcount(self))
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
         if self.formula.counts:
-            total = total._replace(before=self._recounted(total))
+            total = total._replace(before=counting.recounted(self, total))
         return self._located(total) if self.formula.locates else total
 
     def _absorb_step(self, i, size: int, state):
@@ -159,7 +160,7 @@ class Part:
             terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
         lanes = _add(formula.reduction, lanes, terms, i)
         if formula.counts:
-            lanes = lanes._replace(before=_count_in_step(self, lanes.before, terms, i, size, mask_blocks))
+            lanes = lanes._replace(before=counting.add_step(self, lanes.before, terms, i, size))
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -168,61 +169,6 @@ class Part:
                 self.body.freed(i)
 
         return lanes, next_masks
-
-    def _recounted(self, total: Located):
-        """Returns the number of elements before the label, counted again by the elements as they are stored.
-
-        The first count is right, unless fillings of -inf may count, or a 16-bit NaN may have lost its sign.
-        """
-        inexact = self._label().key <= sort_keys.key_of_number(-np.inf, self.job.dtype)
-        if self.job.dtype.itemsize == 2:
-            inexact |= total.moments.m != total.moments.m
-
-        def count_again():
-            def take_step(i, size: int, before):
-                return before + self.count_in_step(i, size, self._load_body_mask(i))
-
-            before = self.body.sweep(take_step, blocks.filled(0.0))
-            return jnp.sum(before + self._count_in_edges() if self.edges else before)
-
-        return lax.cond(inexact, count_again, lambda: total.before)
-
-    def count_in_step(self, i, size: int, mask_blocks: list):
-        """Returns how many elements of step i each thread has that come before the label in the order of top-k."""
-        walk, (x_smem,), counts = self.job.parts.walk, self.refs.x_smem, []
-        for block, (at, held) in enumerate(self.body.blocks(i, size)):
-            x, position = blocks.load(x_smem.at[at], walk.vec), blocks.positions(walk.vec)
-            shifted = self.label_from(i, block * walk.block_size)
-            before = comes_before(sort_keys.key32(x), position, shifted)
-            if mask_blocks[block] is not None:
-                before = jnp.where(mask_blocks[block] != 0, before, 0.0)
-            if held < walk.block_size:
-                before = jnp.where(position < held, before, 0.0)
-            counts += blocks.split(before, walk.vec)
-        return normalizers.tree_sum(counts)
-
-    def _count_in_edges(self):
-        """Returns the same for the elements of the edges."""
-        label, counts = self._label(), []
-        for edge in self.edges:
-            column = blocks.positions() + edge.start
-            before = jnp.where(
-                edge.counted, comes_before(sort_keys.key32(edge.arrays[0]), column, label), 0.0
-            )
-            counts.append(before if edge.keep is None else jnp.where(edge.keep, before, 0.0))
-        return normalizers.tree_sum(counts)
-
-    def label_from(self, i, element: int = 0) -> Label:
-        """Returns the label of the row, with its column counted from an element of step i of the body."""
-        label = self._label()
-        return label._replace(
-            column=label.column - (self.body_start + i * self.job.parts.walk.step_size + element)
-        )
-
-    def _label(self) -> Label:
-        """Returns the label of the row, with its column counted from the start of the part."""
-        column, *keys = (gmem[self.place.row] for gmem in self.refs.label_gmem)
-        return Label(column - self.place.start, *keys)
 
     def _located(self, total: Located) -> Located:
         """Returns the reduction of the part with the position of its largest element in the row.
@@ -243,7 +189,7 @@ class Part:
             inside = position < left if walk.length % walk.block_size else None
             mask = None
             if self.job.mask is not None:
-                (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
+                (mask,) = _as_conditions([self.load_mask(self.body_start + at, left, walk.vec)])
             term = self._term([x.astype(jnp.float32)], mask, inside)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
@@ -380,13 +326,6 @@ class _Edge(NamedTuple):
     def keep(self):
         """The mask as a boolean block, or None."""
         return None if self.mask is None else self.mask != 0
-
-
-@twin(lambda part, before, terms, i, size, masks: before + part.count_in_step(i, size, masks))
-def _count_in_step(part: Part, before, terms: list, i, size: int, masks: list):
-    """Returns the counts of all threads with the elements of a step added; see `Part._recounted`."""
-    label = part.label_from(i)
-    return before_ptx.count_before(before, terms, part.job.parts.vec, label.column, label.wide_key)
 
 
 @twin(lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step))

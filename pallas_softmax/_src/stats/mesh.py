@@ -17,7 +17,7 @@ def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled
 
 
 def _merged(of_shard: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
-    """Returns the `RowStats` of whole rows, given those of this device's shard."""
+    """Returns the `RowStats` of whole rows, given the `RowStats` of this device's shard."""
     vocab = logits.shape[-1]
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
@@ -58,8 +58,7 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperatu
         keys = value_key(parts.m)
         is_largest = keys == jnp.max(keys, -1, keepdims=True)
         if temperature is not None:
-            m = jnp.max(parts.m, -1, keepdims=True)
-            tops, positive = normalizers.at_limit(parts.m, m, temperature)
+            tops, positive = normalizers.at_limit(parts.m, normalizers.largest(parts.m), temperature)
             parts, scale = parts._replace(m=tops), 1 / positive
         total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
         total = Moments(*(a[..., None] for a in total))

@@ -48,7 +48,7 @@ TOKEN_STATS = RowOperation(
     on_mesh=mesh.token_stats_on_mesh,
     divided_by_xla=False,
 )
-# What a device counts in its shard of a row; `labels` and the keys of their logits are of the whole row.
+# The counts of a device in its shard of a row. The labels and the keys of their logits are of the whole row.
 COUNTED_STATS = RowOperation(
     name="counted_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW),

@@ -82,7 +82,8 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
 def label_keys(labels, logits, where, mesh_axes=()):
     """Returns the sort key of the logit at the label of each row, and whether the label has a rank.
 
-    The keys have 32 bits or more. A label has no rank if it is no column, whose key is then 0, or a masked one.
+    Keys have 32 bits or more. A label has no rank if it is no column, or a masked one. The key of a label that is no
+    column is 0.
     """
     own, columns = _own_columns(labels, logits, mesh_axes)
     at_label = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=0)

@@ -146,7 +146,7 @@ def write_winners(
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
     `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `CandidateList.ranked`, as int32 or float32. `scale` is that of the row. If `final`, the winners' values
+    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values
     are written instead of their keys.
     """
     k = request.k

@@ -32,7 +32,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, tops, d = gather((won, position, top, d), mesh_axis)
         _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
-        top = jnp.max(tops, -1, keepdims=True)
+        top = normalizers.largest(tops)
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
