@@ -164,6 +164,24 @@ def test_vmap_and_jit(q):
 
 
 @pytest.mark.slow
+def test_a_setting_of_the_noise_makes_another_program():
+    """A program that was compiled before jax_high_dynamic_range_gumbel changed is not used after."""
+    keys, x = jax.random.split(KEY, 100), np.broadcast_to(TARGET, (100, S + 1, V))
+    drafts = np.zeros((100, S), int)
+    before = verify(keys, drafts, x).tokens
+    changed = jax.config.jax_high_dynamic_range_gumbel
+    try:
+        jax.config.update("jax_high_dynamic_range_gumbel", not changed)
+        after = verify(keys, drafts, x)
+        each = jax.vmap(lambda key: jax.random.split(key, S + 1))(keys)
+        drawn = jax.vmap(jax.vmap(jax.random.categorical))(each, x)
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", changed)
+    assert (after.tokens != before).any()
+    np.testing.assert_array_equal(after.tokens[:, 0], drawn[:, 0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_export_round_trip(q, symbolic):
