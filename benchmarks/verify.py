@@ -132,7 +132,7 @@ def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float
 
 
 def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -> None:
-    """Raises AssertionError if the tokens cannot be those of a step."""
+    """Raises AssertionError if no step could give these tokens."""
     found = {name: np.asarray(a, float) for name, a in facts(jnp.asarray(tokens), **given, **filters).items()}
     tokens, drafts, accepted = np.asarray(tokens), np.asarray(given["draft_tokens"]), found["accepted"]
     place = np.arange(tokens.shape[1])

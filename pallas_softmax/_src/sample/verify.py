@@ -149,7 +149,7 @@ class _Target(NamedTuple):
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_probs(self, positions=None) -> jax.Array:
-        """Returns log p of the logits, whose positions in the rows may be given."""
+        """Returns log p of the logits; `positions` are their places in the rows, if these are not whole rows."""
         log_p = filtered(self.logits, self.where, self.temperature, self.cut, positions=positions)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
         return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
