@@ -13,6 +13,7 @@ benchmarks.programs         How much time do whole programs save?
 benchmarks.linear           How fast is the cross entropy of a projection?
 benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sample           How fast is sample?
+benchmarks.verify           How fast is verify?
 benchmarks.route            How fast is route?
 benchmarks.serve            How fast does a server decode with sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?

@@ -54,7 +54,14 @@ WEIGHTS = {
     "about": 2.5,
     "migration": 2,
 }
-WEIGHTS |= {"tutorial": 2, "sharding": 1.5, "libraries": 1.5, "accuracy": 1.5, "performance": 1.2}
+WEIGHTS |= {
+    "serving": 2,
+    "tutorial": 2,
+    "sharding": 1.5,
+    "libraries": 1.5,
+    "accuracy": 1.5,
+    "performance": 1.2,
+}
 WEIGHTS |= {"design": 0.3, "extending": 0.3, "ptx": 0.3, "racecheck": 0.1}
 WEIGHTS |= {"CONTRIBUTING": 0.2, "CHANGELOG": 0.2, "benchmarks": 0.1}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}

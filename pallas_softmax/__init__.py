@@ -16,7 +16,8 @@ from pallas_softmax._src.linear.api import (
 )
 from pallas_softmax._src.linear.topk import linear_topk
 from pallas_softmax._src.route.api import Routing, route
-from pallas_softmax._src.sample.api import Sample, sample
+from pallas_softmax._src.sample.api import Sample, filter_logits, sample
+from pallas_softmax._src.sample.verify import Verified, verify
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
 from pallas_softmax._src.stats.api import TokenStats, token_stats
 from pallas_softmax._src.topk.api import fused_topk
@@ -35,7 +36,9 @@ __all__ = [
     "Sample",
     "TokenStats",
     "TopK",
+    "Verified",
     "explain",
+    "filter_logits",
     "fused_topk",
     "linear_cross_entropy",
     "linear_log_probs",
@@ -49,4 +52,5 @@ __all__ = [
     "sample",
     "softmax",
     "token_stats",
+    "verify",
 ]

@@ -57,6 +57,7 @@ COLUMNS = {
     "same": "how many hypotheses equal jax's, token for token",
     "score_error": "the largest error of a score, found by a replay of the search",
     "gap": "the largest shortfall of a choice from the best, found by a replay: a near tie",
+    "accepted": "how many drafts of a sequence were accepted, the mean",
     "draws_checked": "how many draws were checked against the float64 oracle",
     "tokens_per_s": "tokens of all requests, over the wall time of a whole decoding",
     "device_us_per_step": "the device time of the kernels in one step, including the model",
@@ -223,7 +224,7 @@ def frame(document: dict[str, Any], view: View) -> Frame:
         for name in ("copy", "read"):
             if f"{name}_tb_per_s" in runs:
                 rows[f"share_of_{name}"] = rows.tb_per_s / runs[f"{name}_tb_per_s"].to_numpy()
-        if rows.logits.nunique() > 1 and "normal" in rows.logits.values:
+        if "logits" in rows and rows.logits.nunique() > 1 and "normal" in rows.logits.values:
             slowdown = rows.p50_us / of("p50_us", logits="normal")
             rows["slowdown"] = slowdown.where(rows.logits != "normal")
     if view.derive:

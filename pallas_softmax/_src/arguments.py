@@ -79,17 +79,17 @@ def check_array(function: str, name: str, x, *, any_integer: bool = False) -> No
         )
 
 
-def known_labels(function: str, labels) -> Any:
-    """Returns the labels for `eager.at_once`; -1 for labels of 64 bits that JAX would wrap.
+def known_labels(function: str, labels, name: str = "labels", wide: int = -1) -> Any:
+    """Returns the labels for `eager.at_once`; `wide` for labels of 64 bits that JAX would wrap.
 
     Raises like `check_array`, also for a Python int beyond the range of JAX's integers.
     """
-    check_array(function, "labels", labels, any_integer=not isinstance(labels, int))
+    check_array(function, name, labels, any_integer=not isinstance(labels, int))
     if not has_wide_integers(labels):
         return labels
     labels = np.asarray(labels)
     fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
-    return np.where(fits, labels.astype(np.int32), np.int32(-1))
+    return np.where(fits, labels.astype(np.int32), np.int32(wide))
 
 
 def real_numbers(function: str, name: str, x) -> Any:

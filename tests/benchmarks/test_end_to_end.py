@@ -21,7 +21,19 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, programs, route, sample, serve, sharded, softmax, topk
+from benchmarks import (
+    accuracy,
+    beam_search,
+    linear,
+    programs,
+    route,
+    sample,
+    serve,
+    sharded,
+    softmax,
+    topk,
+    verify,
+)
 from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
@@ -121,6 +133,7 @@ RUNS = [
         16 * 2,
     ),
     (sample, "--shapes=3x60 --dtype=float32,bfloat16 --peers=jax,torch --logits=normal,ties", 4 * 6 * 3),
+    (verify, "--batch=20 --vocab=60 --drafts=1,4 --dtype=float32,bfloat16 --peers=sample,jax", 8 * 3),
     (serve, f"{DECODING} --batch=9 --dtype=float32,bfloat16", 2 * 3),
     (beam_search, f"{DECODING} --batch=3 --k=3 --dtype=bfloat16", 4),
     (accuracy, "--shapes=20x300 --function=softmax,log_softmax --implementations=xla,mosaic_gpu", 4),
@@ -157,6 +170,11 @@ def _first_entry(sample, *args, **options):
     return drawn._replace(indices=jnp.zeros_like(drawn.indices))
 
 
+def _accepts_all(verify, key, draft_tokens, *args, **options):
+    found = verify(key, draft_tokens, *args, **options)
+    return found._replace(tokens=jnp.pad(draft_tokens, [(0, 0), (0, 1)]))
+
+
 def _without_gradient(loss, x, w, *args, **options):
     return lax.stop_gradient(loss(x, w, *args, **options)) + 0 * x.sum() * w.sum()
 
@@ -178,6 +196,7 @@ WRONG = [  # a function of ours, a wrong one, and a benchmark with its flags
     ("softmax", _off, accuracy, "--shapes=20x300 --implementations=xla"),
     ("sample", _first_entry, sample, "--shapes=3x60 --filters=top_k --peers=jax"),
     ("sample", _first_entry, serve, f"{DECODING} --batch=9"),
+    ("verify", _accepts_all, verify, "--batch=20 --vocab=60 --filters=none --peers=jax"),
     ("route", _first_entry, route, "--shapes=9x64x6"),
     ("logsumexp", _off, programs, f"{PROGRAMS} --programs=loss_lse"),
     ("linear_cross_entropy", _without_gradient, linear, "--batch=40 --direction=both --training_steps=0"),

@@ -24,6 +24,7 @@ from benchmarks import (
     sharded,
     softmax,
     topk,
+    verify,
 )
 from benchmarks.support import cases
 from pallas_softmax import paper as algorithms
@@ -74,6 +75,7 @@ MODULES = (
     serve,
     sharded,
     softmax,
+    verify,
 )
 MODULES += (topk,)
 BINARIES = {"benchmarks": both} | {module.__name__: module for module in MODULES}

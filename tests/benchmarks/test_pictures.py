@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
+from benchmarks import (
+    accuracy,
+    beam_search,
+    linear,
+    paper,
+    programs,
+    sample,
+    serve,
+    sharded,
+    softmax,
+    topk,
+    verify,
+)
 from benchmarks.support import flags, plot, redraw, result
 from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
@@ -203,7 +215,20 @@ def test_numbers(value, text):
 
 
 def test_help_lists_every_benchmark():
-    modules = [accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk, redraw]
+    modules = [
+        accuracy,
+        beam_search,
+        linear,
+        paper,
+        programs,
+        sample,
+        serve,
+        sharded,
+        softmax,
+        topk,
+        verify,
+        redraw,
+    ]
     lines = (both.__doc__ or "").splitlines()  # absl prints the docstring
     for module in modules:
         what = (module.__doc__ or "").split(" python -m")[0].rstrip(":")

@@ -34,6 +34,20 @@ FUNCTIONS = {
             **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
         },
     ),
+    "filter_logits": (
+        ps.filter_logits,
+        {},
+        {
+            **{"logits": X, "where": MASK, "temperature": ROWS},
+            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+        },
+    ),
+    "verify": (
+        ps.verify,
+        {},
+        {"key": KEY, "draft_tokens": LABELS[:, :2], "logits": X, "draft_log_probs": X[:, :2]}
+        | {"where": MASK, "temperature": ROWS, "top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
+    ),
     "token_stats": (ps.token_stats, {}, {"logits": X, "labels": LABELS, "where": MASK, "temperature": ROWS}),
     "route": (ps.route, {"k": 1, "groups": 2, "top_groups": 1}, {"logits": X, "bias": W[0, :4]}),
     "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, PROJECTION),
@@ -60,7 +74,7 @@ def call(name, **changed):
 def plainly(name, **options):
     """Calls a function with the arrays that it needs, so that other options fit."""
     function, static, arrays = FUNCTIONS[name]
-    needed = ("key", "x", "w", "a", "logits", "labels")
+    needed = ("key", "x", "w", "a", "logits", "labels", "draft_tokens")
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
@@ -118,7 +132,7 @@ def test_factors_without_a_common_dtype_are_named():
 # --- Integers of 64 bits --------------------------------------------------------------------------------
 
 REAL = ("a", "b", "temperature", "top_p", "min_p", "token_weights", "label_smoothing", "z_loss")
-INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "top_k")]
+INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k")]
 INTEGERS.remove(("route", "bias"))
 
 
@@ -206,7 +220,8 @@ OPTIONS = {
         "log": [np.bool_(True), False, True],
         "dtype": [np.dtype(np.float32), "float16", jnp.bfloat16],
     },
-    "sample": {"axis": [np.int64(0), 0, np.int32(-1)]},
+    "sample": {"axis": [np.int64(0), 0, np.int32(-1)], "mode": [np.str_("high"), "low", "high", None]},
+    "filter_logits": {"axis": [np.int64(0), 0, np.int32(-1)]},
     "token_stats": {"axis": [np.int64(-1), -1, np.int32(-1)]},
     "route": {
         "k": [np.int64(1), 1, np.int8(2)],
@@ -323,5 +338,5 @@ def test_strict_promotion(name, dtype, wide, strictly):
 
     with jax.enable_x64(wide):
         jax.eval_shape(value, dtypes[of])
-        if name != "linear_topk":  # it has no gradient
+        if name not in ("linear_topk", "verify"):  # they have no gradient
             jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])

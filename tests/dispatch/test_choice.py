@@ -257,8 +257,18 @@ def test_the_abstract_device_decides(kind, chosen):
         lambda x, **named: ps.route(x, 5, **named),
         ps.token_stats,
         lambda x, **named: ps.sample(jax.random.key(0), x, **named),
+        ps.filter_logits,
     ],
-    ids=["softmax", "log_softmax", "logsumexp", "fused_topk", "route", "token_stats", "sample"],
+    ids=[
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "fused_topk",
+        "route",
+        "token_stats",
+        "sample",
+        "filter_logits",
+    ],
 )
 def test_each_function_is_lowered_for_blackwell(function, kind):
     x = jax.ShapeDtypeStruct((8, 512), jnp.float32)

@@ -261,6 +261,7 @@ OF_ONE_ROW = {
     "fused_topk": lambda x: ps.fused_topk(x, 2).values[0],
     "token_stats": lambda x: ps.token_stats(x, jnp.int32(1)).log_probs,
     "sample": lambda x: ps.sample(jax.random.key(0), x).log_probs,
+    "filter_logits": lambda x: ps.filter_logits(x)[0],
 }
 
 

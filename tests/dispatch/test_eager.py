@@ -120,6 +120,7 @@ ROWS = {
     "fused_topk": lambda x: ps.fused_topk(x, 3).values,
     "sample": lambda x: ps.sample(KEYS[0], x, top_p=0.5).log_probs,
     "sample, keys": lambda x: ps.sample(KEYS, x, min_p=np.float32(0.1)).log_probs,
+    "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.5), -99),
     "sample, rbg": lambda x: ps.sample(jax.random.key(0, impl="rbg"), x).log_probs,
     "token_stats": lambda x: ps.token_stats(x, LABELS).log_probs,
     "route": lambda x: ps.route(x, 4, bias=np.zeros(20, F32), groups=4, top_groups=2).weights,

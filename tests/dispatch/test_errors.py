@@ -149,6 +149,7 @@ CALLS = {
     "logsumexp": lambda **kwargs: ps.logsumexp(X, -1, **kwargs),
     "fused_topk": lambda **kwargs: ps.fused_topk(X, 1, **kwargs),
     "sample": lambda **kwargs: ps.sample(jax.random.key(0), X, **kwargs),
+    "filter_logits": lambda **kwargs: ps.filter_logits(X, **kwargs),
     "linear_logsumexp": lambda **kwargs: ps.linear_logsumexp(X, X.T, **kwargs),
     "linear_cross_entropy": lambda **kwargs: ps.linear_cross_entropy(X, X.T, LABELS, **kwargs),
     "linear_log_probs": lambda **kwargs: ps.linear_log_probs(X, X.T, LABELS, **kwargs),

@@ -86,7 +86,7 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 # mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
 ARRAYS = {
     "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
-    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name",
+    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name", "draft_tokens", "draft_log_probs", "scale",
 }  # fmt: skip
 
 
@@ -125,7 +125,17 @@ CALLS = {
     "sample": Calls(
         lambda x, **kwargs: ps.sample(jax.random.key(0), x, **kwargs),
         (X,),
+        {"axis": (-1, 0), "mode": (None, "high"), "implementation": (None, "xla")},
+    ),
+    "filter_logits": Calls(
+        lambda x, **kwargs: ps.filter_logits(x, top_p=0.9, **kwargs),
+        (X,),
         {"axis": (-1, 0), "implementation": (None, "xla")},
+    ),
+    "verify": Calls(
+        lambda drafts, x, **kwargs: ps.verify(jax.random.key(0), drafts, x, x[:-1], **kwargs),
+        (array(ROWS - 1, dtype="int32"), X),
+        {"implementation": (None, "xla")},
     ),
     "token_stats": Calls(
         lambda x, axis, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[axis + 1], int), axis=axis, **kwargs),
@@ -142,7 +152,6 @@ CALLS = {
             "top_groups": (2, 4),
             "group_best": (None, 1),
             "renormalize": (False, True),
-            "scale": (1.0, 2.0),
             "implementation": (None, "xla"),
         },
     ),
@@ -291,7 +300,12 @@ def test_other_sources_have_other_texts(tmp_path):
 KERNELS = {
     "softmax": {"logsumexp_forward"},
     "fused_topk": {"softmax_topk", "topk_merge"},
-    "sample": set(),  # plain JAX if V is sharded
+    "sample": {
+        "sample",
+        "softmax_topk",
+        "topk_merge",
+    },  # the best entries; a draw of rows that keep everything
+    "filter_logits": {"softmax_topk", "topk_merge"},
     "token_stats": {"token_stats_forward"},
     "route": {"route", "route_grad"},
     "linear_cross_entropy": {"linear_exponentials"},

@@ -73,7 +73,7 @@ def test_on_gpus(name, implementation, monkeypatch):
 def test_float16_is_widened_in_order():
     """Every bit pattern keeps its order, including NaNs, which would lose their sign on a GPU."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    wide = topk_mesh._widen(jax.numpy.asarray(x))
+    wide = topk_mesh.wide_logits(jax.numpy.asarray(x))
     order = np.argsort(np.asarray(sort_keys.key(jax.numpy.asarray(x))), kind="stable")
     assert (np.diff(np.asarray(sort_keys.key(wide), np.int64)[order]) > 0).all()
     np.testing.assert_array_equal(wide, x.astype(np.float32))

@@ -29,6 +29,7 @@ ROWS = {
     "filters": lambda x, **where: ps.sample(
         KEY, x, top_k=50, top_p=per_row(x, 0.9), min_p=0.1, temperature=per_row(x, 2.0), **where
     )[:2],
+    "kept logits": lambda x, **where: jnp.maximum(ps.filter_logits(x, top_p=per_row(x, 0.9), **where), -99),
 }
 ROUTERS = {
     "route": lambda x: ps.route(x, 4),

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax
-from pallas_softmax import fused_topk, log_softmax, logsumexp, route, sample, softmax, token_stats
+from pallas_softmax import (
+    filter_logits,
+    fused_topk,
+    log_softmax,
+    logsumexp,
+    route,
+    sample,
+    softmax,
+    token_stats,
+)
 from tests.support.calls import OPERATIONS
 
 ROOT = Path(pallas_softmax.__file__).parent
@@ -154,6 +163,7 @@ KERNEL_CALLS = {
     "logsumexp": lambda x: logsumexp(x, -1),
     "fused_topk": lambda x: fused_topk(x, 5),
     "sample": lambda x: sample(jax.random.key(0), x),
+    "filter_logits": lambda x: filter_logits(x, top_p=0.9),
     "token_stats": token_stats,
     "route": lambda x: route(x[:, :256], 8),
 }

@@ -56,6 +56,7 @@ CASES = {
     "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
     "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
     "sample": Case(drawn, LOGITS),
+    "filter_logits": Case(lambda x: jnp.maximum(ps.filter_logits(x, top_k=50), -99), LOGITS),
     "token_stats": Case(lambda x: ps.token_stats(x, labels()), LOGITS),
     "route": Case(lambda x: ps.route(x, 4), {"x": ((ROWS, EXPERTS), P(("b", "v"), None))}),
     "linear_cross_entropy": Case(

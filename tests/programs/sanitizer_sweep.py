@@ -28,6 +28,7 @@ from tests.sample import kernels as sample
 from tests.softmax import kernels as softmax
 from tests.support import bounds, cases, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
+from tests.support.draws import assert_cutoffs, assert_draws
 from tests.topk import kernels as topk
 
 TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
@@ -163,12 +164,13 @@ def mosaic_gpu():
         where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
         plan = plan_of(v, dtype, count, warpgroups)
         kernel = jax.jit(functools.partial(sample.sample_rows, plan=plan, interpret=None))
-        u = np.linspace(0, 0.9, rows, dtype="float32")
+        words = np.stack([np.full(rows, 5), np.arange(rows), np.zeros(rows), np.arange(rows) * v], 1).astype(
+            "uint32"
+        )
         for k, p, m in ((v, 1, 0), (9, 0.7, 0.01), (v // 2, 0.9, 0)):
-            filters = np.int32([k]), np.float32([p]), np.float32([m])
-            got = kernel(x, u, (np.float32([1]), *filters), where)
-            named = dict(zip(("top_k", "top_p", "min_p"), filters))
-            bounds.assert_sample(got, x, u, range(rows), where, 1.0, **named)
+            parameters = [np.float32([1]), np.int32([k]), np.float32([p]), np.float32([m])]
+            assert_draws(kernel(x, words, parameters, where), x, words, range(rows), parameters, where)
+            assert_cutoffs(kernel(x, None, parameters, where), x, range(rows), parameters, where)
     for name, experts, k, dtype in ROUTE:
         gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
         x[0] = 1  # all experts tie

@@ -406,7 +406,7 @@ def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
 
 @each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1)
 def sample(layout, how, dtype: Any):
-    """Draws agree with the oracle. Whole rows need no communication, and sharded rows a fixed number of collectives."""
+    """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication."""
     x, at = logits(dtype), split(layout, how)
     n = len(x)
     keys = jax.random.split(jax.random.key(5), n)
@@ -423,18 +423,76 @@ def sample(layout, how, dtype: Any):
     placed = [jax.device_put(a, at.operand(a.shape)) for a in operands]
     keys_placed = jax.device_put(keys, NamedSharding(at.mesh, P(at.spec[0])))
     got, sent = execute(f, at.place(x), keys_placed, *placed)
-    u = [jax.random.uniform(key) for key in keys]
-    bounds.assert_sample(got, x, np.array(u), NAMES, None, t, top_k=100, top_p=p, min_p=np.float32(0.01))
+    noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, (V,), F32))(keys))
+    filters = {"top_k": 100, "top_p": p, "min_p": np.float32(0.01)}
+    bounds.assert_sample(got, x, noise, NAMES, None, t, **filters)
+    np.testing.assert_array_equal(got[0], ps.sample(keys, x, temperature=t, **filters).indices)
     if not at.row:
         assert not [c for c in sent if c.group > 1], sent
-        return
-    # each of the two searches has its collective in a loop, with a round for every 4 bits of the logits
-    assert_sent(sent, at, x.shape, DRAW_NUMBERS + 2 * 15, 3 * at.size(at.row))
-    assert len(sent) <= DRAW_NUMBERS + 2 + 3 * len(at.row), sent
 
 
-# All-reduces of one number per row, outside the two searches.
-DRAW_NUMBERS = 14
+FILTERS = {
+    "none": {},
+    "all": {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "top_p": {"top_p": np.float32(0.9)},
+    # some rows keep everything: they also draw from their shards
+    "mixed": {"temperature": np.linspace(0, 1.4, 8, dtype=F32), "top_k": np.arange(-1, 7)},
+    "many": {"temperature": 5, "top_p": np.float32(0.99)},  # the devices search
+}
+
+
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=5)
+def tokens(filters, how, impl):
+    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
+    options = FILTERS[filters]
+    x, at = cases.rows(["normal", "integers"] * 4, 4096), split("both", how)
+    key = jax.random.key(6, impl=impl)
+
+    def both(x, axis_name=None):
+        on = {"axis_name": axis_name, "implementation": IMPLEMENTATION}
+        return ps.filter_logits(x, **options, **on), tuple(ps.sample(key, x, **options, **on))
+
+    want = both(x)
+    if how == "shard_map":  # the rows are whole batches, since the noise is made for the local batch
+        at = at._replace(spec=(None, "v"))
+        f = jax.shard_map(
+            functools.partial(both, axis_name="v"), mesh=at.mesh, in_specs=P(None, "v"),
+            out_specs=(P(None, "v"), P()),
+        )  # fmt: skip
+    else:
+        f = both
+    program = jax.jit(f).lower(at.place(x)).compile()
+    filtered, got = program(at.place(x))
+    np.testing.assert_array_equal(filtered, want[0])
+    np.testing.assert_array_equal(got[0], want[1][0])
+    np.testing.assert_allclose(np.stack(got[1:]), np.stack(want[1][1:]), rtol=1e-5, atol=1e-5)
+    always = [c for c in links.collectives(links.unconditional(program.as_text() or "")) if c.group > 1]
+    lists = (
+        2 if impl == "threefry2x32" else 3
+    )  # of filter_logits, and of sample; rbg draws in a step of its own
+    assert len(always) <= lists, always
+    numbers = 2 * 256 + 4 if options else 5  # of a row on each device: the best entries, with their indices
+    assert sum(c.bytes for c in always) <= lists * 4 * at.local_rows(x.shape) * at.size(at.row) * numbers, (
+        always
+    )
+
+
+@each(drawn=[True, False], how=HOW[:2], fast=0)
+def verified(drawn, how):
+    """Speculative decoding has the same tokens as on one device, and no row of V is gathered."""
+    at = split("both", how)._replace(spec=("b", None, "v"))
+    x = cases.rows(["normal", "integers"] * 8, 4096).reshape(4, 4, 4096)
+    q = np.asarray(jax.nn.log_softmax(x[:, :-1] * 0.7)) if drawn else None
+    drafts = jax.random.categorical(jax.random.key(1), x[:, :-1] * 0.7)
+    keys = jax.random.split(jax.random.key(2), len(x))
+    per_row = lay((keys, drafts), at.mesh, (P("b"), P("b")))
+    for options in ({}, {"top_p": np.float32(0.8)}):
+        f = functools.partial(ps.verify, **options)
+        arrays = [at.place(x), *([at.place(q)] if drawn else [])]
+        got, sent = execute(f, *per_row, *arrays)
+        jax.tree.map(np.testing.assert_array_equal, got, f(keys, drafts, x, q))
+        row = 4 * 4096 * (len(x) // 2)  # bytes of one position of each sequence of a device
+        assert sum(c.bytes for c in sent if c.group > 1) < 3.5 * row, sent  # of 4 positions
 
 
 @each(how=HOW, fast=0)
@@ -442,16 +500,16 @@ def sample_where(how):
     """One key for all rows; masked elements on all devices, and some devices with a fully masked part."""
     mask, at = masks()["full"], split("both", how)
     x, key = cases.spoil_masked(logits(), mask), jax.random.key(6)
-    f = lambda x, mask, axis_name=None: ps.sample(key, x, top_p=0.8, where=mask, axis_name=axis_name)  # noqa: E731
-    if how == "shard_map":
-        both = P(None, "v")  # one u for all rows
-        f = jax.shard_map(
-            functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=(both, both), out_specs=P()
-        )
-        at = at._replace(spec=(None, "v"))
-    got = jax.jit(f)(at.place(x), at.place(mask))
-    u = np.asarray(jax.random.uniform(key, (len(x),)))
-    bounds.assert_sample(got, x, u, NAMES, mask, top_p=np.float32(0.8))
+    for options in ({}, {"top_p": np.float32(0.8)}):
+        f = lambda x, mask, axis_name=None: ps.sample(key, x, where=mask, axis_name=axis_name, **options)  # noqa: B023, E731
+        if how == "shard_map":
+            both = P(None, "v")  # one array of noise for all rows
+            f = jax.shard_map(
+                functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=(both, both), out_specs=P()
+            )
+            at = at._replace(spec=(None, "v"))
+        got = jax.jit(f)(at.place(x), at.place(mask))
+        bounds.assert_sample(got, x, np.asarray(jax.random.gumbel(key, x.shape, F32)), NAMES, mask, **options)
 
 
 @each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1)
@@ -947,6 +1005,7 @@ SHARDS = {
     "logsumexp": lambda x: ps.logsumexp(x, -1),
     "topk": lambda x: ps.fused_topk(x, 5),
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
+    "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.9), -99),
     "stats": lambda x: ps.token_stats(x)[1:],
     "route": lambda x: ps.route(x, 5),
     "linear_logsumexp": lambda x: ps.linear_logsumexp(x[:, :4], x[:4]),

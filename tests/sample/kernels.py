@@ -11,21 +11,23 @@ from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
 
 
-def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
-    """Returns index, log probability and log of the kept share of a draw from each row.
+def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET, stride=1):
+    """Returns index, log probability and log of the kept share of a draw from each row; without words its `Cutoff`.
 
     Args:
       x: (rows, V).
-      u: (rows,).
+      words: (rows, 4), where the noise of each row is; or None.
       parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs; by default the package's choice.
+      stride: the distance of the places of neighbours.
     """
-    x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, (u, *parameters)))
+    x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, parameters))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
+    words = None if words is None else jnp.asarray(words)
     with interpreted(interpret):
-        return mosaic_gpu.sample_rows(x, mask, request, plan)
+        return mosaic_gpu.sample_rows(x, mask, request, words, plan, None if words is None else stride)
 
 
 # (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short

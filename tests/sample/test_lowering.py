@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of sample lowered for CUDA, without a GPU."""
+"""The Mosaic GPU kernels of sample and filter_logits lowered for CUDA, without a GPU."""
 
 import jax
 import numpy as np
@@ -9,14 +9,20 @@ from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first
 from tests.support.lowering import kernel_names
 
+KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def lowered(rows, v, dtype, where=None, **filters):
+def lowered(rows, v, dtype, key=KEY, where=None, **arguments):
     def draw(x):
-        return ps.sample(jax.random.key(0), x, where=where, implementation="mosaic_gpu", **filters)
+        return ps.sample(key, x, where=where, implementation="mosaic_gpu", **arguments)
 
-    return jax.jit(draw).trace(jax.ShapeDtypeStruct((rows, v), dtype)).lower(lowering_platforms=("cuda",))
+    return lowered_on(draw, jax.ShapeDtypeStruct((rows, v), dtype))
+
+
+def lowered_on(function, *avals):
+    """Returns the names of the kernels of a function."""
+    return kernel_names(jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text())
 
 
 @pytest.mark.parametrize(
@@ -26,6 +32,21 @@ def lowered(rows, v, dtype, where=None, **filters):
 )
 def test_lowered(rows, v, dtype):
     """Any call is one kernel, with any mask and filters."""
-    assert kernel_names(lowered(rows, v, dtype).as_text()) == ["sample"]
+    assert lowered(rows, v, dtype) == ["sample"]
     where = np.arange(v)[None] % 3 > 0
-    assert kernel_names(lowered(rows, v, dtype, where, top_k=5, top_p=0.9).as_text()) == ["sample"]
+    assert lowered(rows, v, dtype, where=where, top_k=5, top_p=0.9) == ["sample"]
+
+
+def test_noise_of_the_kernel():
+    """With threefry keys the kernel makes the noise. Other noise is XLA's, and then a kernel filters."""
+    assert lowered(6, 1000, F32, jax.random.split(KEY, 6)) == ["sample"]
+    assert lowered(6, 1000, F32, jax.random.key(0, impl="rbg")) == ["filter_cutoff"]
+    assert lowered(6, 1000, BF16, mode="high", top_k=5) == ["filter_cutoff"]
+    with jax.threefry_partitionable(False):
+        assert lowered(6, 1000, F16) == ["filter_cutoff"]
+
+
+def test_filter_logits():
+    """The kernel finds the cutoff; what is left is elementwise."""
+    x = jax.ShapeDtypeStruct((64, 50257), BF16)
+    assert lowered_on(lambda x: ps.filter_logits(x, top_p=0.9, min_p=0.1), x) == ["filter_cutoff"]

@@ -1,22 +1,26 @@
-"""The inline PTX of sample, run in numpy (tests/support/ptx.py), against the oracle."""
+"""The inline PTX of sample and filter_logits, run in numpy (tests/support/ptx.py), against the oracle."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.sample.draw_ptx import draw_program
+from pallas_softmax._src.sample.draw_ptx import row_program
 from pallas_softmax._src.sample.mosaic_gpu import scale_of
 from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.sample.winner_ptx import WORDS
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
-from tests.support.draws import all_combinations, assert_draws, masked_rows
+from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 EVERY = [*cases.FINITE, *cases.SPECIAL]
+WORDS_OF_ONE = np.array([1, 2, 3, 4], np.uint32)
 _X = 1024  # address of the part in shared memory
-_RESULTS = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}  # addresses in device memory
+# The results by their names in the program, and their addresses in device memory.
+_OF_DRAW = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}
+_OF_CUTOFF = {"key": 1 << 32, "index": 2 << 32, "logsumexp": 3 << 32, "log_mass": 4 << 32}
 
 
 def part_of(plan, x, i):
@@ -29,45 +33,59 @@ def part_of(plan, x, i):
     return part, start - low
 
 
-def machine_of(plan, x, u, temperature, top_k, top_p, min_p, rng=None):
-    """Returns a machine after a draw from a row x, which is -inf where masked."""
-    count = plan.window.count
+def machine_of(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
+    """Returns a machine after a draw from a row x, which is -inf where masked; without words it finds the cutoff."""
+    count, results = plan.window.count, _OF_CUTOFF if words is None else _OF_DRAW
     parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
-    numbers = {"u": u, "temperature": temperature, "top_p": top_p, "min_p": min_p}
+    numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     operands = {
         **{name: F32.type(number) for name, number in numbers.items()},
         **{"scale": np.asarray(scale_of(jnp.asarray(temperature, F32))), "top_k": np.int32(top_k)},
         **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
-        **{"x": _X, "scratch": _X + size, **_RESULTS},
+        **{"x": _X, "scratch": _X + size, **results},
+        **({} if words is None else dict(zip(WORDS, words))),
     }
     rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")
     memory[:, _X : _X + size] = [part.view("u1") for part in parts]
-    text = draw_program(plan, x.dtype)
+    text = row_program(plan, x.dtype, None if words is None else 1)
     machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
     return machine
 
 
-def draw(plan, x, *parameters, rng=None):
-    """Returns index, log probability and log of the kept share for a row x, which is -inf where masked."""
-    machine = machine_of(plan, x, *parameters, rng=rng)
-    assert sorted(machine.stored) == sorted(_RESULTS.values())
-    index, *logs = (np.array([machine.stored[at]], "uint32") for at in _RESULTS.values())
-    return index.view("int32"), *(bits.view("float32") for bits in logs)
+def results_of(plan, x, words, *parameters, rng=None):
+    """Returns the results for a row x, which is -inf where masked, as arrays of one."""
+    machine, results = (
+        machine_of(plan, x, words, *parameters, rng=rng),
+        _OF_CUTOFF if words is None else _OF_DRAW,
+    )
+    assert sorted(machine.stored) == sorted(results.values())
+    dtypes = {"key": "int32", "index": "int32"}
+    return [
+        np.array([machine.stored[at]], "uint32").view(dtypes.get(name, "float32"))
+        for name, at in results.items()
+    ]
 
 
-def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
-    """Asserts that draws are right, for every `step`-th combination of a row, parameters and u."""
-    x, where, u, parameters, labels = all_combinations(*masked_rows(names, v, dtype, masked))
+def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
+    """Asserts that the draw and the cutoff of one row are right."""
+    kept = x if where is None else np.where(where, x, np.array(-np.inf, x.dtype))
+    of_row, mask = [np.array([a]) for a in parameters], None if where is None else where[None]
+    assert_draws(
+        results_of(plan, kept, words, *parameters, rng=rng), x[None], words[None], labels, of_row, mask
+    )
+    assert_cutoffs(results_of(plan, kept, None, *parameters, rng=rng), x[None], labels, of_row, mask)
+
+
+def assert_all_right(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
+    """Asserts that results are right, for every `step`-th combination of a row, parameters and noise."""
+    x, where, words, parameters, labels = all_combinations(*masked_rows(names, v, dtype, masked))
     plan = plan_of(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
-        kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
-        got = draw(plan, kept, u[i], *(a[i] for a in parameters), rng=rng)
-        one = slice(i, i + 1)
-        mask = None if where is None else where[one]
-        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
+        one = None if where is None else where[i]
+        assert_right(plan, x[i], words[i], [a[i] for a in parameters], labels[i : i + 1], one, rng)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +93,13 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
     first(
         2,
         [
-            (1003, F32, 2, 1, False, 311),
-            (1000, BF16, 1, 2, True, 401),
+            (1003, F32, 2, 1, False, 211),
+            (1000, BF16, 1, 2, True, 271),
             (129, F16, 1, 1, True, 53),
             (1, F32, 1, 1, False, 53),
             (2, BF16, 1, 1, False, 53),
             (127, F16, 3, 2, True, 53),
+            (128, F32, 2, 2, False, 53),
             (129, F32, 1, 4, True, 53),
             (1003, BF16, 3, 2, True, 37),
             (1000, F32, 8, 1, False, 53),
@@ -93,7 +112,7 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
 )
 def test_ptx(v, dtype, count, warpgroups, masked, step):
     """Every kind of row with every filter, in one CTA and in clusters."""
-    assert_drawn(EVERY, v, dtype, count, warpgroups, masked, step)
+    assert_all_right(EVERY, v, dtype, count, warpgroups, masked, step)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +123,7 @@ def test_ptx(v, dtype, count, warpgroups, masked, step):
 def test_ptx_of_long_rows(v, dtype, count, warpgroups):
     """A zone has more keys than the lists have room for, and thresholds are among thousands of ties."""
     names = ["normal", "ascending", "integers", "constant"]
-    assert_drawn(names, v, dtype, count, warpgroups, masked=False, step=13)
+    assert_all_right(names, v, dtype, count, warpgroups, masked=False, step=13)
 
 
 @pytest.mark.slow
@@ -125,12 +144,10 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
 )
 def test_ptx_of_values_near_zero(row, step):
     """bfloat16 values near 0 share buckets. These are the first buckets if the maximum is negative and near 0."""
-    x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
+    x, _, words, parameters, labels = all_combinations(np.array([row], BF16))
     plan = plan_of(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
-        one = slice(i, i + 1)
-        got = draw(plan, x[i], u[i], *(a[i] for a in parameters))
-        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters])
+        assert_right(plan, x[i], words[i], [a[i] for a in parameters], labels[i : i + 1])
 
 
 @pytest.mark.parametrize(
@@ -142,14 +159,12 @@ def test_ptx_of_zeros_is_fast(row, dtype, more):
     """Rows with many zeros, such as padding of a batch, need no slow search digit by digit."""
     v = 2100
     plan = plan_of(v, dtype, 2, 1)
-    u, *parameters = 0.3, 1.0, v, 0.7, 0.0
+    parameters = 1.0, v, 0.7, 0.0
     zeros, others = (np.resize(np.array(of, dtype), v) for of in (row, [3, 2]))
-    machines = [machine_of(plan, x, u, *parameters) for x in (zeros, others)]
+    machines = [machine_of(plan, x, None, *parameters) for x in (zeros, others)]
     barriers = [machine.arrived.max() for machine in machines]  # arrivals at the cluster's barrier
     assert barriers[0] == barriers[1] + more
-    got = draw(plan, zeros, u, *parameters)
-    given = [np.array([a]) for a in parameters]
-    assert_draws(got, zeros[None], np.array([u], F32), [str(row)], given)
+    assert_right(plan, zeros, WORDS_OF_ONE, parameters, [str(row)])
 
 
 def test_ptx_of_sorted_rows():
@@ -164,10 +179,10 @@ def test_ptx_of_sorted_rows():
     assert v // count > plan.list_size
     x = np.random.default_rng(0).standard_normal(v).astype(F32)
     rows = x, np.sort(x), -np.sort(-x)
-    barriers = [machine_of(plan, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
+    barriers = [machine_of(plan, row, None, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
     assert barriers[1:] == [barriers[0] + 2] * 2
     # Among the 39 combinations of a row, this picks one with top_k = 5 and one with all filters.
-    assert_drawn(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)
+    assert_all_right(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)
 
 
 @pytest.mark.parametrize("seed", first_values(1, range(5)))
@@ -176,4 +191,4 @@ def test_ptx_in_any_order(dtype, warpgroups, seed):
     """Warps run in random order, unless they wait for each other."""
     rng = np.random.default_rng(seed)
     names = ["integers", "neg_inf_first"]
-    assert_drawn(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)
+    assert_all_right(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)

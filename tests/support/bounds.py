@@ -225,62 +225,107 @@ def assert_operation(name, got, arrays, names, where=None):
 # --- Draws --------------------------------------------------------------------------------------------
 
 # Let s = (x - m) / T. A sum of masses exp(s), such as the normalizer, has an error of at most
-# off = UNITS eps sum(exp(s) (1 + |s|)). A boundary of top_p or of the draw may therefore move by `off`, and any kept
-# set with such a boundary is right. The smallest and the largest of these sets differ by 2 off, except for their last
-# entry. So a draw from any of them is a draw from one of these two with a boundary that moves by up to 3 off.
+# off = UNITS eps sum(exp(s) (1 + |s|)). A boundary of top_p may therefore move by `off`, and any kept set with such a
+# boundary is right. It contains the smallest of these sets, and is contained in the largest one.
 
 
-def assert_sample(got, x, u, names, where=None, temperature: Any = 1.0, **filters):
-    """Asserts that each row's draw is the oracle's draw, or one that rounding can explain.
+def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, **filters):
+    """Asserts that each row's draw has the largest sum of a kept entry and its noise, except for rounding.
 
     Args:
       got: indices, log_probs and log_mass.
       x: (rows, V).
-      u: the number in [0, 1) of each row.
+      noise: (rows, V), what `jax.random.gumbel` has at the elements.
       names: the names of the rows.
       where, temperature, **filters: arguments of `oracle.sample`; top_p and min_p are rounded to float32.
     """
     indices, log_probs, log_mass = map(np.asarray, got)
     assert indices.dtype == np.int32
     x, rows = np.asarray(x), np.arange(len(x))
-    unit = eps(F64) if x.dtype == F64 else eps(np.float32)
-    scaled, mass = oracle.sample_terms(x, where, temperature)
-    total = np.sum(mass, -1)
-    drawable = total >= 1
+    terms = _DrawTerms(x, where, temperature, filters)
     with np.errstate(all="ignore"):
-        distance = np.where(mass > 0, 1 + np.abs(scaled), 0)
-        off = np.where(drawable, UNITS * unit * np.sum(mass * distance, -1), 0)
-        kept = [
-            oracle.sample_kept(
-                x, where, temperature, **filters, lean=sign * off, min_p_lean=-sign * UNITS * unit * distance
-            )
-            for sign in (-1, 1)
-        ]
-        # a difference below the smallest normal number may count as 0, which matters at temperatures as small
-        t = np.maximum(np.broadcast_to(np.asarray(temperature), total.shape), slack(F32))[..., None]
-        flushed = np.log(np.sum(np.where(-scaled * t < 2 * slack(F32), 1, mass), -1) / total)
-        right, close = np.zeros(len(x), bool), np.zeros(len(x), bool)
-        for each in kept:
-            of_set = np.where(each, mass, 0)
-            ends, share = np.cumsum(of_set, -1), np.sum(of_set, -1)
-            own = np.where(kept[1][rows, indices], mass[rows, indices], 0)
-            start = ends[rows, indices] - of_set[rows, indices]
-            at = np.asarray(u, mass.dtype) * share
-            right |= (own > 0) & (start - 3 * off <= at) & (at < start + own + 3 * off)
-            wanted = np.log(share / total)
-            close |= (
-                np.abs(log_mass - wanted) <= 4 * off / share + UNITS * unit * (1 + np.abs(wanted)) + flushed
-            )
-        greedy = np.broadcast_to(np.asarray(temperature) == 0, right.shape)
-        right = np.where(greedy, indices == oracle.sample_drawn(mass, kept[1], u), right)
-        probability = scaled[rows, indices] - np.log(total)
-        error = UNITS * unit * (distance[rows, indices] + np.log(total)) + off / total + flushed
-        close &= np.abs(log_probs - probability) <= error
+        perturbed = oracle.sample_perturbed(x, noise, where, temperature)
+        best = np.max(np.where(terms.kept[0], perturbed, -np.inf), -1)
+        rounding = UNITS * terms.unit * (1 + np.abs(perturbed[rows, indices]) + np.abs(noise[rows, indices]))
+        right = terms.kept[1][rows, indices] & (perturbed[rows, indices] >= best - rounding)
+        probability = terms.scaled[rows, indices] - np.log(terms.total)
+        distance = terms.distance[rows, indices]
+        right &= np.abs(log_probs - probability) <= terms.error_of_log(distance)
     nothing = (indices == -1) & np.isnan(log_probs) & np.isnan(log_mass)
-    good = np.where(drawable, (indices >= 0) & right & close, nothing)
+    good = np.where(terms.drawable, (indices >= 0) & right & terms.is_share(log_mass), nothing)
     wrong = [
-        f"{name}: {i}, {p}, {m}"
-        for name, i, p, m, g in zip(names, indices, log_probs, log_mass, good)
+        f"{n}: {i}, {p}, {m}" for n, i, p, m, g in zip(names, indices, log_probs, log_mass, good) if not g
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
+    """Asserts that each row's cutoff keeps what the oracle keeps, except for rounding.
+
+    Args:
+      got: key, index, logsumexp and log_mass, (rows,).
+      x, names, where, temperature, **filters: as for `assert_sample`.
+    """
+    key, index, logsumexp, log_mass = map(np.asarray, got)
+    assert key.dtype == index.dtype == np.int32
+    x = np.asarray(x)
+    terms = _DrawTerms(x, where, temperature, filters)
+    order, allowed = oracle.order_key(x), oracle.unmasked(x, where) & (x > -np.inf)
+    kept = (order > key[:, None]) | (order == key[:, None]) & (np.arange(x.shape[-1]) <= index[:, None])
+    right = np.all((terms.kept[0] <= kept) & (kept & allowed <= terms.kept[1]), -1)
+    with np.errstate(all="ignore"):
+        top = np.max(np.where(oracle.unmasked(x, where), oracle.wide(x), -np.inf), -1)
+        largest = np.divide(top, np.broadcast_to(np.asarray(temperature, top.dtype), top.shape))
+        greedy = oracle.sample_greedy(x, where, temperature)
+        largest = np.where(greedy, np.where(top == 0, 0, np.copysign(np.inf, top)), largest)
+        want = largest + np.log(terms.total)
+        right &= (logsumexp == want) | (np.abs(logsumexp - want) <= terms.error_of_log(1 + np.abs(largest)))
+        is_empty = (top == -np.inf) & (logsumexp == -np.inf)
+    nothing = ~kept.any(-1) & np.isnan(log_mass) & (is_empty | ((top != -np.inf) & ~np.isfinite(logsumexp)))
+    good = np.where(terms.drawable, right & terms.is_share(log_mass), nothing)
+    wrong = [
+        f"{n}: {k}, {i}, {s}, {m}"
+        for n, k, i, s, m, g in zip(names, key, index, logsumexp, log_mass, good)
         if not g
     ]
     assert not wrong, "; ".join(wrong)
+
+
+class _DrawTerms:
+    """What rounding allows in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
+
+    def __init__(self, x, where, temperature, filters):
+        self.unit = unit = eps(F64) if x.dtype == F64 else eps(np.float32)
+        self.scaled, self.mass = oracle.sample_terms(x, where, temperature)
+        self.total = np.sum(self.mass, -1)
+        self.drawable = self.total >= 1
+        with np.errstate(all="ignore"):
+            self.distance = np.where(self.mass > 0, 1 + np.abs(self.scaled), 0)
+            self.off = np.where(self.drawable, UNITS * unit * np.sum(self.mass * self.distance, -1), 0)
+            lean = UNITS * unit * self.distance
+            self.kept = [
+                oracle.sample_kept(
+                    x, where, temperature, **filters, lean=sign * self.off, min_p_lean=-sign * lean
+                )
+                for sign in (-1, 1)
+            ]
+            # a difference below the smallest normal number may count as 0, which matters at temperatures as small
+            t = np.maximum(np.broadcast_to(np.asarray(temperature), self.total.shape), slack(F32))[..., None]
+            flushed = np.where(-self.scaled * t < 2 * slack(F32), 1, self.mass)
+            self.flushed = np.log(np.sum(flushed, -1) / self.total)
+
+    def error_of_log(self, distance):
+        """Returns the error of a logit, which has this distance from 0, minus the logarithm of the total."""
+        log_total = np.log(self.total)
+        return UNITS * self.unit * (distance + log_total) + self.off / self.total + self.flushed
+
+    def is_share(self, log_mass):
+        """Returns whether these are the logarithms of the share of what is kept, in some kept set."""
+        close = np.zeros(len(self.total), bool)
+        with np.errstate(all="ignore"):
+            for kept in self.kept:
+                share = np.sum(np.where(kept, self.mass, 0), -1)
+                wanted = np.log(share / self.total)
+                error = 4 * self.off / share + UNITS * self.unit * (1 + np.abs(wanted)) + self.flushed
+                close |= np.abs(log_mass - wanted) <= error
+        return close

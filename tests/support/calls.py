@@ -7,7 +7,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch.operation import Refusal
-from pallas_softmax._src.sample.operation import SAMPLE
+from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from pallas_softmax._src.softmax.operation import (
     LOG_SOFTMAX,
     LOG_SOFTMAX_GRAD,
@@ -49,6 +49,7 @@ OPERATIONS = {
         TOPK,
         TOPK_GRAD,
         MERGE,
+        CUTOFF,
         SAMPLE,
     )
 }

@@ -1,16 +1,17 @@
 """Parameters for tests of `sample`, and a test of how often each entry is drawn."""
 
+import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 
 from tests.support import bounds, cases
 from tests.support.cases import F32
 
 NONE = 2**31 - 1  # a top_k that filters nothing
-LARGEST = (
-    np.nextafter(F32.type(1), F32.type(0)).item() - 2.0**-24
-)  # the largest number that jax.random.uniform returns
 
 # (temperature, top_k, top_p, min_p)
 PARAMETERS = {
@@ -28,7 +29,7 @@ PARAMETERS = {
     "min_p_one": (1.0, NONE, 1.0, 1.0),
     "all": (2.0, 50, 0.8, 0.03),
 }
-U = (0.0, LARGEST, 0.37)
+SEEDS = (0, 1)
 
 
 def masked_rows(names, v, dtype, masked):
@@ -41,22 +42,55 @@ def masked_rows(names, v, dtype, masked):
 
 
 def all_combinations(x, where=None):
-    """Returns every combination of a row, PARAMETERS and U: logits, mask, u, parameters, names."""
+    """Returns every combination of a row, PARAMETERS and SEEDS: logits, mask, words, parameters, names.
+
+    The words (n, 4) say where each row's noise is; see `noise_at`. Their places cross a multiple of 2^32.
+    """
     n = len(x)
-    combinations = list(itertools.product(range(n), PARAMETERS.items(), U))
+    combinations = list(itertools.product(range(n), PARAMETERS.items(), SEEDS))
     rows = [i for i, _, _ in combinations]
     columns = np.array([parameters for _, (_, parameters), _ in combinations]).T
     parameters = [columns[0].astype(F32), columns[1].astype(np.int32), *columns[2:].astype(F32)]
-    u = np.array([u for _, _, u in combinations], F32)
-    names = [(i, name, u) for i, (name, _), u in combinations]
-    return x[rows], None if where is None else where[rows], u, parameters, names
+    words = np.array([(7, i, seed, 2**32 - 50) for i, (_, _, seed) in enumerate(combinations)], np.uint32)
+    names = [(i, name, seed) for i, (name, _), seed in combinations]
+    return x[rows], None if where is None else where[rows], words, parameters, names
 
 
-def assert_draws(got, x, u, names, parameters, where=None):
+def noise_at(words, v, stride=1):
+    """Returns the noise of rows with v elements, in float64: `jax.random.gumbel` in the mode "low".
+
+    The words of a row are its threefry key, and the high and the low word of its first place.
+    """
+    words = np.asarray(words).astype(np.uint64)
+    places = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(
+        v, dtype=np.uint64
+    )
+    keys = (np.broadcast_to(words[:, i : i + 1], places.shape) for i in (0, 1))
+    arrays = (jnp.asarray(a.astype(np.uint32)) for a in (*keys, places >> np.uint64(32), places))
+    bits = functools.reduce(np.bitwise_xor, map(np.asarray, threefry2x32_p.bind(*arrays)))
+    uniform = np.maximum((bits >> np.uint32(9)) * 2.0**-23, np.finfo(F32).tiny)
+    return -np.log(-np.log(uniform))
+
+
+def noise_of_rows(key, rows, v):
+    """Returns the noise of these rows of an array (n, v) of `jax.random.gumbel`, in float64."""
+    starts = np.asarray(rows).astype(np.uint64) * np.uint64(v)
+    first, second = (np.full(len(starts), word, np.uint64) for word in np.asarray(jax.random.key_data(key)))
+    words = np.stack([first, second, starts >> np.uint64(32), starts & np.uint64(2**32 - 1)], -1)
+    return noise_at(words, v)
+
+
+def assert_draws(got, x, words, names, parameters, where=None):
     """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
     temperature, *filters = parameters
     filters = dict(zip(("top_k", "top_p", "min_p"), filters))
-    bounds.assert_sample(got, x, u, names, where, temperature, **filters)
+    bounds.assert_sample(got, x, noise_at(words, x.shape[-1]), names, where, temperature, **filters)
+
+
+def assert_cutoffs(got, x, names, parameters, where=None):
+    """Asserts that cutoffs with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_cutoff`."""
+    temperature, *filters = parameters
+    bounds.assert_cutoff(got, x, names, where, temperature, **dict(zip(("top_k", "top_p", "min_p"), filters)))
 
 
 def chi_square(counts, p):

@@ -255,6 +255,15 @@ def sample_terms(x, where=None, temperature: Any = 1.0):
         return scaled, np.exp(scaled)
 
 
+def sample_greedy(x, where=None, temperature: Any = 1.0):
+    """Returns which rows keep the first best entry only: at temperature 0, or if x / temperature overflows."""
+    with np.errstate(all="ignore"):
+        top = row_max(np.where(unmasked(x, where), wide(x), -np.inf), unmasked(x, where), -1)[..., 0]
+        largest = np.finfo(F64 if np.asarray(x).dtype == F64 else np.float32).max
+        t = np.maximum(np.broadcast_to(np.asarray(temperature), top.shape), np.finfo(np.float32).tiny)
+        return (np.asarray(temperature) == 0) | (np.isfinite(top) & (np.abs(top / t) > largest))
+
+
 def sample_kept(
     x,
     where=None,
@@ -291,26 +300,27 @@ def sample_kept(
     if min_p is not None:
         least = np.broadcast_to(np.asarray(min_p, mass.dtype), shape)[..., None]
         kept &= in_order >= least * (1 + np.take_along_axis(np.broadcast_to(min_p_lean, x.shape), order, -1))
-    greedy = np.broadcast_to(np.asarray(temperature) == 0, shape)[..., None]
-    kept &= ~greedy | (place == 0)
+    kept &= ~sample_greedy(x, where, temperature)[..., None] | (place == 0)
     out = np.zeros(x.shape, bool)
     np.put_along_axis(out, order, kept, -1)
     return out
 
 
-def sample_drawn(mass, kept, u):
-    """Returns the first kept entry of each row where the cumulative kept mass exceeds u times the total kept mass."""
-    ends = np.cumsum(np.where(kept, mass, 0), -1)
-    exceeds = kept & (ends > np.asarray(u, mass.dtype)[..., None] * ends[..., -1:])
-    return np.argmax(exceeds, -1).astype(np.int32)
+def sample_perturbed(x, noise, where=None, temperature: Any = 1.0):
+    """Returns x / temperature + noise; the noise alone in greedy rows, which keep one entry."""
+    greedy = sample_greedy(x, where, temperature)[..., None]
+    with np.errstate(all="ignore"):
+        return np.where(greedy, 0, np.asarray(tempered(x, temperature))) + noise
 
 
-def sample(x, u, where=None, temperature: Any = 1.0, **filters):
-    """Returns the index that u draws, log softmax there, and the log of the kept share; -1 and NaN without a draw."""
+def sample(x, noise, where=None, temperature: Any = 1.0, **filters):
+    """Returns the index of the largest sum of a kept entry and its noise, log softmax there, and the log of the kept
+    share; -1 and NaN without a draw. The noise has the shape of x."""
     scaled, mass = sample_terms(x, where, temperature)
     kept = sample_kept(x, where, temperature, **filters)
     total = np.sum(mass, -1)
-    index = sample_drawn(mass, kept, u)
+    perturbed = sample_perturbed(x, noise, where, temperature)
+    index = np.argmax(np.where(kept, perturbed, -np.inf), -1).astype(np.int32)
     drawable = total >= 1
     with np.errstate(all="ignore"):
         log_probs = np.take_along_axis(scaled, index[..., None], -1)[..., 0] - np.log(total)

@@ -200,6 +200,11 @@ class Machine:
             case "shl" | "shr":
                 x, by = self.value(arguments[1], group, kind), self.value(arguments[2], group, "u32")
                 self.write(arguments[0], group, _shifted(op[0], x, by))
+            case "mad" if op[1] == "wide":
+                a, b, c = (
+                    self.value(name, group, of) for name, of in zip(arguments[1:], (kind, kind, "u64"))
+                )
+                self.write(arguments[0], group, a.astype(np.uint64) * np.uint64(b) + c)
             case "cvt":
                 self.write(arguments[0], group, _converted(op, self.value(arguments[1], group, kind)))
             case _:
@@ -247,7 +252,7 @@ class Machine:
             if op[0] == "st":
                 memory[place] = numbers
             elif op[0] == "red":
-                np.add.at(memory, place, numbers)
+                (np.maximum if "max" in op else np.add).at(memory, place, numbers)
             else:
                 before = []
                 for c, word, number in zip(*place, numbers):
@@ -368,6 +373,9 @@ def _computed(op, a, b=None, c=None, d=None):
             return a - b
         case "mul" if op[1] == "wide":
             return a.astype(np.uint64) * np.uint64(b)
+        case "shf":  # rotates, or shifts, the 64 bits b:a to the left, and returns the upper half
+            whole = np.asarray(b).astype(np.uint64) << np.uint64(32) | a
+            return (whole << c.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
         case "mul" if op[1] == "hi":
             return (a.astype(np.uint64) * np.asarray(b).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
         case "mul":

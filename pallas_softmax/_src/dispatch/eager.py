@@ -62,7 +62,9 @@ def at_once(
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
             with stage_constants():
-                return _program(function, static, types, target.capability())(*args, **kwargs)
+                # JAX caches programs without a look at this setting of its noise, which `verify` draws with
+                settings = target.capability(), jax.config.jax_high_dynamic_range_gumbel
+                return _program(function, static, types, settings)(*args, **kwargs)
 
         return call  # pyright: ignore[reportReturnType]
 
@@ -71,7 +73,7 @@ def at_once(
 
 @functools.cache
 def _program(
-    function: Callable, static: tuple[str, ...], types: tuple, capability: tuple[int, int]
+    function: Callable, static: tuple[str, ...], types: tuple, settings: tuple[tuple[int, int], bool]
 ) -> Callable:
     """Returns the jitted function, one for each combination of the arguments."""
     # jax.jit caches by the function that it is given, so each program needs its own partial

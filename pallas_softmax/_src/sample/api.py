@@ -1,4 +1,4 @@
-"""sample: its contract, its parameters as one number per row, and its derivatives."""
+"""sample and filter_logits: their contracts, their parameters as one number per row, and their derivatives."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,17 @@ from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch.choose import ImplementationName
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.dispatch.refusal import without_gradient
+from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
-from pallas_softmax._src.sample.operation import SAMPLE
+from pallas_softmax._src.sample import noise
+from pallas_softmax._src.sample.operation import CUTOFF, DRAW, SAMPLE
+from pallas_softmax._src.sample.rows import Cutoff, float_dtype
+from pallas_softmax._src.sample.xla import filtered
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -41,30 +46,36 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the parameters, checked if they are known."""
-    arguments.check_array("sample", "key", given["key"])
+    if "key" in given:
+        arguments.check_array(function, "key", given["key"])
+    of_noise = {}
+    if function == "sample" and given["mode"] is None:  # JAX caches programs without a look at this setting
+        of_noise = {"mode": "high" if jax.config.jax_high_dynamic_range_gumbel else "low"}
 
     def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
         value = given[name]
         return (
             value
             if value is None
-            else arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
+            else arguments.in_range(function, name, value, accepted, wanted, integer=integer)
         )
 
     temperature = arguments.in_range(
-        "sample", "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
+        function, "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
     )
     return {
         "temperature": arguments.normal_temperature(temperature, given["logits"]),
         "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
         "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
         "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
-    }
+    } | of_noise
 
 
-@at_once("axis", "axis_name", "implementation", known=_known_numbers)
+@at_once(
+    "axis", "mode", "axis_name", "implementation", known=functools.partial(known_numbers, function="sample")
+)
 def sample(
     key: jax.Array | np.ndarray,
     logits: ArrayLike,
@@ -75,12 +86,15 @@ def sample(
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    mode: str | None = None,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
-    It replaces filters and `jax.random.categorical` in a decoder. `top_p` is also called nucleus sampling.
+    It replaces filters and `jax.random.categorical` in a decoder, and draws the same tokens as
+    `jax.random.categorical(key, filter_logits(logits, ...), axis, mode=mode)`, unless the two best sums of logit and
+    noise differ by a few units in the last place. `top_p` is also called nucleus sampling.
 
     A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this
     order, as in Hugging Face's transformers:
@@ -90,14 +104,12 @@ def sample(
          it keeps at least one.
       3. `min_p` keeps entries with at least `min_p` times the largest probability.
 
-    Each filter, like `temperature`, is a scalar or has one number per row, static or traced. The draw inverts the
-    cumulative kept mass.
+    Each filter, like `temperature`, is a scalar or has one number per row, static or traced.
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one per row, so that a draw does
-        not depend on the other rows. A row draws u = `jax.random.uniform` of its key, in float32. One key for all rows
-        draws an array of the batch shape. By ascending index, the row takes the first kept entry at which the
-        cumulative kept mass exceeds u times the kept mass.
+        not depend on the other rows. With one key, the noise of an element is `jax.random.gumbel` at the
+        element's place in an array of the shape of the logits; with a key for each row, at its place in the row.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
       temperature: 0 or positive. 0 takes the first entry of the row's order. If the reciprocal is not a normal number,
@@ -106,6 +118,8 @@ def sample(
       top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
       min_p: from 0 to 1; None or 0 filters nothing.
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
+      mode: "low", "high" or "highest": the resolution of the noise, as for `jax.random.gumbel`. None is "high" if
+        jax_high_dynamic_range_gumbel is set, else "low". Kernels draw in the mode "low", with threefry keys.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
         shard of `logits` and `where`, and the same values of all other arguments. The result is for the whole row, and
         the same on all devices.
@@ -120,40 +134,132 @@ def sample(
 
     Raises:
       TypeError: an argument has the wrong dtype or is not an array, `axis` is not an int, or `axis_name` is not a name.
-      ValueError: an argument is out of range or does not fit, `axis_name` is not bound, an argument other than `logits`
-        and `where` differs along `axis_name`, or `implementation` is unknown.
+      ValueError: an argument is out of range or does not fit, `mode` is unknown, `axis_name` is not bound, an argument
+        other than `logits` and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    name = "sample"
-    x, axis = arguments.real_rows(name, "logits", logits, axis)
-    if x.shape[axis] == 0:
-        raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
-    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
-        x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
-    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
+    x, axis = checked_rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
-    parameters = [_uniform(key, batch)[..., None], *_parameters(x, axis, temperature, top_k, top_p, min_p)]
-    per_row = [("key, temperature, top_k, top_p and min_p", a) for a in parameters]
-    call, (x, mask, u, t, *filters) = arguments.last_axis(SAMPLE, name, x, axis, where, axis_name, per_row)
-    indices, log_probs, log_mass = evaluate(choose_all(call, implementation), x, mask, u, t, *filters)
+    key = typed_keys("sample", key, batch)
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
+    mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
+    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    dtype = _wide(float_dtype(x))
+    parameters = _parameters("sample", x, axis, temperature, top_k, top_p, min_p)
+    if noise.has_words(key, shape, dtype, mode):
+        words = noise.words(key, shape, axis)
+        call, arrays = _call(SAMPLE, "sample", x, axis, where, axis_name, [*parameters, *words])
+        x, mask, t, *filters = arrays[:-4]
+        static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
+        results = evaluate(static, x, mask, jnp.concatenate(arrays[-4:], -1), t, *filters)
+    else:
+        call, (x, mask, t, *filters) = _call(CUTOFF, "sample", x, axis, where, axis_name, parameters)
+        cut = _cutoff(call, implementation, x, mask, t, *filters)
+        gumbel = noise.of_array(key, shape, axis, dtype, mode)
+        if mesh_axes:
+            start = lax.axis_index(mesh_axes) * x.shape[-1]
+            gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
+        static = choose_all(call.of(DRAW), "xla")
+        x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
+        results = *evaluate(static, x, mask, *per_row), cut.log_mass
+    indices, log_probs, log_mass = results
     log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
     return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
-def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
+@at_once(
+    "axis", "axis_name", "implementation", known=functools.partial(known_numbers, function="filter_logits")
+)
+def filter_logits(
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns logits / temperature, with -inf where an entry is masked or the filters leave it out.
+
+    So its softmax is the distribution that `sample` draws from. The filters and the arguments are as in `sample`.
+    Another order of the filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
+
+    Args:
+      logits: real array of any shape with at least one dimension.
+      axis: the axis of a row.
+      temperature: 0 or positive. At 0 the first entry of the row's order gets 0, and the others -inf.
+      top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
+      min_p: from 0 to 1; None or 0 filters nothing.
+      where: boolean, broadcastable to `logits`. A masked position gets -inf.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `sample`. The result
+        is this device's shard.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
+
+    Returns:
+      An array of the shape of `logits`, float32 (float64 for float64 logits). A row with an unmasked NaN or +inf, or
+      with a traced parameter out of range, is NaN everywhere. It is differentiable in `logits` and `temperature`: the
+      kept set counts as fixed. At temperature 0 the derivative is 0.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `sample`.
+    """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    x, axis = checked_rows("filter_logits", logits, axis)
+    mesh_axes = arguments.bound_mesh_axes("filter_logits", axis_name)
+    rows = cut_rows("filter_logits", x, axis, where, axis_name, implementation, **given)
+    return jnp.moveaxis(filtered(*rows, mesh_axes=mesh_axes), -1, axis)
+
+
+def cut_rows(
+    function: str, x: jax.Array, axis: int, where, axis_name, implementation: str | None, **given: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array, Cutoff]:
+    """Returns the arguments of `xla.filtered`, with the axis of a row last; `given` are the parameters."""
+    parameters = _parameters(function, x, axis, **given)
+    call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
+    return x, mask, t, _cutoff(call, implementation, x, mask, t, *filters)
+
+
+def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array, int]:
+    """Returns the checked logits and their axis."""
+    x, axis = arguments.real_rows(function, "logits", logits, axis)
+    if x.shape[axis] == 0:
+        raise ValueError(f"{function}: logits of shape {x.shape} have nothing to draw along axis {axis}")
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
+    # a cast to its own dtype gives the gradient the weak type of the logits, as of `jax.nn.log_softmax`
+    return x.astype(x.dtype), axis
+
+
+def _call(operation, function: str, x, axis: int, where, axis_name, per_row) -> tuple[Call, list]:
+    """Returns the call of an operation on rows, and its arrays, as `arguments.last_axis` does."""
+    named = [("key, temperature, top_k, top_p and min_p", a) for a in per_row]
+    return arguments.last_axis(operation, function, x, axis, where, axis_name, named)
+
+
+def _cutoff(call: Call, implementation: str | None, *arrays: Any) -> Cutoff:
+    """Returns the cutoff of each row; it has no derivative."""
+    return Cutoff(*as_rows(choose(call, implementation), *jax.tree.map(lax.stop_gradient, arrays)))
+
+
+def _parameters(function: str, x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
     The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
     to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
     """
-    floating = jax.eval_shape(jnp.exp, x).dtype
-    wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
+    wide = _wide(float_dtype(x))
 
     def per_row(name: str, value) -> Any:
         if value is None:
             return None
-        value = arguments.per_row("sample", name, value, x.shape, axis)
+        value = arguments.per_row(function, name, value, x.shape, axis)
         return value if name == "top_k" else value.astype(wide)
 
     t = per_row("temperature", temperature)
@@ -173,27 +279,23 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
     return [t, k, top_p, min_p]
 
 
-def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
-    """Returns a float32 in [0, 1) for each row, from one key for all of them, or from one key each."""
-    key = arguments.array("sample", "key", key)
+def _wide(floating) -> np.dtype:
+    """Returns the dtype of the arithmetic."""
+    return floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:
+    """Returns one typed key for all rows, or one for each."""
+    key = arguments.array(function, "key", key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim > 1:
             raise TypeError(
-                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+                f"{function}: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
             )
         try:
             key = jax.random.wrap_key_data(key)
         except (TypeError, ValueError):
-            raise TypeError(f"sample: key must be a key of jax.random, got {jax.typeof(key)}") from None
-    if key.ndim == 0:
-        return jax.random.uniform(key, batch, jnp.float32)
-    if key.shape != batch:
-        raise ValueError(f"sample: key must be one key or have the batch shape {batch}, got {key.shape}")
-
-    def draw(key):
-        return jax.random.uniform(key, (), jnp.float32)
-
-    # a vmap of other generators than threefry draws all numbers from the first key
-    if str(jax.random.key_impl(key)) != "threefry2x32":
-        return lax.map(draw, key.reshape(-1)).reshape(batch)
-    return functools.reduce(lambda each, _: jax.vmap(each), batch, draw)(key)
+            raise TypeError(f"{function}: key must be a key of jax.random, got {jax.typeof(key)}") from None
+    if key.ndim and key.shape != batch:
+        raise ValueError(f"{function}: key must be one key or have the batch shape {batch}, got {key.shape}")
+    return key

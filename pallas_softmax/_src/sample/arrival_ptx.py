@@ -1,4 +1,4 @@
-"""Finds the largest element of the row, and the mass of each CTA relative to it, once the row is in shared memory.
+"""Finds the largest element of the row, and its mass relative to that, once the row is in shared memory.
 
 Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
 normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
@@ -6,7 +6,7 @@ normalizer of softmax. The pairs of the lanes combine to one of the warp, and so
     lanes     (3, 1.5)  (5, 1.25) ..    each relative to its own m
     warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
     CTAs      (5, 2.625)  (6, 1) ..
-    row       6; the CTAs have masses 1.3125 and 1
+    row       (6, 2.3125)
 
 A small top_k also gets a bound: an element that at least top_k elements of the row reach. The share of a CTA is top_k
 divided by the number of CTAs. Each CTA gives a bound that its share of elements reaches, and the least of these bounds
@@ -22,6 +22,8 @@ spread over all warps:
     warp         0    |    1    | .. | 0    lanes 0 to 7, then lanes 8 to 15, ..
 """
 
+import dataclasses
+
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
@@ -31,19 +33,29 @@ _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
+@dataclasses.dataclass(frozen=True)
+class Maxima:
+    """The largest element of each thread, and the address of the first of the vectors that it was among."""
+
+    element: Value
+    address: Value
+
+
+def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Returns the mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at
-    least top_k elements reach.
+    Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach. Last,
+    the largest element of each thread.
     """
     plan = p.plan
     # For bfloat16, the histogram is as fast as a bound.
     largest = 0 if plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= largest) & (p.top_k < plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
-    for words, _ in p.sweep():
+    maxima = Maxima(m, p.var(p.span))
+    for words, address in p.sweep():
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
+        p.set(maxima.address, address, when=largest > m)
         p.set(m, largest)
         finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
         p.set(d, d * p.exp2((finite_m - finite) * p.scale))
@@ -67,12 +79,13 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
+    p.store(p.word(plan.goal), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    m, d, bound, _ = p.of_ctas(plan.total, ["f32"] * 4, [-INF, 0, INF, 0])
-    m, d = _relative_to_largest(p, m, d)
-    p.top = m + 0.0  # +0 in place of -0
+    of_ctas, d, bound, _ = p.of_ctas(p.word(plan.total), ["f32"] * 4, [-INF, 0, INF, 0])
+    top, total = _over_warp(p, of_ctas, d)
+    p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
-    return d, small_top_k, bound
+    return total, small_top_k, bound, maxima
 
 
 def bound_of_best(p: RowProgram) -> Value:
@@ -85,7 +98,7 @@ def bound_of_best(p: RowProgram) -> Value:
     with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
     share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
-    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
+    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], p.word(plan.counted))
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 

@@ -60,7 +60,9 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
 
     narrow(p, keys, DIGIT, one_round)
     number = f.number_that_reaches(rest, p.convert(p.max(mass_of(keys.high), 1), "f32"))
-    f.kept.down_to(keys.high, number, *_of_row(p, keys.high))
+    above, equal = _of_row(p, keys.high)
+    (above,) = p.over_warp(["add"], [above])
+    f.kept.down_to(keys.high, number, above, equal)
 
 
 def _sums_of_ctas(p: RowProgram, sums: Value, rest: Value) -> list[Value]:
@@ -84,4 +86,4 @@ def _of_row(p: RowProgram, key: Value) -> list[Value]:
             own = p.key(x)
             p.increase(above, p.weight(x), own > key)
             p.increase(number, 1, own.equals(key))
-    return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)
+    return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.word(p.plan.counted))

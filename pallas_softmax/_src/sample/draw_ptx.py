@@ -1,4 +1,6 @@
-"""Writes one program of inline PTX that draws from a row of logits, once the row has arrived in a cluster of CTAs.
+"""Writes the program of inline PTX for a row of logits, once the row has arrived in a cluster of CTAs.
+
+It finds what the filters keep of the row, and then draws, or writes where they cut the row.
 
     part of the program                   file              exchanges over the cluster
     the row's maximum and its mass        arrival_ptx       1
@@ -11,7 +13,8 @@
             among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)
-    the draw                              inverse_ptx       0
+    the index of the last kept entry      ties_ptx          0
+    the draw                              winner_ptx        1; 1 more if most elements may win
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
 of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
@@ -38,13 +41,14 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import (
     arrival_ptx,
     distances_ptx,
-    inverse_ptx,
     lists_ptx,
+    ties_ptx,
     values_ptx,
+    winner_ptx,
     zone_ptx,
 )
 from pallas_softmax._src.sample.plan import SamplePlan
-from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
@@ -56,46 +60,63 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def draw_program(plan: SamplePlan, dtype) -> RowProgram:
+def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, and these:
+    It has the operands of `RowProgram`, the number of the row as <row>, and addresses in device memory for results:
 
-        <row>, <origin>                    the number of the row, and the index in it of the element at position 0
-        <index>, <log_prob>, <log_mass>    device memory for the results
+        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
+        to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     p.barrier()
-    mass_of_cta, small_top_k, bound = arrival_ptx.arrive(p)
+    total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
+    p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
+    p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
-            _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
+            _write_nothing(p, stride)
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta, small_top_k, bound)
+        kept = Kept(p, total)
+        _apply_filters(p, kept, total, small_top_k, bound)
+        _apply_min_p(p, kept)
+        if stride is None:
+            _write_cutoff(p, kept, total)
+        else:
+            _draw(p, kept, total, winner_ptx.Noise.of(p, stride), maxima)
     return p
 
 
-def _draw(p: RowProgram, mass_of_cta: Value, small_top_k: Value, bound: Value) -> None:
-    """Draws, and writes the results; the arguments are the results of `arrival_ptx.arrive`."""
-    _, total = p.before(mass_of_cta)
-    kept = Kept(p, mass_of_cta)
-    _apply_filters(p, kept, total, small_top_k, bound)
-    least, by_least = _apply_min_p(p, kept)
-    filtered = (p.top_k < p.plan.window.vocab) | (p.top_p < 1.0) | (p.min_p > 0.0)
-    before, all_kept = p.before(kept.mass)
-    cta, target = inverse_ptx.choose(p, kept.mass, before, p.u * all_kept)
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxima) -> None:
+    """Draws, and writes the results of the draw."""
+    if p.plan.by_value:
+        p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
+    _, cut, _ = ties_ptx.cut(p, kept)
+    index, cta = winner_ptx.Race(p, noise, kept, cut).run(maxima)
     if p.ctas > 1:
         p += ARRIVE
-    with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, ~filtered, by_least)
-        log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
-        log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
-        with p.when(p.thread.equals(0)):
-            index = position + p.operand("origin", "s32")
-            _write(p, index, log_prob, p.select(filtered, log_mass, 0.0))
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        log_prob = (p.element_at(index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
+        _write(p, index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
+    if p.ctas > 1:
+        p += WAIT  # no CTA exits while another one may read its shared memory
+
+
+def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
+    """Writes the cutoff of the row."""
+    if p.ctas > 1:
+        p += ARRIVE
+    cta, cut, is_cut = ties_ptx.cut(p, kept)
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        limit = p.select(p.top.equals(0.0), 0.0, p.quotient * INF)
+        logsumexp = p.select(p.temperature.equals(0.0), limit, p.quotient) + _log(p, total)
+        index = p.select(is_cut, cut + p.origin, HIGHEST)
+        key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
+        _write(p, key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
     if p.ctas > 1:
         p += WAIT  # no CTA exits while another one may read its shared memory
 
@@ -109,8 +130,7 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
-        _, all_kept = p.before(kept.mass)
-        of_mass = p.max(p.top_p * all_kept, _LEAST_GOAL)
+        of_mass = p.max(p.top_p * kept.mass, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, of_mass, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
@@ -135,6 +155,8 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         p.set(f.goal, lists_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+        p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
+        p.set(f.kept.listed_in_cta, p.shuffle(zone.number_of_cta, "idx", p.cta))
 
     of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)
@@ -144,21 +166,20 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     p.set(stage, p.select(overflow, stage + 1, following))
 
 
-def _apply_min_p(p: RowProgram, kept: Kept) -> tuple[Value, Value]:
-    """Applies min_p to `kept`, if it is stricter than the other filters, and returns that condition.
-
-    Then the first result is the least mass that min_p keeps, and the words of the warps hold their kept mass.
-    Otherwise it is 0.
-    """
-    least = p.var(0, "f32")
+def _apply_min_p(p: RowProgram, kept: Kept) -> None:
+    """Applies min_p to `kept`, if it is stricter than the other filters."""
     is_kept = p.weight(p.of_key(kept.key)) >= p.min_p
     enough = is_kept & kept.key.differs(KEEP_ALL)
-    is_stricter = p.var((p.min_p > 0.0) & ~enough)
-    with p.when(is_stricter):
-        p.set(least, p.min_p)
-        mass = p.add_up(lambda words, _: [(m := p.weight(x), m >= least) for x in p.floats(words)])
-        kept.down_to_the_last(*p.each_cta(["add"], [mass], [0.0], p.plan.least))
-    return least, is_stricter
+    with p.when((p.min_p > 0.0) & ~enough):
+        mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
+        for words, _ in p.sweep():
+            for x in p.floats(words):
+                weight = p.weight(x)
+                p.increase(mass, weight, when=weight >= p.min_p)
+                p.update(least, "min", p.key(x), when=weight >= p.min_p)
+        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
+        mass, least = p.over_warp(["add", "min"], both)
+        kept.down_to_all(least, mass)
 
 
 def _log(p: RowProgram, x: Value) -> Value:
@@ -168,8 +189,23 @@ def _log(p: RowProgram, x: Value) -> Value:
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
 
 
-def _write(p: RowProgram, index: Value, log_prob: Value, log_mass: Value) -> None:
-    """Writes the results of the row."""
+def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
+    """Returns the log of the kept share of the mass."""
+    return p.select(kept.key.equals(KEEP_ALL), 0.0, _log(p, p.min(p.divide(kept.mass, total), 1.0)))
+
+
+def _write_nothing(p: RowProgram, stride: int | None) -> None:
+    """Writes the results of a row without a draw."""
+    nan, nothing = p.var(_NAN, "f32"), p.top.equals(-INF) & p.temperature.equals(p.temperature)
+    if stride is None:
+        logsumexp = p.select(nothing, -INF, nan)
+        _write(p, key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
+    else:
+        _write(p, index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+
+
+def _write(p: RowProgram, **results: Value) -> None:
+    """Writes results of the row."""
     offset = p.multiply_wide(p.operand("row", "u32"), 4)
-    for name, value in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
+    for name, value in results.items():
         p.store(p.operand(name, "u64") + offset, value, space="global")

@@ -28,7 +28,7 @@ _LARGEST = 2.0**31  # the mass of the whole zone as an integer
 class Zone:
     """A range of keys that may contain the key of the last entry, in variables.
 
-    Those named `of_cta` have a number for each CTA, in the lane with its number. The others are of all CTAs together.
+    `number_of_cta` has a number for each CTA, in the lane with its number. The others are of all CTAs together.
     """
 
     def __init__(self, p: RowProgram):
@@ -39,7 +39,7 @@ class Zone:
         self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")  # of elements with a key in the zone
         self.mass = p.fresh("f32")  # of the elements in the zone
         self.above = p.fresh("f32")  # the measure of the elements above the zone
-        self.mass_above_of_cta = p.fresh("f32")
+        self.mass_above = p.fresh("f32")  # of these elements
 
     def set(self, **values) -> None:
         """Sets variables by their names."""
@@ -75,7 +75,8 @@ def search_lists(f: FilterSearch, zone: Zone, merged: Value) -> None:
     one = p.convert(p.max(mass_of(key), 1), "f32")
     number = f.number_that_reaches(p.convert(rest, "f32"), one)
     mass_above, equal = _of_lists(p, zone, first_of_cta, key)
-    f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
+    mass_above = p.convert(p.over_lanes("add", mass_above), "f32") * unit
+    f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
 
 
 def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
@@ -92,7 +93,7 @@ def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 def _clear(p: RowProgram) -> None:
     """Clears the sums over buckets, and the shortlist."""
-    p.store(p.word(p.plan.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(p.plan.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
     p.store(p.word(p.plan.histogram + _SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
@@ -121,7 +122,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     p, plan = f.p, f.p.plan
     keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
     whole = p.var(keys.extent)
-    sums, numbers = p.word(plan.drawn), p.word(plan.drawn + _BUCKETS)
+    sums, numbers = p.word(plan.sums), p.word(plan.sums + _BUCKETS)
 
     def one_round(bucket_of):
         with p.when(keys.extent.differs(whole)):  # not the first round

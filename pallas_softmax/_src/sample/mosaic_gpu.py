@@ -38,14 +38,19 @@ from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import draw_ptx, xla
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
+from pallas_softmax._src.sample.row_ptx import HIGHEST
+from pallas_softmax._src.sample.rows import Cutoff
+from pallas_softmax._src.sample.winner_ptx import WORDS
 
 _TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
+# The results, by their names in the program.
+_OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
+_OF_DRAW = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
 
 class Params(NamedTuple):
     """The parameters of a row, as float32; top_k as int32. A filter that is off has a value that filters nothing."""
 
-    u: Any
     temperature: Any
     top_k: Any
     top_p: Any
@@ -61,55 +66,70 @@ def plan(call: Call, capability: tuple[int, int]) -> SamplePlan | Refusal:
     return chosen or Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
 
 
-def sample(plan: SamplePlan, logits, where, u, temperature, top_k, top_p, min_p):
+def sample(plan: SamplePlan, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
     """Returns what `xla.sample` returns."""
+    words = jnp.broadcast_to(noise, (*logits.shape[:-1], 4)).reshape(-1, 4)
+    return _run(plan, logits, where, [temperature, top_k, top_p, min_p], words, stride)
+
+
+def cutoff(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p):
+    """Returns what `xla.cutoff` returns."""
+    return Cutoff(*_run(plan, logits, where, [temperature, top_k, top_p, min_p]))
+
+
+def _run(plan: SamplePlan, logits, where, parameters, words=None, stride=None):
+    """Folds the arrays to rows, and runs the kernel."""
     *batch, vocab = logits.shape
 
     def per_row(numbers, off=0, dtype=jnp.float32):  # `off` filters nothing
         numbers = jnp.asarray(off if numbers is None else numbers, dtype)
         return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
+    temperature, top_k, top_p, min_p = parameters
     filters = per_row(top_k, vocab, jnp.int32), per_row(top_p, 1), per_row(min_p, 0)
-    params = Params(per_row(u), per_row(temperature), *filters)
+    params = Params(per_row(temperature), *filters)
     mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_rows(logits.reshape(-1, vocab), mask, params, plan)
+    results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
-def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan) -> list[jax.Array]:
-    """Draws once from each row of x, (rows, vocab).
+def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int | None) -> list:
+    """Draws once from each row of x, (rows, vocab), or finds where the filters cut it.
 
-    Each parameter is an array (rows,), or (1,) if all rows have the same value. The results are arrays (rows,): the
-    drawn index (int32), its log probability, and the log of the kept share of the mass (float32). They are -1, NaN and
-    NaN if the largest logit is not finite, or the temperature is negative or NaN. The interpreter runs a plain-JAX twin
-    of the program, in one CTA.
+    Each parameter is an array (rows,), or (1,) if all rows have the same value. With a stride, the words of the noise
+    are (rows, 4), and the results those of `xla.sample`, (rows,). Without it, there are no words, and the results are
+    the fields of a `Cutoff`. The interpreter runs a plain-JAX twin of the program, in one CTA.
     """
     rows, vocab = x.shape
     window = plan.window
     view = aligned_view(rows, vocab, window.vec)
+    names = _OF_CUTOFF if stride is None else _OF_DRAW
 
-    def sample(x_gmem, params_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
+    def sample(
+        x_gmem, params_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
+    ):
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
+        row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        of_row = Params(*(ref[part.place.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        of_row = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         if interpret():
-            _draw_by_twin(part, x_smem, of_row, out, barrier)
+            _run_twin(part, x_smem, of_row, words, out, barrier, stride)
             return
-        results = dict(zip(("index", "log_prob", "log_mass"), out))
-        place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
-        numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
+        place = {"row": row, "part": part.place.index, "origin": part.origin}
+        numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict(), **dict(zip(WORDS, words))}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
-        program = draw_ptx.draw_program(plan, x.dtype)
-        insert_ptx(program, {"x": x_smem, "scratch": scratch, **results}, numbers)
+        program = draw_ptx.row_program(plan, x.dtype, stride)
+        insert_ptx(program, {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}, numbers)
 
-    types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(
         sample,
+        name="sample" if stride is not None else "filter_cutoff",
         grid={"row": rows, "part": window.count} if window.count > 1 else {"row": rows},
         cluster=window.count,
         warpgroups=plan.warpgroups,
-        out_type=types,
+        out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in names.values()],
         scratch_types={
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
             "scratch": plgpu.SMEM((plan.words,), jnp.int32),
@@ -117,7 +137,7 @@ def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan) -> list[
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
         approximate=True,
-    )(x.reshape(view), params, None if mask is None else mask.array)
+    )(x.reshape(view), params, words, None if mask is None else mask.array)
 
 
 def scale_of(temperature):
@@ -125,18 +145,29 @@ def scale_of(temperature):
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 
-def _draw_by_twin(part: window_arrival.Part, x_smem, params: Params, out, barrier) -> None:
-    """Synchronizes all warpgroups; then one of them draws in plain JAX and writes the results."""
+def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, barrier, stride) -> None:
+    """Synchronizes all warpgroups; then one of them computes the results in plain JAX, and writes them."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
-        one_row = (jnp.reshape(number, (1, 1)) for number in params)
-        position, *logs = (result[0, 0] for result in xla.sample(x_smem[...][None], None, *one_row))
-        index = jnp.where(position < 0, position, position + part.origin)
-        for gmem, result in zip(out, (index, *logs), strict=True):
-            gmem[part.place.row] = result
+        one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
+        if stride is None:
+            results, indexed = xla.cutoff(x, None, *one_row), 1
+        else:
+            noise = jnp.stack([*words[:2], *_moved(*words[2:], part.origin * stride)])[None]  # of position 0
+            results, indexed = xla.sample(x, None, noise, *one_row, stride=stride), 0
+        for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
+            index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
+            gmem[part.place.row] = (index if i == indexed else result)[0, 0]
+
+
+def _moved(high, low, by):
+    """Returns the words of a place moved by a number of 32 bits."""
+    moved = low + by.astype(jnp.uint32)
+    carry = jnp.where(by < 0, jnp.where(moved > low, -1, 0), jnp.where(moved < low, 1, 0))
+    return high + carry.astype(jnp.uint32), moved
 
 
 def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:
@@ -166,4 +197,4 @@ def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, b
             pl.when(warpgroup == window.full)(functools.partial(mask, window.rest))
 
 
-KERNEL = Kernel(plan, sample)
+SAMPLE_KERNEL, CUTOFF_KERNEL = Kernel(plan, sample), Kernel(plan, cutoff)

@@ -1,15 +1,11 @@
-"""The draw of `sample` and its derivatives, as objects."""
+"""The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
+
+from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import gradient, xla
+from pallas_softmax._src.sample import gradient, mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
-
-
-def _mosaic_gpu() -> Kernel:
-    from pallas_softmax._src.sample.mosaic_gpu import KERNEL
-
-    return KERNEL
 
 
 SAMPLE_GRAD = RowOperation(
@@ -27,19 +23,60 @@ SAMPLE_TANGENT = RowOperation(
     plain=gradient.sample_tangent,
     divided_by_xla=False,
 )
+
+
+def _sample_kernel() -> Kernel:
+    from pallas_softmax._src.sample.mosaic_gpu import SAMPLE_KERNEL
+
+    return SAMPLE_KERNEL
+
+
+def _cutoff_kernel() -> Kernel:
+    from pallas_softmax._src.sample.mosaic_gpu import CUTOFF_KERNEL
+
+    return CUTOFF_KERNEL
+
+
+_DERIVATIVES: dict[str, Any] = {
+    "gradient": SAMPLE_GRAD,
+    "tangent": SAMPLE_TANGENT,
+    "variables": ("logits", "temperature"),
+    "differentiable": ("log_probs",),
+    "integers": ("indices",),
+    "saved": (("logits", "temperature", "indices", "log_probs"), "where"),
+}
+CUTOFF = RowOperation(
+    name="filter_cutoff",
+    arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
+    results=PER_ROW,
+    result_names=("key", "index", "logsumexp", "log_mass"),
+    plain=xla.cutoff,
+    kernels={"mosaic_gpu": _cutoff_kernel},
+    on_mesh=mesh.cutoff_on_mesh,
+    integers=("key", "index"),
+    divided_by_xla=False,
+    vmap_adds_rows=True,
+)
 SAMPLE = RowOperation(
     name="sample",
-    arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # u, temperature, top_k, top_p, min_p
+    arguments=(ROW, MASK, *(PER_ROW,) * 5),  # noise, temperature, top_k, top_p, min_p
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
-    kernels={"mosaic_gpu": _mosaic_gpu},
-    gradient=SAMPLE_GRAD,
-    tangent=SAMPLE_TANGENT,
-    variables=("logits", "temperature"),
-    differentiable=("log_probs",),
-    integers=("indices",),
-    saved=(("logits", "temperature", "indices", "log_probs"), "where"),
+    kernels={"mosaic_gpu": _sample_kernel},
+    on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
+    **_DERIVATIVES,
+)
+DRAW = RowOperation(
+    name="draw",
+    arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW, PER_ROW),  # noise, temperature, key and index of the cutoff
+    results=PER_ROW,
+    result_names=("indices", "log_probs"),
+    plain=xla.draw,
+    on_mesh=mesh.draw_on_mesh,
+    divided_by_xla=False,
+    vmap_adds_rows=True,
+    **_DERIVATIVES,
 )

@@ -14,6 +14,7 @@ from pallas_softmax._src.gpu.hardware import (
     SMEM_ALIGNMENT,
     SMEM_BYTES,
     WARPGROUP,
+    WARPS,
     smem_of_each,
 )
 from pallas_softmax._src.gpu.window import Window
@@ -33,10 +34,12 @@ DIGIT = 128  # buckets in a round over the keys, four for each lane
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
 ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
-CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
+CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
+MOST_LISTED = 14  # elements of each thread that the list of a warp has room for, beside NOISE_AT_ONCE
+NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
@@ -60,26 +63,30 @@ class SamplePlan:
 
         total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
-        kept, least  what the CTA keeps of the row: by a key, and by a least mass
+        counted      sums over the CTA above a key
+        best         the best sum with noise in the CTA and its index, twice
+        goal         the best sum of the row that the CTA knows
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
-        drawn        the mass of each warp, and of each load of one warp; with `sections`, the sums of `lists_ptx`
+        sums         with `sections`, the sums of `lists_ptx`
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, fetched by one warp and read by all
-        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
-        keys         the list of keys in the zone
+        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys; at
+                     last, if there is room, the list of positions of each warp
+        keys         the list of keys in the zone, and then the list of their positions, two in each word
+        positions    a list of positions for each warp, if there was no room
     """
 
     window: Window
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
+    total, zone, best, counted, picked, listed, goal, warps = 0, 4, 12, 16, 18, 20, 21, 24
     warp_words = 8
-    drawn = warps + MAX_WARPS * warp_words
-    sections = drawn + 2 * LANES
+    sums = warps + MAX_WARPS * warp_words
+    sections = sums + 2 * LANES
     counters = sections + 2 * SECTIONS
     gathered = counters + 4 * MAX_CTAS
     gathered_words = 8
@@ -96,6 +103,11 @@ class SamplePlan:
         return self.histogram + self.buckets
 
     @property
+    def key_positions(self) -> int:
+        """The first word of the positions of the listed keys."""
+        return self.keys + self.list_size
+
+    @property
     def threads(self) -> int:
         """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
@@ -107,9 +119,21 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
+    def noise_words(self) -> int:
+        """Number of words of a warp's list of positions, two in each word."""
+        return (MOST_LISTED + NOISE_AT_ONCE) * LANES // 2
+
+    @property
+    def positions(self) -> int:
+        """The first word of the lists of positions. Other CTAs may still read the keys, but not the histogram."""
+        has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
+        return self.histogram if has_room else self.key_positions + self.list_size // 2
+
+    @property
     def words(self) -> int:
         """Number of all words."""
-        return self.keys + self.list_size
+        after = self.positions + self.warpgroups * WARPS * self.noise_words
+        return max(self.key_positions + self.list_size // 2, after)
 
     @property
     def smem_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -11,8 +12,10 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
+TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
+HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
 
 _WARP_BITS = WARPS.bit_length() - 1
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
@@ -21,10 +24,11 @@ _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no
 class RowProgram(CtaProgram):
     """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
-    A temperature of 0 takes the first entry: the filters are then the same as for top_k = 1.
+    A temperature of 0 keeps the first entry: the filters are then the same as for top_k = 1.
     """
 
     top: Value  # the largest element of the row, once it is known
+    quotient: Value  # the same, divided by the temperature
 
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
@@ -32,21 +36,37 @@ class RowProgram(CtaProgram):
         self.x, self.scratch = self.operands("u32", "x", "scratch")  # addresses of the part and of the words
         self.scale = self.operand("scale", "f32")  # log2(e) / temperature
         self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
-        self.span, self.loads = self.span_of(self.warp)
-        self.u, self.temperature, top_p, min_p = self.operands("f32", "u", "temperature", "top_p", "min_p")
-        greedy = self.temperature.equals(0.0)
-        self.top_k = self.select(greedy, 1, self.operand("top_k", "u32"))
-        self.top_p, self.min_p = self.select(greedy, 1.0, top_p), self.select(greedy, 0.0, min_p)
+        self.origin = self.operand("origin", "s32")  # index in the row of the element at position 0
+        self.span, self.loads = self._span()
+        self.top_k = self.var(self.operand("top_k", "u32"))
+        self.temperature, top_p, min_p = self.operands("f32", "temperature", "top_p", "min_p")
+        self.top_p, self.min_p = self.var(top_p), self.var(min_p)
+        self.greedy = self.var(self.temperature.equals(0.0))
+        self.keep_first(self.greedy)
+
+    def keep_first(self, when: Value) -> None:
+        """Makes the filters keep only the first entry, where `when` holds."""
+        for register, number in ((self.top_k, 1), (self.top_p, 1.0), (self.min_p, 0.0)):
+            self.set(register, number, when)
 
     # --- Elements
 
-    def span_of(self, warp: Value) -> tuple[Value, Value]:
-        """Returns the address of this lane's vector in the first load of a warp, and the number of its loads."""
-        window = self.plan.window
+    def _span(self) -> tuple[Value, Value]:
+        """Returns the address of this lane's vector in the first load of its warp, and the number of loads."""
+        window, warp = self.plan.window, self.warp
         first = (warp >> _WARP_BITS) * window.step_blocks
         loads = self.min(self.max(window.blocks - first.bits("s32"), 0), window.step_blocks)
         before = first * WARPS + (warp & (WARPS - 1)) * loads.bits("u32")
         return self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES, loads
+
+    def position_of(self, address: Value) -> Value:
+        """Returns the position of the element at an address; positions count in the part."""
+        return ((address - self.x) >> (self.elements.itemsize.bit_length() - 1)).bits("s32")
+
+    def element_at(self, position: Value) -> Value:
+        """Returns the element at a position as a float."""
+        at = self.at(self.x, position, self.elements.itemsize)
+        return self.elements.float_of_bits(self, self.elements.load_bits(self, at))
 
     def vector(self, address: Value, load: int = 0) -> list[Value]:
         """Returns the four words of this lane's vector, `load` loads after the address."""
@@ -101,6 +121,13 @@ class RowProgram(CtaProgram):
         bits = key << spare if spare else key
         return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
 
+    def key_of_dtype(self, key: Value) -> Value:
+        """Returns the sort key of the dtype of the elements: that of `key`, except for float16."""
+        if self.elements.name != "f16":
+            return key
+        bits = self.convert(self.convert(self.of_key(key), "f16").bits("s16"), "s32")
+        return self.select(key.equals(KEEP_ALL), KEEP_ALL, self.elements.key(bits))
+
     # --- Scratch words
 
     def word(self, at: int, index: Value | int = 0, each: int = 1) -> Value:
@@ -109,8 +136,8 @@ class RowProgram(CtaProgram):
             return self.scratch + 4 * (at + each * index)
         return self.scratch + index * (4 * each) + 4 * at
 
-    def of_ctas(self, at: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 scratch words of the CTA with this lane's number; `neutral` if there is no such CTA.
+    def of_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; without such a CTA, `neutral`.
 
         This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
         others one at a time.
@@ -118,39 +145,37 @@ class RowProgram(CtaProgram):
         exists = self.lane < self.ctas
         local = self.word(self.plan.gathered, self.lane, self.plan.gathered_words)
         with self.when(self.warp.equals(0)):
-            words = self.of_cta(self.word(at), self.lane, "u32", len(kinds), when=exists)
+            words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
             self.store(local, *words, when=exists)
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
         self.load_into(out, local, when=exists)
         return out
 
-    def each_cta(
-        self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int
-    ) -> list[Value]:
+    # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
+
+    def each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
         """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
-        self.over_cta(ops, values, neutral, at)
+        self.over_cta(reduce, values, neutral, at)
         self.sync_cluster()
         unused = (1 << (len(values) - 1).bit_length()) - len(values)
         kinds = [value.kind for value in values] + ["u32"] * unused
         return self.of_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
 
-    # --- Sums over the CTA
-
-    def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
+    def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
         """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
 
         The CTA must synchronize between two calls.
         """
-        plan = self.plan
-        own = self.word(plan.warps, self.warp, plan.warp_words)
-        for i, value in enumerate(self.over_warp(ops, values)):
+        over_warp = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
+        own = self.word(self.plan.warps, self.warp, self.plan.warp_words)
+        for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
             words = self.words_of_warp([value.kind for value in values], neutral)
-            for i, value in enumerate(self.over_warp(ops, words)):
-                self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
+            for i, value in enumerate(over_warp(words)):
+                self.store(at, value, offset=4 * i, when=self.first_lane)
 
     def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""

@@ -25,28 +25,29 @@ class Kept:
     def __init__(self, p: RowProgram, mass: Value):
         self._p = p
         self.key = p.var(KEEP_ALL, "s32")  # the last key that is kept
-        self.mass = p.var(mass)  # the kept mass of each CTA, in the lane with its number
-        # How many entries have the last key, and how many of them are kept; for each CTA, like `mass`.
+        self.mass = p.var(mass)  # of all kept entries
+        # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
+        # Whether all kept entries are in the lists of the CTAs, and the number of entries in the list of this CTA.
+        self.listed, self.listed_in_cta = p.var(False, "pred"), p.var(0, "u32")
 
-    def down_to_the_last(self, mass: Value) -> None:
-        """Keeps everything down to the last entry of the row; `mass` is the kept mass of each CTA."""
-        registers = self.key, self.mass, self.equal, self.equal_kept
-        for register, value in zip(registers, (KEEP_ALL, mass, 0, 0)):
+    def down_to_all(self, key: Value | int, mass: Value) -> None:
+        """Keeps all entries down to a key."""
+        for register, value in ((self.key, key), (self.mass, mass), (self.equal, 0), (self.equal_kept, 0)):
             self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
-        """Keeps everything above a key, and the first `number` entries with that key.
+        """Keeps everything above a key, which has the mass `above`, and the first `number` entries with that key.
 
-        Each lane passes the mass above the key, and the number of entries with the key, of one CTA.
+        Each lane passes the number of entries with the key in one CTA.
         """
         p = self._p
-        before, _ = p.before(equal)
+        before, all_equal = p.before(equal)
         room = p.max((number - before).bits("s32"), 0).bits("u32")
         p.set(self.key, key)
         p.set(self.equal, equal)
         p.set(self.equal_kept, p.min(room, equal))
-        p.set(self.mass, above + p.convert(self.equal_kept, "f32") * p.weight(p.of_key(key)))
+        p.set(self.mass, above + p.convert(p.min(number, all_equal), "f32") * p.weight(p.of_key(key)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class FilterSearch:
         return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
 
     def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above, in all CTAs."""
+        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above the key."""
         number = self.number_that_reaches(self.goal - above, self.p.weight(self.p.of_key(key)))
         self.kept.down_to(key, number, mass_above, equal)
 

@@ -48,14 +48,14 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
         p.store(p.word(plan.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
     bucket = p.load(p.word(plan.picked), "u32")
-    above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
+    above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
     # Error bound on the near-zero mass: all elements of a bucket count as its greatest or its least value.
     off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
     off = p.select(bucket + 1 >= _negative_zero(zero), off, 0.0)
     positive, negative = _near_zero(zero)
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
-    exact = is_one_value & (off <= all_mass_above * 2.0**-22)
+    exact = is_one_value & (off <= mass_above * 2.0**-22)
     with p.when(exact):
         f.keep_down_to(p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
@@ -145,11 +145,11 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     return section * _EACH + lane * 2 + p.select(in_first, 0, 1, "u32")
 
 
-def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
+def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:
     """Returns sums over elements above a bucket, in it, and near 0.
 
-    First, the measure and the mass above the bucket in all CTAs. Then, for each CTA, in the lane with its number: the
-    mass above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
+    First, the measure and the mass above the bucket. Then, for each CTA, in the lane with its number, the number of
+    elements in the bucket. Last, the number of elements near 0, as a float.
     """
     p, plan = f.p, f.p.plan
     with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp sums up one CTA after another
@@ -173,5 +173,5 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
     p.barrier()
     number, mass, equal, near_zero = out = [p.var(0, kind) for kind in ("f32", "f32", "u32", "u32")]
     p.load_into(out, p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
-    number, all_mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
-    return f.measure(all_mass, number), all_mass, mass, equal, p.convert(near_zero, "f32")
+    number, mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
+    return f.measure(mass, number), mass, equal, p.convert(near_zero, "f32")

@@ -21,10 +21,8 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx, lists_ptx
 from pallas_softmax._src.sample.lists_ptx import Zone
 from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
-
-_HIGHEST = 2**31 - 1  # a key above all others
 
 
 def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
@@ -45,9 +43,9 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                     p.update(inside, "or", 1 << i, x >= low)
                 p.increase(number, p.count_ones(inside))
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
-    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone))
+    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(plan.zone)))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
-    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
+    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above=0)
     return may_overflow & ~zone.has_room
 
 
@@ -56,7 +54,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     p, plan = f.p, f.p.plan
     _start_list(p)
     mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
-    least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
+    least, greatest = p.var(HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
 
     def add(x, key, when=None):
         p.increase(mass, p.weight(x), when)
@@ -82,14 +80,18 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     mass, number, mass_above, above, least, greatest = p.each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
-        [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
-        plan.zone,
+        [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL],
+        p.word(plan.zone),
     )
     zone.set_sums(mass, number)
-    zone.set(mass_above_of_cta=mass_above)
     edges_and_sums = least, greatest, mass_above, above
     least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], edges_and_sums)
-    zone.set(least=least, greatest=greatest, above=f.measure(mass_above, p.convert(above, "f32")))
+    zone.set(
+        least=least,
+        greatest=greatest,
+        mass_above=mass_above,
+        above=f.measure(mass_above, p.convert(above, "f32")),
+    )
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
@@ -118,6 +120,7 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
         key = p.key(x)
         add(x, key)
         p.store(p.word(p.plan.keys, entry), key)
+        p.store(p.word(p.plan.key_positions) + entry * 2, p.convert(p.position_of(at).bits("u32"), "u16"))
         p.increase(entry, 1)
         p.set(inside, inside & (inside - 1))
     return inside
@@ -135,9 +138,9 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     listed = several & zone.has_room
     two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
     with p.when(nothing):
-        f.kept.down_to_the_last(zone.mass_above_of_cta)
+        f.kept.down_to_all(KEEP_ALL, zone.mass_above)
     with p.when(one_key):
-        f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
+        f.keep_down_to(zone.least, zone.above, zone.mass_above, zone.number_of_cta)
     with p.when(listed):
         lists_ptx.search_lists(f, zone, searched)
     with p.when(two_keys):
@@ -153,21 +156,21 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
 
     `counted` is a condition: whether an earlier filter counted the elements with the greater key.
     """
-    p = f.p
+    p, at = f.p, f.p.word(f.p.plan.counted)
     with p.when(~counted):
         number = p.var(0, "u32")
         for words, _ in p.sweep():
             for x in p.floats(words):
                 p.increase(number, 1, p.key(x).equals(zone.greatest))
-        p.over_cta(["add"], [number], [0], p.plan.kept)
+        p.over_cta(["add"], [number], [0], at)
         p.sync_cluster()
-    (greater,) = p.of_ctas(p.plan.kept, ["u32"], [0])
+    (greater,) = p.of_ctas(at, ["u32"], [0])
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
     above = zone.above + f.measure(of_greater * weight, of_greater)
-    mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
-        f.keep_down_to(zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+        f.keep_down_to(zone.greatest, zone.above, zone.mass_above, greater)
     with p.when(~is_greater):
-        f.keep_down_to(zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
+        mass_above = zone.mass_above + of_greater * weight
+        f.keep_down_to(zone.least, above, mass_above, zone.number_of_cta - greater)

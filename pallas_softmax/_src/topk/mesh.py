@@ -21,9 +21,11 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     vocab = logits.shape[-1]
     keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
-    won = _widen(jnp.take_along_axis(logits, indices, -1))
+    won = wide_logits(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))
+        top = wide_logits(
+            jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)
+        )
     position = indices + lax.axis_index(mesh_axes) * vocab
     if where is not None:  # the complement, which is negative, says that the position is masked
         position = jnp.where(mask_at(where, logits, indices), position, ~position)
@@ -51,7 +53,7 @@ def _kept(position, where):
     return None if where is None else position >= 0
 
 
-def _widen(x):
+def wide_logits(x):
     """Returns `x` in 32 bits or more, in the same order; float16 by its bits, since a GPU's cast loses a NaN's sign."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x

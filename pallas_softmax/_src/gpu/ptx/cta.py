@@ -124,6 +124,17 @@ class CtaProgram(Program):
 
     # --- The CTAs of a cluster
 
+    def raise_in_cta(self, at: Value, cta: Value, number: Value) -> None:
+        """Raises a 32-bit integer in shared memory of a CTA of the cluster to a number, if it is less.
+
+        All threads of the cluster see the result after `sync_cluster`; some may see it before.
+        """
+        if self.ctas == 1:
+            self += f"red.relaxed.cta.shared::cta.max.u32 [{at}], {number};"
+        else:
+            there = self.op("mapa.shared::cluster", "u32", at, cta)
+            self += f"red.relaxed.cluster.shared::cluster.max.u32 [{there}], {number}; fence.acq_rel.cluster;"
+
     def of_cta(
         self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None
     ) -> list[Value]:

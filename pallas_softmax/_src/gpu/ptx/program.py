@@ -213,6 +213,10 @@ class Program(Arithmetic):
 
     # --- Warps
 
+    def sync_warp(self) -> None:
+        """Shows the lanes of the warp what the others wrote to shared memory."""
+        self += f"bar.warp.sync {WHOLE_WARP};"
+
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane, number lane ^ by ("bfly"), lane + by ("down") or by ("idx")."""
         if BITS[x.kind] == 64:

@@ -210,9 +210,17 @@ class Arithmetic:
         """Returns a / b of floats, accurate to two units in the last place."""
         return self.op("div.full", "f32", a, b)
 
+    def divide_exactly(self, a: Value, b: Any) -> Value:
+        """Returns the float next to a / b."""
+        return self.op("div.rn", "f32", a, b)
+
     def multiply_wide(self, a: Value, b: int) -> Value:
         """Returns the 64-bit product of an unsigned number and a constant."""
         return self.write("mul.wide.u32", "u64", a, b, of="u32")
+
+    def multiply_add_wide(self, a: Value, b: int, c: Value) -> Value:
+        """Returns a * b + c in 64 bits, for an unsigned number and a constant of 32 bits."""
+        return self.write("mad.wide.u32", "u64", a, b, c, of=("u32", "u32", "u64"))
 
     def at(self, array: Value, number: Any, itemsize: int) -> Value:
         """Returns the address of item `number` of an array that starts at the address `array`."""
@@ -268,6 +276,14 @@ class Arithmetic:
         return out
 
     # --- Bits
+
+    def rotate_left(self, x: Value, by: int) -> Value:
+        """Returns the bits of a 32-bit integer, rotated by a constant."""
+        return self.write("shf.l.wrap.b32", x.kind, x, x, by, of=("b32", "b32", "i32"))
+
+    def append_sign(self, x: Value, sign_of: Value) -> Value:
+        """Returns x << 1, with the highest bit of another number as the lowest bit."""
+        return self.write("shf.l.clamp.b32", x.kind, sign_of, x, 1, of=("b32", "b32", "i32"))
 
     def count_ones(self, x: Value) -> Value:
         """Returns the number of bits that are 1."""

@@ -10,11 +10,11 @@ Each step takes the last part that has kept mass, with at most the target before
 
 from collections.abc import Callable
 
-from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
-from pallas_softmax._src.sample.search_ptx import Kept
+from pallas_softmax_base._src.gpu.hardware import LANES
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.sample.plan import WARP_LOAD_BYTES
+from pallas_softmax_base._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax_base._src.sample.search_ptx import Kept
 
 _EVERYWHERE = 0x7FFFFFFF  # a position after all others
 

@@ -1,0 +1,52 @@
+"""Softmax, top-k, sampling and softmax losses for JAX, by the online normalizer: few reads of the logits, or none.
+
+The source of the normalizer is Milakov and Gimelshein (2018), arXiv 1805.02867.
+"""
+
+from pallas_softmax_base import online
+from pallas_softmax_base._src.arguments import Axis, AxisName
+from pallas_softmax_base._src.dispatch.choose import IMPLEMENTATIONS, ImplementationName, explain
+from pallas_softmax_base._src.dispatch.operation import Choice
+from pallas_softmax_base._src.linear.api import (
+    Reduction,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_logsumexp,
+    linear_token_stats,
+)
+from pallas_softmax_base._src.linear.topk import linear_topk
+from pallas_softmax_base._src.route.api import Routing, route
+from pallas_softmax_base._src.sample.api import Sample, sample
+from pallas_softmax_base._src.softmax.api import log_softmax, logsumexp, softmax
+from pallas_softmax_base._src.stats.api import TokenStats, token_stats
+from pallas_softmax_base._src.topk.api import fused_topk
+from pallas_softmax_base._src.topk.xla import TopK
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Axis",
+    "AxisName",
+    "Choice",
+    "ImplementationName",
+    "Reduction",
+    "Routing",
+    "Sample",
+    "TokenStats",
+    "TopK",
+    "explain",
+    "fused_topk",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_logsumexp",
+    "linear_token_stats",
+    "linear_topk",
+    "log_softmax",
+    "logsumexp",
+    "online",
+    "route",
+    "sample",
+    "softmax",
+    "token_stats",
+]

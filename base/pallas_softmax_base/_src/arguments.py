@@ -1,0 +1,384 @@
+"""Checks the arguments that users pass, and brings them into one form.
+
+Every error message names the argument, its value and the accepted values.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.core import Tracer
+from jax.errors import InconclusiveDimensionOperation
+
+from pallas_softmax_base._src.dispatch.eager import is_jet
+from pallas_softmax_base._src.dispatch.mesh_types import share_sharding, varies, vary_together
+from pallas_softmax_base._src.dispatch.operation import Call, RowOperation, describe
+from pallas_softmax_base._src.misfits import has_wide_integers, misfit
+
+Axis = int | Sequence[int] | None
+AxisName = str | tuple[str, ...] | None
+
+
+class Rows(NamedTuple):
+    """Checked arguments, in the form that all operations take.
+
+    Attributes:
+      x: the logits, sharded like the mask and varying over the same mesh axes.
+      where: the mask, boolean, of the rank of `x`, each dimension 1 or as in `x`; or None.
+      axes: the reduced axes, ascending, not negative.
+      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
+    """
+
+    x: jax.Array
+    where: jax.Array | None
+    axes: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+
+
+def array(function: str, name: str, x) -> jax.Array:
+    """Returns `x` as a JAX array, or raises like `check_array`."""
+    check_array(function, name, x)
+    return jnp.asarray(x)
+
+
+def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
+    """Returns `x` as a JAX array of real numbers, and `axis`, one of its axes, as a nonnegative number."""
+    x = array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
+    axis = static_int(function, "axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)  # XLA cannot sort narrower integers
+    return x, axis % x.ndim
+
+
+def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
+    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
+
+    Args:
+      function: the public function, for messages.
+      name: the argument, for messages.
+      x: as the user passed it.
+      any_integer: whether `x` may hold integers that JAX would wrap, because the caller converts them.
+    """
+    arrays = jax.Array | np.ndarray | np.generic | int | float | complex
+    if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
+    if (found := misfit(x, any_integer=any_integer)) is not None:
+        error, wanted = found
+        raise error(f"{function}: {name} must be {wanted}")
+    if is_jet(x):
+        raise NotImplementedError(
+            f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
+        )
+
+
+def known_labels(function: str, labels) -> Any:
+    """Returns the labels for `eager.at_once`; -1 for labels of 64 bits that JAX would wrap.
+
+    Raises like `check_array`, also for a Python int beyond the range of JAX's integers.
+    """
+    check_array(function, "labels", labels, any_integer=not isinstance(labels, int))
+    if not has_wide_integers(labels):
+        return labels
+    labels = np.asarray(labels)
+    fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
+    return np.where(fits, labels.astype(np.int32), np.int32(-1))
+
+
+def real_numbers(function: str, name: str, x) -> Any:
+    """Returns `x` for `eager.at_once`; a Python int, and NumPy's integers that JAX would wrap, become floats."""
+    check_array(function, name, x, any_integer=True)
+    if type(x) is int:
+        try:
+            return float(x)
+        except OverflowError:
+            raise ValueError(f"{function}: {name} must be within the range of floats, got {x}") from None
+    return x if misfit(x) is None else np.asarray(x).astype(np.float64)
+
+
+def parameter(function: str, name: str, value) -> Any:
+    """Returns an argument with numbers for rows, such as a temperature, checked by `check_array`, for `eager.at_once`.
+
+    Integers become floats as in `real_numbers`. An object that JAX can convert to an array becomes that array.
+    """
+    value = real_numbers(function, name, value)
+    if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+        raise TypeError(f"{function}: {name} must be of real numbers, got dtype {value.dtype}")
+    to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
+    return to_array() if to_array else value
+
+
+def in_range(
+    function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
+) -> Any:
+    """Returns one number, or one per row, for `eager.at_once`; raises if a known number is not accepted.
+
+    Args:
+      function: the public function, for messages.
+      name: the argument, for messages.
+      value: as the user passed it. Integers above the int32 maximum are clamped to it.
+      accepted: maps an array of numbers to booleans, True for numbers in range.
+      wanted: the range, in words, for messages.
+      integer: whether the numbers must be integers.
+    """
+    given = value
+    if integer and type(value) is int:  # may exceed int64
+        value = max(min(value, np.iinfo(np.int32).max), np.iinfo(np.int32).min)
+    elif integer and has_wide_integers(value):
+        check_array(function, name, value, any_integer=True)
+    else:
+        value = parameter(function, name, value)
+    number: Any = np.asarray(value) if is_known(value) else value
+    is_integer = jnp.issubdtype(number.dtype, jnp.integer)
+    if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
+        kind = "an integer" if integer else "a real number"
+        raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
+    if not is_known(value):
+        return value
+    # in float16, 1e-37 would be 0
+    if not np.all(accepted(number if integer else number.astype(np.float64))):
+        raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
+    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
+
+
+def is_known(value) -> bool:
+    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+
+
+def normal_temperature(temperature, logits) -> Any:
+    """Returns the temperature. If it is known, subnormal numbers become normal ones: XLA may flush subnormals to 0."""
+    if not is_known(temperature):
+        return temperature
+    is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
+    tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
+    values = np.asarray(temperature)
+    return np.where(values > 0, np.maximum(values, tiny), values) if np.any(values < tiny) else temperature
+
+
+def known_temperature(function: str, temperature, logits) -> Any:
+    """Returns the temperature of `fused_topk` and `token_stats`, checked if it is known, for `eager.at_once`."""
+    temperature = parameter(function, "temperature", temperature)
+    if is_known(temperature):
+        if np.asarray(temperature).dtype.kind in "bc":
+            raise TypeError(f"{function}: temperature must be real, got {np.asarray(temperature).dtype.name}")
+        if not np.all(np.asarray(temperature) > 0):
+            raise ValueError(f"{function}: temperature must be positive, got {temperature}")
+    return normal_temperature(temperature, logits)
+
+
+def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
+    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive.
+
+    Args:
+      function: the public function, for messages.
+      temperature: as `known_temperature` returns it.
+      shape: the shape of the logits.
+      axis: the axis of a row.
+      dtype: the floating dtype of the logits' softmax.
+    """
+    t = array(function, "temperature", temperature)
+    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: temperature must be real, got {t.dtype.name}")
+    t = per_row(function, "temperature", t, shape, axis)
+    t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    tiny = jnp.finfo(t.dtype).tiny
+    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
+
+
+def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
+    where = array(function, "where", where)
+    if where.dtype != jnp.bool_:
+        raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
+    try:
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
+    return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
+
+
+def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Returns `value`: one number for all rows, or one per row of logits of this shape along `axis`.
+
+    Returns:
+      An array of shape (1, ..., 1) or batch + (1,).
+    """
+    value = array(function, name, value)
+    batch, given = shape[:axis] + shape[axis + 1 :], value.shape
+    if value.ndim == len(shape) and value.shape[axis] == 1:
+        value = jnp.squeeze(value, axis)
+    if value.ndim > len(batch) or any(n not in (1, full) for n, full in zip(value.shape[::-1], batch[::-1])):
+        raise ValueError(
+            f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
+        )
+    value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
+    return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
+
+
+def rows(
+    function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
+) -> Rows:
+    """Returns the checked logits, and the checked arguments that say which elements make a row.
+
+    Args:
+      function: the public function, for messages.
+      name: the name of its argument `x`, for messages.
+      x, axis, where, axis_name: as users pass them.
+      boolean: whether `x` may be boolean.
+    """
+    x = array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
+        raise TypeError(f"{function}: {name} must be a float, integer or complex array, got {x.dtype.name}")
+    if where is not None:
+        where = array(function, "where", where)
+        x = broadcast(function, name, x, "where", where)  # `where` may add dimensions in front
+        where = mask(function, where, x.shape)
+    axes = normalized_axes(function, axis, x.ndim)
+    mesh_axes = bound_mesh_axes(function, axis_name)
+    if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
+    x, where = vary_together(*share_sharding(x, where), over=mesh_axes)
+    return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+
+
+def last_axis(
+    operation: RowOperation,
+    function: str,
+    x: jax.Array,
+    axis: int,
+    where,
+    axis_name: AxisName,
+    per_row,
+    k=None,
+) -> tuple[Call, list]:
+    """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
+
+    Args:
+      operation: the operation.
+      function: the public function, for messages.
+      x, axis: the logits and the axis, as `real_rows` returns them.
+      where, axis_name: as users pass them.
+      per_row: (name for messages, array) of each further array. It has size 1 in place of the row, or is None.
+      k: the number of winners, or None.
+
+    Returns:
+      The call; and x, the mask and the further arrays, of one sharding, varying over the same mesh axes. Only x and the
+      mask vary over the mesh axes that a row is spread over.
+    """
+    mesh_axes = bound_mesh_axes(function, axis_name)
+    where = None if where is None else jnp.moveaxis(mask(function, where, x.shape), axis, -1)
+    for name, a in per_row:
+        if a is not None and varies(a, mesh_axes):
+            raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
+    call = describe(operation, x, (axis,), where, k, mesh_axes, function=function)
+    arrays = share_sharding(jnp.moveaxis(x, axis, -1), where, *(a for _, a in per_row))
+    arrays = vary_together(*arrays, but=mesh_axes)
+    return call, [*vary_together(*arrays[:2], over=mesh_axes), *arrays[2:]]
+
+
+def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
+    """Returns `x`, broadcast against another argument."""
+    try:
+        return jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, other.shape))
+    except ValueError:
+        raise ValueError(
+            f"{function}: {other_name} of shape {other.shape} and {name} of shape {x.shape} do not broadcast"
+        ) from None
+
+
+def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Returns the reduced axes, as nonnegative numbers; raises numpy's AxisError if one is out of range."""
+    if isinstance(axis, Tracer):
+        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints", axis))
+    try:
+        return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, function)
+    except np.exceptions.AxisError:
+        raise
+    except ValueError:
+        raise ValueError(f"{function}: axis must name each axis once, got {axis!r}") from None
+    except TypeError:
+        raise TypeError(
+            f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
+        ) from None
+    except OverflowError:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {ndim} dimensions") from None
+
+
+def check_axis_name(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh axes that `axis_name` names, as a tuple."""
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
+    return names
+
+
+def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh axes that `axis_name` names. A `jax.shard_map` around the call must bind each of them."""
+    names = check_axis_name(function, axis_name)
+    if len(set(names)) < len(names):
+        raise ValueError(f"{function}: axis_name must name each mesh axis once, got {axis_name!r}")
+    if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
+        )
+    return names
+
+
+def static_int(function: str, name: str, value) -> int:
+    """Returns `value` as an int that is known while tracing."""
+    if isinstance(value, Tracer):
+        raise TypeError(_traced(function, name, "a static Python int", value))
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
+
+
+def count_in_row(function: str, name: str, value, length) -> int:
+    """Returns `value`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
+    number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
+    wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
+    try:
+        if 0 <= number <= length:
+            return number
+    except InconclusiveDimensionOperation as error:
+        raise ValueError(
+            f"{wanted}, which is not known to be; say so in the constraints of jax.export.symbolic_shape"
+        ) from error
+    raise ValueError(wanted)
+
+
+def static_bool(function: str, name: str, value) -> bool:
+    """Returns `value` as a bool that is known while tracing."""
+    if isinstance(value, Tracer):
+        raise TypeError(_traced(function, name, "a static Python bool", value))
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _traced(function: str, name: str, accepted: str, value: Tracer) -> str:
+    if type(value).__name__ == "BatchTracer":
+        return (
+            f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
+            "pass it with in_axes=None as a Python value, or close over it"
+        )
+    return (
+        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
+        f"static_argnames={name!r} of jax.jit, or close over it"
+    )

@@ -1,0 +1,164 @@
+"""The choice of an implementation for a call, with the reasons."""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.core import Tracer
+
+from pallas_softmax_base._src import target
+from pallas_softmax_base._src.dispatch.operation import KERNEL_DTYPES, Call, Choice, Refusal
+
+ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
+
+IMPLEMENTATIONS: tuple[ImplementationName, ...] = ("mosaic_gpu", "triton", "xla")
+"""The names that `implementation=` takes, in order of preference on CUDA devices; elsewhere it is always xla."""
+
+_recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
+
+
+def choose(call: Call, implementation: str | None) -> Choice:
+    """Returns the choice for a user's call: the named implementation or, if None, the first that takes the call.
+
+    `explain` lists it.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    check_name(call.function, implementation)
+    choice = choose_again(call, implementation)
+    record(choice)
+    return choice
+
+
+def check_name(function: str, implementation: str | None) -> None:
+    """Raises ValueError if the name that a user passed to this function is unknown."""
+    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
+        return
+    if isinstance(implementation, Tracer):
+        raise TypeError(
+            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got a traced value; "
+            "pass it through static_argnames='implementation' of jax.jit, or close over it"
+        )
+    raise ValueError(
+        f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+    )
+
+
+def record(choice: Choice) -> None:
+    """Adds the choice to what `explain` lists."""
+    if (choices := _recorder.get()) is not None:
+        choices.append(choice)
+
+
+def choose_again(call: Call, implementation: str | None) -> Choice:
+    """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
+    shard_call = call
+    if call.mesh_axes:
+        if call.operation.shard_operation is None:  # plain JAX, with sums over the mesh
+            return Choice(call, "xla", "xla", requested=implementation)
+        shard_call = call.of(call.operation.shard_operation)
+    reasons = []
+    cuda = plan = None
+    for name in IMPLEMENTATIONS if implementation is None else (implementation,):
+        plan = _plan(name, shard_call, automatic=implementation is None)
+        if not isinstance(plan, Refusal):
+            cuda = name
+            break
+        reasons.append((name, plan.reason))
+    elsewhere = "xla" if implementation in (None, "xla") else None
+    return Choice(call, cuda, elsewhere, tuple(reasons), implementation, plan)
+
+
+def choose_plain(call: Call) -> Choice:
+    """Returns the choice of `xla`, for an operation that no other implementation has."""
+    return Choice(call, "xla", "xla", requested="xla")
+
+
+def choose_if_able(call: Call, implementation: str | None) -> Choice:
+    """Returns the choice for a step that no user named: `xla` if the named implementation lacks it."""
+    choice = choose_again(call, implementation)
+    return choose_plain(call) if choice.cuda is None else choice
+
+
+def _plan(name: str, call: Call, automatic: bool) -> Any:
+    """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
+
+    Args:
+      name: the implementation.
+      call: what it should run.
+      automatic: whether the user named no implementation, so that a slower one is refused.
+    """
+    if name == "xla":
+        return None
+    if call.objection is not None:
+        return Refusal(call.objection)
+    if name not in call.operation.kernels:
+        return Refusal(f"no kernel for {call.op}")
+    kernel = call.operation.kernels[name]()
+    plan = kernel.plan(call, target.capability())
+    if automatic and not isinstance(plan, Refusal):
+        reason = call.operation.better_by_xla(call) or kernel.slower(call)
+        return plan if reason is None else Refusal(reason)
+    return plan
+
+
+def stays_plain(choice: Choice) -> bool:
+    """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
+    if choice.requested is not None:
+        return choice.requested == "xla"
+    call = choice.call
+    is_better = call.operation.better_by_xla(call) is not None
+    return call.objection is not None or call.dtype not in KERNEL_DTYPES or is_better
+
+
+def recording() -> bool:
+    """Returns whether `explain` is listing the calls."""
+    return _recorder.get() is not None
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
+    """Returns which implementations `function(*args, **kwargs)` would run, in the order of its calls of this package.
+
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The choice shown is for one slice of a `jax.vmap`, and
+    for the whole of a sharded array. When the function runs, the choice is made again for the batch and for each
+    device's shard. `route` needs whole rows: if a mesh divides the experts, it gathers the logits. The choice does not
+    show this.
+
+    Args:
+      function: a function of this package, or one of yours that calls such functions. A part of it that `jax.jit` has
+        traced before with the same arguments is not traced again, so its calls are not listed.
+      *args: the positional arguments of the function.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      One `Choice` per call. It prints as one line: the implementation on CUDA devices and elsewhere, and why others
+      were passed over. A `Choice` for the gradient follows if the gradient has kernels. If the last call
+      names an implementation that cannot run it, its `cuda` is None.
+
+    Raises:
+      TypeError: `function` is not callable.
+    """
+    if not callable(function):
+        raise TypeError(
+            "explain: function must be callable, and its arguments follow it, as in explain(softmax, x); "
+            f"got {function!r} ({type(function).__name__})"
+        )
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def call(arrays):
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return function(*args, **kwargs)
+
+    choices: list[Choice] = []
+    token = _recorder.set(choices)
+    try:
+        jax.eval_shape(call, arrays)
+    except NotImplementedError:
+        if not choices or choices[-1].cuda is not None:
+            raise
+    finally:
+        _recorder.reset(token)
+    return choices

@@ -1,0 +1,191 @@
+"""Evaluates operations on rows with their derivatives, in both modes and of any order, by one mechanism.
+
+A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So JAX computes
+ys = f(xs) from xs without derivatives. A `jax.custom_jvp` that returns ys unchanged then adds the derivatives: the
+tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p`. f itself stays outside of the
+`custom_jvp`, because some tools do not look into one.
+
+    forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
+    reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
+    higher orders     `linear_p` is linear in dxs; in `saved`, the same functions in plain JAX are differentiated
+
+JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax_base._src.dispatch import linear_map
+from pallas_softmax_base._src.dispatch.choose import choose, choose_if_able, choose_plain, record
+from pallas_softmax_base._src.dispatch.linear_map import LinearMap
+from pallas_softmax_base._src.dispatch.mesh_types import explicit_axes, share_cotangent, sum_cotangents
+from pallas_softmax_base._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
+from pallas_softmax_base._src.dispatch.vmap import as_rows
+
+
+class Static(NamedTuple):
+    """Everything about a call that is known while tracing; hashable.
+
+    Attributes:
+      forward: the choice for the operation.
+      gradient: the choice for its gradient.
+      tangent: the choice for its tangent.
+      keywords: the static arguments of the operation, as the items of a dictionary. The gradient and the tangent also
+        get the ones that their plain functions accept.
+    """
+
+    forward: Choice
+    gradient: Choice
+    tangent: Choice
+    keywords: tuple[tuple[str, Any], ...]
+
+    @property
+    def operation(self) -> RowOperation:
+        """The operation."""
+        return self.forward.call.row_operation
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that each row is spread over."""
+        return self.forward.call.mesh_axes
+
+
+def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Static:
+    """Returns the choices for a call and its derivatives.
+
+    The gradient is chosen like the call. If a named implementation cannot run it, plain JAX does, unless the operation
+    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient.
+
+    Args:
+      call: the call.
+      implementation: the name that the user gave, or None.
+      **keywords: the static arguments of the operation.
+    """
+    operation = call.row_operation
+    assert operation.gradient is not None and operation.tangent is not None
+    forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
+    chosen = choose(forward, implementation)
+    if operation.gradient_needs_kernel:
+        backward = choose(gradient, implementation)
+    else:
+        backward = choose_if_able(gradient, implementation)
+        if backward.cuda != "xla":
+            record(backward)
+    symmetric = operation.tangent is operation.gradient
+    return Static(chosen, backward, backward if symmetric else choose_plain(tangent), tuple(keywords.items()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(static: Static, *arrays: Any) -> Any:
+    """Returns the results of a call, with derivatives.
+
+    Args:
+      static: the choices, by `choose_all`.
+      *arrays: the positional arguments of the operation: arrays or None. `RowOperation.variables` names those that the
+        results have derivatives in; all others are constants.
+    """
+    operation = static.operation
+    results = as_rows(static.forward, *jax.tree.map(lax.stop_gradient, arrays), **dict(static.keywords))
+    leaves, tree = jax.tree.flatten(results)
+    # JAX has no zero tangent for an integer that varies over the mesh axes of `jax.shard_map`
+    leaves = operation.map_integers(lambda a: lax.bitcast_convert_type(a, jnp.float32), leaves)
+    leaves: Any = _with_derivatives(static, leaves, arrays)
+    return jax.tree.unflatten(tree, operation.map_integers(_as_integer, leaves))
+
+
+def _as_integer(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_derivatives(static: Static, results: list[jax.Array], arrays: tuple) -> list[jax.Array]:
+    # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
+    return checkpoint_name(results, f"pallas_softmax_base.{static.operation.name}")
+
+
+@_with_derivatives.defjvp
+def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    operation, (_, arrays) = static.operation, primals
+    results: Any = _with_derivatives(static, *primals)
+    given = dict(zip(operation.argument_names, arrays, strict=True))
+    got = dict(zip(operation.result_names, operation.map_integers(_as_integer, results), strict=True))
+    saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))
+    moved = dict(zip(operation.argument_names, tangents[1], strict=True))
+    dxs = [moved[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
+    dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree), saved, dxs))
+    return results, [
+        next(dys) if name in operation.differentiable else jnp.zeros_like(y)
+        for name, y in zip(operation.result_names, results, strict=True)
+    ]
+
+
+def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
+    """Returns dys. Integer logits have no tangent."""
+    if len(dxs) < len(static.operation.variables):
+        dxs = (jnp.zeros_like(saved[0][0], jnp.float32), *dxs)
+    return _derivative(static, static.tangent, saved, dxs, plain)
+
+
+def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
+    """Returns dxs. Rows may share a temperature; its cotangent is then the sum over these rows."""
+    operation, mesh_axes = static.operation, static.mesh_axes
+    if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
+        dys = sum_cotangents(dys, mesh_axes)
+    dxs = _derivative(static, static.gradient, saved, dys, plain)
+    if not operation.has_temperature:
+        return dxs
+    logits, temperature, *_ = saved[0]
+    dlogits, dt = dxs
+    shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
+    dt = share_cotangent(jnp.sum(dt, shared, keepdims=True), mesh_axes)
+    return (dlogits, dt) if jnp.issubdtype(logits.dtype, jnp.floating) else (dt,)
+
+
+def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, plain: bool) -> tuple:
+    """Returns the results of the gradient or the tangent, run like every operation, or in plain JAX."""
+    operation = choice.call.row_operation
+    accepted = inspect.signature(operation.plain).parameters
+    keywords = {name: value for name, value in static.keywords if name in accepted}
+    if not plain:
+        results = as_rows(choice, *saved, *arrays, **keywords)
+    else:
+        function = functools.partial(operation.plain, **keywords, mesh_axes=static.mesh_axes)
+        if static.operation.has_temperature:
+            function = _of_whole_rows(function, logits_first=operation.is_gradient)
+        results = function(*saved, *arrays)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _of_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
+    """Returns the plain map, which gathers rows that Explicit mesh axes divide: JAX cannot index along such axes.
+
+    Args:
+      function: the plain map. Its first argument begins with the logits.
+      logits_first: whether the first result has the shape of the logits, and so must be sharded like them.
+    """
+
+    def on_whole_rows(*arrays):
+        sharding = jax.typeof(arrays[0][0]).sharding
+        if not explicit_axes(sharding.mesh) or sharding.spec[-1] is None:
+            return function(*arrays)
+
+        def gathered(array):
+            spec = jax.typeof(array).sharding.spec
+            return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P(*spec[:-1], None)))
+
+        results = function(*jax.tree.map(gathered, arrays))
+        if not logits_first:
+            return results
+        first, *others = results
+        return (jax.sharding.reshard(first, sharding), *others)
+
+    return on_whole_rows

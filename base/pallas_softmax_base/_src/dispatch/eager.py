@@ -1,0 +1,116 @@
+"""Runs each public function as one jitted program, even if the user calls it outside of `jax.jit`.
+
+Without that, JAX would dispatch the operations of an eager call one by one. The program is cached by the function, its
+static arguments, and the shapes and dtypes of its arrays. So a second eager call, gradient or vmap compiles nothing.
+Equal calls inside a larger program share one lowering.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from pallas_softmax_base._src import target
+from pallas_softmax_base._src.dispatch.choose import recording
+from pallas_softmax_base._src.jax_internals import stage_constants
+from pallas_softmax_base._src.misfits import misfit
+
+F = TypeVar("F", bound=Callable)
+
+
+def at_once(
+    *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> Callable[[F], F]:
+    """Returns a decorator that jits a function. The program has the function's name.
+
+    Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
+
+    Args:
+      *static: the names of the static arguments. Each combination of them has its own program. The other arguments are
+        arrays, scalars, None, or named tuples of them.
+      known: checks numbers before JAX traces or truncates them. It takes all arguments by name, as the user passed
+        them, and returns those that it replaces.
+    """
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        positional, keyword_only = (
+            [name for name, p in parameters.items() if p.kind is kind]
+            for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        )
+        arrays = [name for name in parameters if name not in static]
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            given = defaults | dict(zip(positional, args)) | kwargs
+            is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
+            if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
+                return function(*args, **kwargs)  # Python raises its TypeError, with the function's name
+            if known is not None:
+                given |= known(given)
+            options = tuple([_plain(given[name]) for name in static])
+            given |= zip(static, options)
+            args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
+            leaves = _leaves([given[name] for name in arrays])
+            if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
+                return function(*args, **kwargs)
+            # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
+            types = tuple(map(type, jax.tree.leaves(options)))
+            with stage_constants():
+                return _program(function, static, types, target.capability())(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+@functools.cache
+def _program(
+    function: Callable, static: tuple[str, ...], types: tuple, capability: tuple[int, int]
+) -> Callable:
+    """Returns the jitted function, one for each combination of the arguments."""
+    # jax.jit caches by the function that it is given, so each program needs its own partial
+    return jax.jit(functools.partial(function), static_argnames=static)
+
+
+def _leaves(arrays: list) -> list:
+    """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
+    return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
+
+
+def _accepted(x) -> bool:
+    """Returns whether x is None, or numbers that `jax.jit` takes. If not, the function itself raises."""
+    numbers = isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and misfit(x) is None
+    return x is None or (numbers and not is_jet(x))
+
+
+def _plain(option) -> Any:
+    """Returns an option with Python numbers in place of NumPy numbers, so that both share one compilation.
+
+    JAX also compares the options of different calls by `==`. Between a NumPy number and a tuple, that is no bool.
+    """
+    if isinstance(option, np.generic):
+        return option.item()
+    if isinstance(option, tuple):
+        parts = map(_plain, option)
+        return option._make(parts) if hasattr(option, "_make") else tuple(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    return option
+
+
+def is_jet(x) -> bool:
+    """Returns whether `jax.experimental.jet` traces `x`."""
+    return isinstance(x, Tracer) and type(x).__name__ == "JetTracer"
+
+
+def _hashable(options: tuple) -> bool:
+    """Returns whether the options can be the key of a compilation. If not, the function itself raises."""
+    try:
+        hash(options)
+    except TypeError:
+        return False
+    return not any(isinstance(leaf, Tracer | np.generic) for leaf in jax.tree.leaves(options))

@@ -1,0 +1,95 @@
+"""Reads XLA's shardings as `PartitionSpec`s, on the coarsest mesh that can express them.
+
+XLA knows the device of each tile, but no mesh. It may also split one axis of the program's mesh over two dimensions. On
+a mesh of 8 devices, a reshape from (2, 64) to (2, 4, 16) does so:
+
+    mesh axes   shape        PartitionSpec
+    d=8         (2, 64)      (None, d)
+    d=8         (2, 4, 16)   there is none for 4 x 2 tiles
+    a=4, b=2    (2, 4, 16)   (None, a, b)
+
+The mesh has the devices of the program in the same order. Only its axes may differ.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+
+def decode(
+    devices: int, arrays: Sequence[np.ndarray | None], ranks: Sequence[int]
+) -> tuple[AbstractMesh, list[P]]:
+    """Returns a mesh, and how each array is sharded on it.
+
+    An array is replicated if no mesh can express its sharding together with the shardings of the arrays before it.
+
+    Args:
+      devices: the number of devices.
+      arrays: for each array, the index of each device's tile along each dimension, (dimensions, devices); None if the
+        array is whole on each device.
+      ranks: the number of dimensions of each array.
+    """
+    tiles = [np.zeros((rank, devices), int) if of is None else of for of, rank in zip(arrays, ranks)]
+    sizes, axes = common_axes((devices,), tiles)
+    names = tuple(f"axis{i}" for i in range(len(sizes)))
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
+
+
+def common_axes(
+    sizes: tuple[int, ...], arrays: Sequence[np.ndarray]
+) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
+    """Returns the axis sizes of a mesh that expresses all tilings, and the mesh axes of each dimension of each array.
+
+    Mesh axes are numbers. The mesh splits no axis that need not be split. An array that does not fit has no mesh axes.
+
+    Args:
+      sizes: the axis sizes of the program's mesh.
+      arrays: for each array, the index of each device's tile along each dimension: (dimensions, devices).
+    """
+    finer, fitting = sizes, {}
+    for i, tiles in enumerate(arrays):
+        trial = fitting | {i: tiles}
+        trial_sizes = _split(sizes, np.concatenate([*trial.values()]))
+        if all(_axes_of(each, trial_sizes) is not None for each in trial.values()):
+            finer, fitting = trial_sizes, trial
+    axes = [_axes_of(tiles, finer) if i in fitting else None for i, tiles in enumerate(arrays)]
+    return finer, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
+
+
+def _split(sizes: tuple[int, ...], tiles: np.ndarray) -> tuple[int, ...]:
+    """Splits each mesh axis where the tiles along it no longer ascend in equal steps."""
+    finer = []
+    for axis, size in enumerate(sizes):
+        line = tiles.reshape(-1, *sizes).swapaxes(1, axis + 1)[(..., *[0] * (len(sizes) - 1))]
+        factors = []  # the last mesh axis first
+        while size > 1:
+            even = (line == line[:, 1:2] * np.arange(size)).all(0)
+            factor = size if even.all() else int(even.argmin())
+            if not factor or size % factor:  # no mesh fits, as `_axes_of` finds out
+                factor = size
+            factors.append(factor)
+            line, size = line[:, ::factor], size // factor
+        finer += factors[::-1] or [1]
+    return tuple(finer)
+
+
+def _axes_of(tiles: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """Returns the mesh axes of each dimension, or None if tiles are not in the order of any mesh axes."""
+    positions = np.indices(sizes).reshape(len(sizes), -1)
+    axes = []
+    for of_dimension in tiles:
+        steps = {
+            axis: of_dimension[math.prod(sizes[axis + 1 :])] for axis, size in enumerate(sizes) if size > 1
+        }
+        major_first = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
+        index = np.zeros_like(of_dimension)
+        for axis in major_first:
+            index = index * sizes[axis] + positions[axis]
+        if (index != of_dimension).any():
+            return None
+        axes.append(tuple(major_first))
+    return axes

@@ -1,0 +1,193 @@
+"""The mesh axes in the types of arrays: Explicit axes, and inside `jax.shard_map` the axes that arrays vary over.
+
+Arrays that share dimensions need one sharding over Explicit axes, so this file finds a common one.
+
+Inside `jax.shard_map` with `check_vma`, the type of an array names the mesh axes that the array may vary over, from
+device to device. Operands of an operation must vary over the same axes, so this file casts them. Without `check_vma`,
+types say nothing: each device holds a copy of a replicated value, and each copy has its own cotangent.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# --- Explicit axes --------------------------------------------------------------------------------------
+
+
+def explicit_axes(mesh) -> set[str]:
+    """Returns the Explicit mesh axes. The types of arrays say how arrays are sharded over them."""
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """Returns the mesh of the first array with Explicit mesh axes in its type; None if there is no such array."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
+
+
+def share_sharding(x: jax.Array, *others: Any) -> list:
+    """Gives `x` and arrays (or None) that broadcast to it one common sharding, if types say how they are sharded."""
+    arrays = [a for a in (x, *others) if a is not None]
+    mesh = explicit_mesh(arrays)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return [x, *others]
+
+    def full(a) -> list[bool]:
+        return [n == size for n, size in zip(a.shape, x.shape)]
+
+    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full(a)) for a in arrays], mesh.shape)
+
+    def lay(a):
+        if a is None:
+            return None
+        spec = spec_of(axes, full(a))
+        if jax.typeof(a).sharding.spec == spec:
+            return a
+        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+
+    return [lay(a) for a in (x, *others)]
+
+
+def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, taken from the first array that is sharded there and divides evenly.
+
+    Args:
+      shape: the full shape.
+      arrays: for each array, its `PartitionSpec`, and which of its dimensions belong to the full shape.
+      sizes: the number of devices along each mesh axis.
+    """
+    spec, used = [], set()
+    for a, n in enumerate(shape):
+        entries = [axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
+        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
+        spec.append(fit[0] if fit else ())
+        used |= {*spec[-1]}
+    return spec
+
+
+def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
+    """Returns the `PartitionSpec` of an array that has the mesh axes `axes` in its `full` dimensions."""
+    return P(*(of or None if carries else None for of, carries in zip(axes, full)))
+
+
+def axes_of_entry(entry) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+# --- Axes of shard_map ----------------------------------------------------------------------------------
+
+
+def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
+    """Returns the arrays, cast to vary over each mesh axis that one of them varies over. None stays.
+
+    Args:
+      *arrays: trees of arrays.
+      over: further mesh axes to vary over.
+      but: mesh axes that no array is cast to.
+    """
+    axes = frozenset(over).union(*map(_varying_axes, jax.tree.leaves(arrays))) - frozenset(but)
+
+    def vary(a):
+        missing = tuple(axes - _varying_axes(a))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(vary, arrays)
+
+
+def varies(x: Any, mesh_axes: tuple[str, ...]) -> bool:
+    """Returns whether the type of the array says that it may differ along these mesh axes."""
+    return bool(_varying_axes(x) & set(mesh_axes))
+
+
+def is_tracked(mesh_axes: tuple[str, ...]) -> bool:
+    """Returns whether types track these mesh axes (`check_vma` of `jax.shard_map`)."""
+    return _varying_axes(lax.axis_index(mesh_axes)) >= set(mesh_axes)
+
+
+def sum_cotangents(cotangents: Any, mesh_axes: tuple[str, ...]) -> Any:
+    """Sums the cotangents of a value that is replicated over `mesh_axes`, unless types make JAX sum them."""
+    return cotangents if not mesh_axes or is_tracked(mesh_axes) else lax.psum(cotangents, mesh_axes)
+
+
+def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Returns a device's share of the cotangent of a replicated argument. JAX sums the shares over `mesh_axes`."""
+    return cotangent if not mesh_axes or is_tracked(mesh_axes) else cotangent / lax.axis_size(mesh_axes)
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+# Up to so many devices, one all-gather is faster than two collectives. Beyond, it would grow with the devices.
+GATHERED_DEVICES = 8
+
+
+def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, ...], own: Any) -> Any:
+    """Returns merge(gathered, own): each device's numbers of a row, merged to results of the whole row.
+
+    With more than `GATHERED_DEVICES` devices, each device merges its share of the rows, and the results are gathered.
+    So the bytes that a device receives do not grow with the number of devices.
+
+    Args:
+      axes: the mesh axes that each row is spread over.
+      merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
+      parts: this device's numbers, (..., n) each.
+      own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices; None stays.
+    """
+    batch, devices = parts[0].shape[:-1], lax.axis_size(axes)
+    rows = math.prod(batch)
+    if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows % devices:
+        return merge(gather(parts, axes), own)
+
+    def share(a):  # this device's rows; a number for all rows stays
+        if a.size == a.shape[-1]:
+            return a.reshape(1, -1)
+        size = rows // devices
+        return lax.dynamic_slice_in_dim(a.reshape(rows, -1), lax.axis_index(axes) * size, size)
+
+    words = _pack(tuple(a.reshape(rows, -1) for a in parts))
+    words = lax.all_to_all(words.reshape(devices, rows // devices, -1), axes, 0, 0)
+    results = merge(_unpack(jnp.moveaxis(words, 0, -2), parts), jax.tree.map(share, own))
+    leaves, tree = jax.tree.flatten(results)
+    to = "invarying" if is_tracked(axes) else "varying"
+    words = lax.all_gather(_pack(tuple(leaves)), axes, tiled=True, to=to)[:, None]
+    return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, tuple(leaves))])
+
+
+def gather(parts: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> list[jax.Array]:
+    """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
+    axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    to = "invarying" if is_tracked(axes) else "varying"
+    return _unpack(jnp.moveaxis(lax.all_gather(_pack(parts), axes, to=to), 0, -2), parts)
+
+
+def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the bits of arrays (..., n) side by side, as words of 32 bits. A 16-bit number takes a word."""
+    words = []
+    for a in arrays:
+        if a.dtype.itemsize == 2:
+            bits = lax.bitcast_convert_type(a, jnp.uint16).astype(jnp.uint32)
+        else:  # of 64 bits: two words, in a dimension of their own
+            bits = lax.bitcast_convert_type(a, jnp.uint32)
+        words.append(bits.reshape(*a.shape[:-1], -1))
+    return jnp.concatenate(words, -1)
+
+
+def _unpack(words: jax.Array, like: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Returns the arrays (..., devices * n) of the words (..., devices, all words of a device)."""
+    sizes = [a.shape[-1] * max(1, a.dtype.itemsize // 4) for a in like]
+    out = []
+    for a, bits in zip(like, jnp.split(words, list(itertools.accumulate(sizes))[:-1], -1)):
+        two_words = (2,) if a.dtype.itemsize == 8 else ()
+        bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * a.shape[-1], *two_words)
+        bits = bits.astype(jnp.uint16) if a.dtype.itemsize == 2 else bits
+        out.append(lax.bitcast_convert_type(bits, a.dtype))
+    return out

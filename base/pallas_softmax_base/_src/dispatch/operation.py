@@ -1,0 +1,300 @@
+"""The vocabulary of the dispatch: an operation, its kernels, a call of it, and the choice of an implementation.
+
+An operation is a function of rows: softmax is one, its gradient is another. Each operation is an object in the file
+`operation.py` of its folder. Three words say what its arrays are:
+
+    ROW      one element per element of a row, (..., V)
+    MASK     a boolean that broadcasts to that, or None
+    PER_ROW  one number, or a few, per row: (..., 1) or (..., k)
+
+Nothing here computes anything.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import min_dim
+
+ROW, MASK, PER_ROW = "row", "mask", "per row"
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")  # the dtypes of the logits that kernels read
+
+
+class Refusal(NamedTuple):
+    """A planner's answer for a call that its kernel cannot run."""
+
+    reason: str
+
+
+def _never(call: "Call") -> None:
+    """Returns no reason, for any call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One implementation of one operation, other than plain JAX.
+
+    Attributes:
+      plan: (call, compute capability) -> a plan, which says how the call lies over the GPU, or a `Refusal`.
+      run: (plan, *arrays, **static) -> the results. It takes the arrays and static arguments of the plain function.
+      slower: call -> why another implementation is faster at a call that this one can run, or None.
+    """
+
+    plan: Callable[["Call", tuple[int, int]], Any]
+    run: Callable[..., Any]
+    slower: Callable[["Call"], str | None] = _never
+
+
+OPERATIONS: dict[str, "Operation"] = {}
+"""All operations by name: the text of a sharded call names its operation. A second one with a name does not count."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation with implementations.
+
+    Attributes:
+      name: the name in profiles and in `explain`.
+      plain: the function in plain JAX: the reference for arguments and results.
+      kernels: for the name of an implementation, a function that imports and returns its `Kernel`.
+      better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
+    better_by_xla: Callable[["Call"], str | None] = _never
+
+    def __post_init__(self) -> None:
+        OPERATIONS.setdefault(self.name, self)
+
+    @property
+    def shard_operation(self) -> "Operation | None":
+        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX.
+
+        The kernels of an operation that is not one on rows take mesh_axes= themselves.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RowOperation(Operation):
+    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names.
+
+    Attributes:
+      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
+      results: the same for the results. One word for a tuple means each of its arrays.
+      result_names: a name for each array of the results.
+      variables: the names of the arguments that the results have derivatives in.
+      differentiable: the names of the results that have derivatives. The others are constants.
+      integers: the names of the results that are int32. The others are floats.
+      saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
+      gradient: the backward: cotangents of the results to cotangents of the arguments; or None.
+      tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None. Static
+        arguments of this operation that `plain` of a derivative accepts are passed to the derivative.
+      is_gradient: whether this is the backward of an operation on logits.
+      gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
+        plain JAX computes that gradient.
+      on_mesh: what each device computes where a row is spread over devices:
+        (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
+        kernel on a shard; pass None to run this same operation. If `on_mesh` is None, each device runs
+        `plain(..., mesh_axes=)`.
+      shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
+      whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
+      divided_by_xla: whether XLA divides the plain form over a mesh equally well.
+      vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
+        of its conditions.
+    """
+
+    arguments: tuple[Any, ...]
+    results: Any
+    result_names: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    saved: tuple[Any, ...] = ()
+    gradient: "RowOperation | None" = None
+    tangent: "RowOperation | None" = None
+    is_gradient: bool = False
+    gradient_needs_kernel: bool = False
+    on_mesh: Callable[..., Any] | None = None
+    shard_step: "RowOperation | None" = None
+    whole_rows: bool = False
+    divided_by_xla: bool = True
+    vmap_adds_rows: bool = False
+
+    @property
+    def shard_operation(self) -> "RowOperation | None":
+        """As for `Operation`."""
+        return None if self.on_mesh is None else self.shard_step or self
+
+    @property
+    def has_temperature(self) -> bool:
+        """Whether there are derivatives in the logits and in a temperature, which divides them."""
+        return "temperature" in self.variables
+
+    @functools.cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the positional arguments."""
+        return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
+
+    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list[Any]) -> list[Any]:
+        """Returns the arrays of the results, with the function applied to the integers."""
+        return [
+            function(a) if name in self.integers else a
+            for name, a in zip(self.result_names, results, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
+
+    Attributes:
+      operation: the operation.
+      dtype: the name of the logits' dtype.
+      rows: the number of rows.
+      vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
+      inner: the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+        None if the reduced axes are not adjacent, so that no single number describes the distance.
+      masked: whether there is a `where` or, for a router, a bias: the second array of the call.
+      k: the number of winners of top-k or a router; None for other operations.
+      groups: for a router, the number of groups of experts; 1 for other operations.
+      objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
+      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
+      depth: for a projection x @ w, the length D of the rows of x; None for other operations.
+      function: the public function that the user called, for messages.
+    """
+
+    operation: Operation
+    dtype: str
+    rows: int
+    vocab: int
+    inner: int | None = 1
+    masked: bool = False
+    k: int | None = None
+    groups: int = 1
+    objection: str | None = None
+    mesh_axes: tuple[str, ...] = ()
+    depth: int | None = None
+    function: str = dataclasses.field(kw_only=True)
+
+    @property
+    def op(self) -> str:
+        """The name of the operation."""
+        return self.operation.name
+
+    @property
+    def row_operation(self) -> RowOperation:
+        """The operation, which is one on rows."""
+        assert isinstance(self.operation, RowOperation)
+        return self.operation
+
+    def of(self, operation: Operation) -> "Call":
+        """Returns the call of another operation on the same rows."""
+        return dataclasses.replace(self, operation=operation)
+
+    def __str__(self) -> str:
+        k = "" if self.k is None else f", k={self.k}"
+        over = f" over {', '.join(self.mesh_axes)}" if self.mesh_axes else ""
+        logits = f"[{self.rows}, {self.vocab}]"
+        if self.depth is not None:
+            logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
+        return f"{self.op} {self.dtype}{logits}{k}{over}"
+
+
+def describe(
+    operation: Operation,
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: jax.Array | None,
+    k: int | None = None,
+    mesh_axes: tuple[str, ...] = (),
+    *,
+    function: str,
+) -> Call:
+    """Returns the `Call` of an operation on the rows of `x` along `axes`, for a user's call of `function`."""
+    vocab = math.prod(x.shape[a] for a in axes)
+    return Call(
+        operation=operation,
+        dtype=x.dtype.name,
+        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
+        vocab=vocab,
+        inner=distance(x.shape, axes),
+        masked=where is not None,
+        k=None if k is None else min_dim(k, vocab),
+        objection=symbolic(x.shape, k),
+        mesh_axes=mesh_axes,
+        function=function,
+    )
+
+
+def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
+    """Returns the distance between neighbours of a row, in elements; None if the sorted axes are not adjacent."""
+    if not axes:
+        return 1
+    return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
+
+
+def symbolic(shape: tuple, k: int | None = None) -> str | None:
+    """Returns why a shape or a number of winners is refused that is unknown while tracing; None if it is known."""
+    if not all(isinstance(d, int) for d in shape):
+        return f"the shape {shape} is symbolic"
+    return None if k is None or isinstance(k, int) else f"k={k} is symbolic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation of one call on CUDA devices and elsewhere, and why others were passed over.
+
+    Attributes:
+      call: the call.
+      cuda: the implementation on CUDA devices; None where the named one cannot run the call.
+      elsewhere: the implementation on other platforms; None where the named one needs a GPU.
+      reasons: (implementation, why it was passed over), in the order of the attempts.
+      requested: the implementation that the user named, or None.
+      plan: the plan of the kernel on CUDA devices. None for plain JAX, and for a kernel with a single plan.
+    """
+
+    call: Call
+    cuda: str | None
+    elsewhere: str | None
+    reasons: tuple[tuple[str, str], ...] = ()
+    requested: str | None = None
+    plan: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the call cannot be lowered for platforms other than CUDA; None if it can."""
+        if self.elsewhere is not None:
+            return None
+        return f"{self.call.function}: implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
+
+    def required_cuda(self) -> str:
+        """Returns the implementation on CUDA devices.
+
+        Raises:
+          NotImplementedError: the named implementation cannot run the call; the message says why.
+        """
+        if self.cuda is None:
+            ((name, reason),) = self.reasons
+            raise NotImplementedError(
+                f"{self.call.function}: implementation={name!r} cannot run {self.call}: {reason}"
+            )
+        return self.cuda
+
+    def __str__(self) -> str:
+        if self.cuda is None:
+            where = "nothing"
+        elif self.elsewhere is None:
+            where = f"{self.cuda} on cuda only"
+        elif self.cuda == self.elsewhere:
+            where = self.cuda
+        else:
+            where = f"{self.cuda} on cuda, {self.elsewhere} elsewhere"
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons)
+        return f"{self.call}: {where}" + (f" ({reasons})" if reasons else "")

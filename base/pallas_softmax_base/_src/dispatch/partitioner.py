@@ -1,0 +1,264 @@
+"""Lets XLA divide a call among devices. Under Auto mesh axes, XLA chooses the shardings, after JAX has traced the call.
+
+    tracing         `over_auto_axes` binds the call as one primitive
+    lowering        `_lower` makes a custom call of it, with a text that describes the call (`text.py`)
+    partitioning    XLA chooses how the arrays are sharded, and calls `_partition` with the text. `_partition` returns
+                    the program of one device.
+
+The text holds no Python object. So a program can be cached, serialized and exported. Another process can compile it, if
+that process has imported this package.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax_base._src import jax_internals
+from pallas_softmax_base._src.dispatch import text
+from pallas_softmax_base._src.dispatch.choose import choose_again
+from pallas_softmax_base._src.dispatch.finer_mesh import decode
+from pallas_softmax_base._src.dispatch.operation import Call, Choice
+from pallas_softmax_base._src.dispatch.platform import compiled
+from pallas_softmax_base._src.dispatch.refusal import refuse_unless_cuda
+
+TARGET = "pallas_softmax_base_divided"
+
+
+class Dimensions(Protocol):
+    """The dimensions of a call's arrays: which of them are divided alike, over the same mesh axes."""
+
+    @property
+    def result_shapes(self) -> Any:
+        """The results of the call, as a tree of `jax.ShapeDtypeStruct`s."""
+
+    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
+        """Returns how to divide arguments and results, given how XLA has sharded the arguments.
+
+        Args:
+          specs: how each argument is sharded.
+          mesh_sizes: the number of devices along each mesh axis.
+
+        Returns:
+          The specs of the arguments, the specs of the results, and the mesh axes that `Division.on_shard` needs.
+        """
+        ...
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """Returns Shardy's rule, and the factors of the rule that no mesh axis may divide.
+
+        The rule names a factor for each dimension. Shardy divides dimensions with the same factor alike.
+        """
+        ...
+
+
+class Division(NamedTuple):
+    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments).
+
+    Attributes:
+      name: the name in texts.
+      dimensions: returns the `Dimensions` of the call.
+      whole: computes the call on whole arrays.
+      on_shard: computes the call on a device's shards. Its fourth argument is the third result of
+        `Dimensions.lay_out`.
+    """
+
+    name: str
+    dimensions: Callable[[Choice, tuple, dict[str, Any]], Dimensions]
+    whole: Callable[[Choice, tuple, dict[str, Any]], Any]
+    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
+
+
+_divisions: dict[str, Division] = {}
+
+
+def register(division: Division) -> Division:
+    """Registers a division under its name, so that `_partition` finds it. Returns the division."""
+    _divisions[division.name] = division
+    return division
+
+
+# The settings of JAX that change what a function computes, and their contexts.
+_SETTINGS: dict[str, Callable] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+}
+
+
+class _Divided(NamedTuple):
+    """The description of a call, as tracing knows it.
+
+    Attributes:
+      division: the name of its `Division`.
+      call: the call.
+      requested: the implementation that the user named, or None.
+      keywords: the static arguments of the operation, sorted by name.
+      arrays: the tree of its array arguments. Array i is replaced by the number i.
+      settings: the values of `_SETTINGS`.
+      gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.
+    """
+
+    division: str
+    call: Call
+    requested: str | None
+    keywords: tuple[tuple[str, Any], ...]
+    arrays: Any
+    settings: tuple[Any, ...]
+    gpu: tuple[str, str, int | None] | None
+
+
+class _Program(NamedTuple):
+    """The description of a custom call: the call, and what only lowering knows.
+
+    Attributes:
+      divided: the call.
+      devices: the number of devices.
+      platform: the platform that the call is lowered for.
+      versions: the results of `_versions`. `_partition` ignores them. They change the text, see `_versions`.
+    """
+
+    divided: _Divided
+    devices: int
+    platform: str
+    versions: tuple[str, str]
+
+
+def over_auto_axes(
+    division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], dimensions: Dimensions
+) -> Any:
+    """Runs a call on arrays that XLA may divide over Auto mesh axes.
+
+    The primitive also has the jaxpr of the call on whole arrays, which is lowered if XLA can divide nothing.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    divided = _Divided(
+        division.name,
+        choice.call,
+        choice.requested,
+        tuple(sorted(keywords.items())),
+        tree.unflatten(range(len(leaves))),
+        tuple(getattr(jax.config, name) for name in _SETTINGS),
+        None if device is None else (device.device_kind, device.platform, device.num_cores),
+    )
+    whole = jax.make_jaxpr(lambda *leaves: division.whole(choice, tree.unflatten(leaves), keywords))(*leaves)
+    results = _divided_p.bind(
+        *leaves,
+        whole=whole,
+        divided=text.dumps(divided),
+        rule=dimensions.sharding_rule(),
+        refusal=choice.refusal,
+    )
+    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
+
+
+_divided_p = Primitive("pallas_softmax_base_divided")
+_divided_p.multiple_results = True
+_divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "rule", "refusal"))
+_divided_p.def_abstract_eval(lambda *_, whole, **__: whole.out_avals)
+
+
+def _lower(ctx, *values, whole, divided, rule, refusal, platform=None):
+    refuse_unless_cuda(ctx, refusal)  # not in `_partition`: XLA would replace the error by its own
+    devices = jax_internals.divisible_over(ctx)
+    if devices == 1:
+        return mlir.lower_fun(jaxpr_as_fun(whole), multiple_results=True)(ctx, *values)
+    platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    program = _Program(text.loads(divided), devices, platform, _versions())
+    return jax_internals.partitioned_call(ctx, TARGET, values, text.dumps(program), *rule)
+
+
+mlir.register_lowering(_divided_p, _lower)
+for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platforms needs a text for each
+    mlir.register_lowering(_divided_p, functools.partial(_lower, platform=_platform), platform=_platform)
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Returns the version of JAX, and a digest of this package.
+
+    Without them, the persistent compilation cache would return what an older source compiled.
+    """
+    return jax.__version__, digest(Path(__file__).parents[2])
+
+
+def digest(folder: Path) -> str:
+    """Returns a digest of all Python files in a folder."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
+
+
+def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, list, list]:
+    """Returns the program of one device, and the shardings of arguments and results.
+
+    XLA calls it, possibly in another process and without the context of the call. `register_partitioner` documents the
+    arguments.
+    """
+    divided, devices, platform, _ = text.loads(program_text)
+    division, keywords = _divisions[divided.division], dict(divided.keywords)
+    with _context_of(divided):
+        leaves = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        numbers, tree = jax.tree.flatten(divided.arrays)
+        assert numbers == [*range(len(leaves))]
+        choice = choose_again(divided.call, divided.requested)
+        dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords)
+        mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
+        in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)
+        arguments, results = ([NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs))
+
+        def on_shard(*leaves):
+            return jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes))
+
+        shards = [_shard(leaf, sharding) for leaf, sharding in zip(leaves, arguments)]
+        jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*shards)
+        wholes = jax.tree.leaves(dimensions.result_shapes)
+        _check([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
+        module = jax_internals.module_of_shard(jaxpr, mesh, platform)
+    return module, [*zip(arguments, _ranks(leaves))], [*zip(results, _ranks(wholes))]
+
+
+@contextlib.contextmanager
+def _context_of(divided: _Divided):
+    """Restores the settings of JAX and the abstract device that the call was traced with."""
+    device = None
+    if divided.gpu is not None:
+        kind, platform, cores = divided.gpu
+        device = AbstractDevice(device_kind=kind, platform=platform, num_cores=cores)
+    with contextlib.ExitStack() as contexts:
+        for setting, value in zip(_SETTINGS.values(), divided.settings):
+            contexts.enter_context(setting(value))
+        mesh = AbstractMesh((), (), abstract_device=device)
+        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        contexts.enter_context(jax_internals.stage_constants())
+        yield
+
+
+def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
+
+
+def _ranks(arrays: list) -> list[int]:
+    return [a.ndim for a in arrays]
+
+
+def _check(expected: list, found: list) -> None:
+    """Raises if a device's program does not return its shards. XLA would read beyond them."""
+    want, got = ([(a.shape, jnp.dtype(a.dtype)) for a in each] for each in (expected, found))
+    if want != got:
+        raise ValueError(f"a device's program returns {got}, expected {want}")
+
+
+jax_internals.register_partitioner(TARGET, _partition)

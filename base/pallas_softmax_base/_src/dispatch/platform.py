@@ -1,0 +1,128 @@
+"""Runs a call on one device. The platform that the computation is lowered for decides the implementation.
+
+`by_platform` runs the implementation that was chosen for the whole call. `run_shard` runs a call on one device's shard:
+it chooses again for the shapes of the shard, and then calls `by_platform`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from pallas_softmax_base._src.dispatch.choose import choose_again, choose_if_able
+from pallas_softmax_base._src.dispatch.mesh_types import vary_together
+from pallas_softmax_base._src.dispatch.operation import Choice, Operation, distance
+from pallas_softmax_base._src.dispatch.refusal import placeholder
+
+
+def compiled(function: Callable, *static: str) -> Callable:
+    """Returns the function as a program that is compiled even under `jax.disable_jit`.
+
+    The function binds an operation. Without a compilation, JAX would call the function again to evaluate that
+    operation, without end.
+
+    Args:
+      function: binds an operation that can only be lowered.
+      *static: the names of its static arguments.
+    """
+    program = jax.jit(function, static_argnames=static)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.disable_jit(False):
+            return program(*args, **kwargs)
+
+    return call
+
+
+def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs a call on the arrays of one device by the implementation that was chosen for the platform.
+
+    Args:
+      choice: the call and its implementations.
+      arrays: the positional arguments of the operation.
+      keywords: its static arguments.
+    """
+    on_cuda, op = choice.required_cuda(), choice.call.operation
+
+    def implementation(name: str) -> Callable:
+        run = op.plain if name == "xla" else functools.partial(op.kernels[name]().run, choice.plan)
+        function = functools.partial(run, **keywords)
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return function
+        # Both branches must agree on the mesh axes of `jax.shard_map` that their results vary over: the axes that an
+        # argument varies over. (`jnp.where` of empty arrays loses them.) The function itself decides for the axes that
+        # a row is spread over.
+        vary = functools.partial(vary_together, but=keywords.get("mesh_axes", ()))
+        return lambda *arrays: jax.tree.map(lambda out: vary(out, *arrays)[0], function(*arrays))
+
+    if on_cuda == choice.elsewhere:
+        return implementation("xla")(*arrays)
+
+    def refused(*arrays):
+        return placeholder(result_shapes(op, arrays, keywords), str(choice.refusal))
+
+    other = refused if choice.elsewhere is None else implementation(choice.elsewhere)
+    cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
+    elsewhere = jax.make_jaxpr(other)(*arrays)
+    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+# Like `lax.platform_dependent`, except that a module for several platforms lowers each branch for its own platforms
+# only. So such a module can contain a kernel, which lowers for CUDA only.
+_by_platform_p = Primitive("pallas_softmax_base_by_platform")
+_by_platform_p.multiple_results = True
+_by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere"))
+_by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere: cuda.out_avals)
+mlir.register_lowering(
+    _by_platform_p,
+    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(cuda)(*leaves), multiple_results=True),
+    platform="cuda",
+)
+mlir.register_lowering(
+    _by_platform_p,
+    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(elsewhere)(*leaves), multiple_results=True),
+)
+
+
+def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs an operation on one device's part of the arrays. The choice is made anew for the shapes of that part.
+
+    Args:
+      choice: the choice for the user's whole call.
+      operation: the user's operation, or a step of it.
+      arrays: its positional arguments.
+      keywords: its static arguments.
+    """
+    x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
+    vocab = math.prod(x.shape[a] for a in axes)
+    call = dataclasses.replace(
+        choice.call,
+        operation=operation,
+        masked=arrays[1] is not None,
+        mesh_axes=(),
+        rows=x.size // vocab if vocab else 0,
+        vocab=vocab,
+        inner=distance(x.shape, axes),
+        dtype=x.dtype.name,
+        k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
+    )
+    is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
+    choose = choose_again if is_users else choose_if_able
+    return by_platform(choose(call, choice.requested), arrays, keywords)
+
+
+def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
+    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
+
+
+def result_shapes(operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Returns shapes and dtypes of the operation's results, as `jax.ShapeDtypeStruct`s."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    return jax.eval_shape(functools.partial(operation.plain, **keywords), *shapes)

@@ -1,0 +1,140 @@
+"""Operations that can be traced but not lowered. They raise a reason when someone lowers them.
+
+So a call that needs a GPU can be traced on any machine; only a lowering for another platform raises. And a function
+without forward mode can be differentiated in reverse mode, which transposes tangents and computes none.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_refuse_p = Primitive("pallas_softmax_base_refuse")
+_refuse_p.multiple_results = True
+
+
+def placeholder(shapes: Any, reason: str) -> Any:
+    """Returns the results of an operation that raises when it is lowered.
+
+    Args:
+      shapes: shapes and dtypes of the results, a tree of `jax.ShapeDtypeStruct`s.
+      reason: the message of the error.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, _refuse_p.bind(reason=reason, shapes=tuple(leaves)))
+
+
+def refuse_unless_cuda(ctx, reason: str | None) -> None:
+    """Raises `reason`, if there is one, unless the platforms of the lowering context `ctx` include CUDA."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if reason is not None and "cuda" not in platforms:
+        raise NotImplementedError(f"{reason}, but this computation is lowered for {', '.join(platforms)}")
+
+
+@_refuse_p.def_abstract_eval
+def _(*, reason, shapes):
+    return [ShapedArray(s.shape, s.dtype) for s in shapes]
+
+
+def _refuse_lowering(ctx, *, reason, shapes):
+    refuse_unless_cuda(ctx, reason)
+    raise NotImplementedError(reason)
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
+_reverse_only_p = Primitive("pallas_softmax_base_reverse_only")
+_tangent_p = Primitive("pallas_softmax_base_tangent")
+
+
+def reverse_only(x: jax.Array, reason: str) -> jax.Array:
+    """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason`.
+
+    The tangent of `x` is an operation that has a transpose, for reverse mode, but no value.
+
+    Args:
+      x: floating.
+      reason: the message of the error.
+    """
+    return _reverse_only_p.bind(x, reason=reason)
+
+
+def _reverse_only_jvp(primals, tangents, *, reason):
+    (x,), (dx,) = primals, tangents
+    dx = dx if type(dx) is ad.Zero else _tangent_p.bind(dx, reason=reason)
+    return _reverse_only_p.bind(x, reason=reason), dx
+
+
+def _no_tangent(*args, reason):
+    raise TypeError(reason)
+
+
+_reverse_only_p.def_impl(lambda x, *, reason: x)
+_reverse_only_p.def_abstract_eval(lambda x, *, reason: x)
+ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
+batching.defvectorized(_reverse_only_p)
+mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, reason: [x])
+
+_tangent_p.def_impl(_no_tangent)
+_tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
+ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
+# jax.jacfwd batches; reverse mode transposes before it batches.
+batching.primitive_batchers[_tangent_p] = _no_tangent
+mlir.register_lowering(_tangent_p, _no_tangent)
+
+
+_refused_tangent_p = Primitive("pallas_softmax_base_refused_tangent")
+
+
+def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
+
+    Args:
+      name: the public name of the value, for the error.
+      value: a floating array.
+      inputs: the arrays that it was computed from.
+    """
+
+    @jax.custom_jvp
+    def identity(value, inputs):
+        return value
+
+    @identity.defjvp
+    def _(primals, tangents):
+        value, inputs = primals
+        floating = [t for x, t in zip(inputs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return value, _refused_tangent_p.bind(tangents[0], *floating, name=name)
+
+    return identity(value, inputs)
+
+
+def _refuse_transpose(cotangent, *_, name):
+    raise NotImplementedError(f"{name} has no gradient; wrap it in jax.lax.stop_gradient")
+
+
+def _refuse_batch(args, dims, *, name):
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    first = (
+        jnp.broadcast_to(args[0], (size, *args[0].shape))
+        if dims[0] is None
+        else jnp.moveaxis(args[0], dims[0], 0)
+    )
+    return _refused_tangent_p.bind(first, *args[1:], name=name), 0
+
+
+_refused_tangent_p.def_impl(lambda like, *_, name: jnp.full_like(like, jnp.nan))
+_refused_tangent_p.def_abstract_eval(lambda like, *_, name: like)
+mlir.register_lowering(
+    _refused_tangent_p,
+    mlir.lower_fun(lambda like, *_, name: jnp.full_like(like, jnp.nan), multiple_results=False),
+)
+ad.primitive_jvps[_refused_tangent_p] = lambda primals, tangents, *, name: (
+    _refused_tangent_p.bind(*primals, name=name),
+    _refused_tangent_p.bind(*map(ad.instantiate_zeros, tangents), name=name),
+)
+ad.primitive_transposes[_refused_tangent_p] = _refuse_transpose
+batching.primitive_batchers[_refused_tangent_p] = _refuse_batch

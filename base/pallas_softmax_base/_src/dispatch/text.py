@@ -1,0 +1,91 @@
+"""Text for the static arguments of a call: equal calls have equal texts, and any process can read them back.
+
+None, bool, int, str                JSON's own
+tuple                               a JSON list
+float                               {"float": "0x1.8p+1"}
+dtype                               {"dtype": "bfloat16"}
+Operation                           {"operation": "topk"}, by its name
+dataclass, NamedTuple               {"module:Class": {field: value}}, of this package only
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_softmax_base._src.dispatch.operation import OPERATIONS, Operation
+
+_PACKAGE = __name__.split(".")[0]
+
+
+def encode(value: Any) -> Any:
+    """Returns the value in types that `json.dumps` accepts.
+
+    Raises:
+      TypeError: the value, or a part of it, is of another type than those above.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is tuple:
+        return [encode(part) for part in value]
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    cls = type(value)
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    fields = _fields(cls)
+    if isinstance(value, Operation):
+        if OPERATIONS.get(value.name) is value:
+            return {"operation": value.name}
+    elif fields is not None and _class(name) is cls:
+        return {name: {field: encode(getattr(value, field)) for field in fields}}
+    raise TypeError(f"no text for a static argument {value!r} ({cls.__name__})")
+
+
+def decode(data: Any) -> Any:
+    """Returns the value that `encode` turned into `data`."""
+    if isinstance(data, list):
+        return tuple(map(decode, data))
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind == "float":
+        return float.fromhex(content)
+    if kind == "dtype":
+        return jnp.dtype(content)
+    if kind == "operation":
+        return OPERATIONS[content]
+    cls = _class(kind)
+    if cls is None or _fields(cls) is None:
+        raise ValueError(f"{_PACKAGE} has no class {kind!r}: another version of it wrote the text")
+    return cls(**{field: decode(value) for field, value in content.items()})
+
+
+def dumps(value: Any) -> str:
+    """Returns the text of a value."""
+    return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
+
+
+def loads(text: str | bytes) -> Any:
+    """Returns the value of a text."""
+    return decode(json.loads(text))
+
+
+def _fields(cls: Any) -> tuple[str, ...] | None:
+    """Returns the fields of a dataclass or a NamedTuple; None for another class."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return getattr(cls, "_fields", None)
+
+
+def _class(name: str) -> Any:
+    """Returns the class of this name, "module:Class", if it is one of this package."""
+    module, _, qualname = name.partition(":")
+    if module.split(".")[0] != _PACKAGE:
+        return None
+    found = getattr(sys.modules.get(module), qualname, None)
+    return found if isinstance(found, type) else None

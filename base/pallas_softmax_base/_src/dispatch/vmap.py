@@ -1,0 +1,77 @@
+"""Handles `jax.vmap`, the first of four steps from a chosen call to its kernel: a batch becomes more rows.
+
+    vmap.as_rows             a batch becomes more rows
+      mesh.over_mesh           each device takes its shard of sharded arrays
+        mesh.on_shard            what devices exchange if a row is spread over them
+          platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
+
+The operations on a projection x @ w go the same way through `linear/vmap.py` and `linear/mesh.py`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_softmax_base._src.dispatch.choose import choose_again, stays_plain
+from pallas_softmax_base._src.dispatch.mesh import over_mesh
+from pallas_softmax_base._src.dispatch.mesh_types import explicit_mesh
+from pallas_softmax_base._src.dispatch.operation import Choice, symbolic
+from pallas_softmax_base._src.dispatch.platform import by_platform
+from pallas_softmax_base._src.jax_internals import stage_constants
+
+
+def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
+    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
+
+    Args:
+      choice: the call and its implementations.
+      *arrays: the positional arguments of the operation, of equal rank; the first has the full shape.
+      axes: the reduced axes, for an operation that takes them.
+      **static: its other arguments.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    choice.required_cuda()
+    keywords = static if axes is None else {"axes": axes, **static}
+    with stage_constants():
+        if is_visible(choice, arrays):
+            return by_platform(choice, arrays, keywords)
+        call = custom_vmap(functools.partial(over_mesh, choice, keywords))
+
+        @call.def_vmap
+        def _(axis_size, in_batched, *arrays):
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+            full = leaves[0].shape[batched[0] :]
+            leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+            leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+            objection = choice.call.objection or symbolic((axis_size,))
+            batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+            shifted = None if axes is None else tuple(a + 1 for a in axes)
+            batch_choice = choose_again(batch, choice.requested)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+            return out, jax.tree.map(lambda _: True, out)
+
+        return call(*arrays)
+
+
+def is_visible(choice: Choice, arrays: Any) -> bool:
+    """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
+
+    Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
+
+    Args:
+      choice: the call and its implementations.
+      arrays: its arguments.
+    """
+    op = choice.call.row_operation
+    if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:
+        return False
+    if explicit_mesh(jax.tree.leaves(arrays)) is not None:
+        return op.divided_by_xla and choice.requested == "xla"
+    return op.divided_by_xla or jax.device_count() == 1

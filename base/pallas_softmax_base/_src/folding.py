@@ -1,0 +1,132 @@
+"""Folds arrays of any rank, and their masks, into rows (rows, vocab) for the kernels.
+
+The reduced axes become the last axis. All other axes together become the rows. With axes = (1, 3):
+
+    array       (b, s, h, v)   --transpose-->  (b, h, s, v)   --reshape-->  (b * h, s * v)
+    axes             s     v                    batch  axes                 rows    vocab
+    mask        (1, s, h, v)   --transpose-->  (1, h, s, v)   --reshape-->  (h,     s * v)
+    result      (b, 1, h, 1)  <--transpose--   (b, h, 1, 1)  <--reshape--   (b * h, 1)
+
+A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array. `MaskRows` maps a row of
+the array to its row of the mask.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Why the kernels of rows are not chosen for rows that are not contiguous in memory.
+TRANSPOSED = "slower than xla where the row is not the last axes: it is transposed, twice"
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRows:
+    """Maps a row to its row of the mask: the sum of (row // after % size) * stride over the terms.
+
+    Row number `row` has the index row // after % size in each batch dimension. `after` is the product of the batch
+    dimensions that follow. Only dimensions that the mask does not broadcast have a term. For an array with batch
+    dimensions (4, 2, 3) and a mask with batch dimensions (4, 1, 3):
+
+        batch dimension     4                    2            3
+        after               6                    3            1
+        term                (row // 6 % 4) * 3   broadcast    (row // 1 % 3) * 1
+    """
+
+    terms: tuple[tuple[int, int, int], ...]  # (after, size, stride) for each dimension that is not broadcast
+
+    def __call__(self, row) -> Any:
+        """Returns the mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
+        return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
+
+
+class Mask(NamedTuple):
+    """A mask of an array (rows, vocab): it says which elements count."""
+
+    array: (
+        jax.Array
+    )  # boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all
+    row: MaskRows  # maps a row to its row of `array`
+
+
+def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
+    """Returns the map from a row of an array to its row of the mask, given the batch dimensions of both.
+
+    Each batch dimension of the mask is 1, or as in the array.
+    """
+    terms = []
+    after = stride = 1
+    for size, dimension in zip(mask[::-1], batch[::-1]):
+        if size > 1:
+            terms.append((after, size, stride))
+            stride *= size
+        after *= dimension
+    if stride == after:  # no dimension is broadcast: row i has row i of the mask
+        terms = [(1, max(after, 1), 1)]
+    return MaskRows(tuple(terms))
+
+
+def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
+    """Returns the mask of an array of this shape. Its first `batch` dimensions become the rows.
+
+    It is None if `where` is None. Each dimension of `where` is 1 or the array's dimension.
+    """
+    if where is None:
+        return None
+    of_batch, of_row = where.shape[:batch], where.shape[batch:]
+    if any(size > 1 for size in of_row):  # a row of the mask must be whole, or one element
+        where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
+    return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
+
+
+def fold(
+    arrays: Sequence[jax.Array], where, axes: tuple[int, ...]
+) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
+    """Returns arrays of one shape as arrays of rows (rows, vocab); their mask; and a function that unfolds a result.
+
+    The arrays are transposed if `axes`, the ascending axes of a row, are not their last ones. `where` is None, or a
+    boolean of their rank that broadcasts to them. The function restores the rank of a result that has all elements, or
+    one number for each row; in that case its reduced axes get size 1.
+    """
+    shape = arrays[0].shape
+    batch = tuple(a for a in range(len(shape)) if a not in axes)
+    order = (*batch, *axes)
+    transposed = tuple(shape[a] for a in order)
+    of_batch, of_row = transposed[: len(batch)], transposed[len(batch) :]
+    mask = fold_mask(None if where is None else where.transpose(order), transposed, len(batch))
+
+    def unfold(result):
+        kept = of_row if result.size == arrays[0].size else (1,) * len(axes)
+        back = [order.index(a) for a in range(len(shape))]
+        return result.reshape(*of_batch, *kept).transpose(back)
+
+    return [a.transpose(order).reshape(-1, math.prod(of_row)) for a in arrays], mask, unfold
+
+
+def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Returns numbers per row (..., n) as (rows, n). Where all slices of a vmap share them, they have size 1."""
+    return jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(math.prod(batch), -1)
+
+
+def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
+    """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
+
+    `where` is None, or a boolean of the rank of the logits that broadcasts to them. `temperature` has one element, or
+    the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one.
+    """
+    *batch, vocab = logits.shape
+    if temperature.size > 1:
+        temperature = jnp.broadcast_to(temperature, (*batch, 1))
+
+    def unfold(result):
+        return result.reshape(*batch, result.shape[-1])
+
+    return (
+        logits.reshape(-1, vocab),
+        fold_mask(where, logits.shape, len(batch)),
+        temperature.reshape(-1),
+        unfold,
+    )

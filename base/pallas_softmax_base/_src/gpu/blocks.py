@@ -1,0 +1,204 @@
+"""Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA; their loads and stores.
+
+Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves only whole blocks. If a row ends within a
+block, inline PTX moves the row's elements under a predicate. Each such function has a twin in plain JAX for the
+interpreter, except `load_from_ctas`: the interpreter has no clusters.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax_base._src.gpu.hardware import WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import laid_out, twin
+from pallas_softmax_base._src.gpu.ptx import predicated as predicated_ptx
+from pallas_softmax_base._src.gpu.ptx.inline import (
+    PER_THREAD,
+    REF,
+    SCALAR,
+    array,
+    elements,
+    i32,
+    inline,
+    pack,
+    scalar,
+    thread,
+)
+
+# Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.
+WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+def layout(vec: int) -> Any:
+    """Returns the layout of a block in registers."""
+    return plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
+
+
+def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
+    """Returns the type of a block, for inline code to return."""
+    return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
+
+
+def filled(value, vec: int = 1, dtype=jnp.float32):
+    """Returns a block with all elements equal to `value`."""
+    return laid_out(jnp.full((WARPGROUP * vec,), value, dtype), layout(vec))
+
+
+def positions(vec: int = 1):
+    """Returns an int32 block of positions, 0 to 128 * vec - 1: element i is i."""
+    return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
+
+
+@twin(lambda block, vec: [*block.reshape(WARPGROUP, vec).T])
+def split(block, vec: int) -> list:
+    """Returns the elements of a float32 block as `vec` blocks with one element for each thread."""
+
+    @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
+    def split(_, block):
+        (register,) = block.registers.flat
+        return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
+
+    return split(block)
+
+
+def load(ref, vec: int = 1):
+    """Returns the block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
+    return load_as(ref, layout(vec))
+
+
+@twin(lambda ref, layout: ref[...])
+def load_as(ref, layout: Any):
+    """Returns the array in `ref`, a reference to shared or device memory, in this layout."""
+    return plgpu.load(ref, *WHOLE, layout=layout, optimized=False)
+
+
+def _store_whole(ref, block, layout=None):
+    ref[...] = block
+
+
+@twin(_store_whole)
+def store(ref, block):
+    """Writes a block to `ref`, a one-dimensional reference to device memory of the block's size."""
+    if hasattr(plgpu, "store"):  # the only way to write small blocks in jax 0.12
+        plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        _store_whole(ref, block)
+
+
+@twin(_store_whole)
+def store_in_place(ref, block, layout: Any):
+    """Writes an array with this layout to `ref`, shared memory of the same shape.
+
+    Each thread writes its own elements without a barrier. A store by Pallas synchronizes all threads before and
+    after it, which is needed only if threads read each other's elements.
+    """
+
+    @inline(arg_types=(REF, layout))
+    def store_in_place(_, ref, block):
+        block.store_untiled(ref, optimized=False)
+
+    store_in_place(ref, block)
+
+
+def load_from_ctas(ref, count: int, empty: float):
+    """Returns a block: element i is element i of `ref` in CTA i of the cluster, and `empty` from `count` on.
+
+    `ref` refers to 128 float32 in the shared memory of each of the `count` CTAs, up to 32.
+    """
+
+    @inline(arg_types=(REF,), return_type=_type("float32"))
+    def load_from_ctas(_, ref):
+        register = predicated_ptx.load_from_cta(ref, thread(), thread(), 1, count, empty)
+        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
+
+    return load_from_ctas(ref)
+
+
+def _load_from_row_in_jax(ref, row, *, start, held, fill, stride=1):
+    i = jnp.arange(WARPGROUP)
+    return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
+
+
+@twin(_load_from_row_in_jax)
+def load_from_row(ref, row, *, start, held, fill, stride=1):
+    """Returns a block of 128 elements of a row of `ref` (rows, vocab): element i is at column start + stride * i.
+
+    Elements from `held` on are `fill`, which is 0 or -inf; they are not read.
+    """
+    vocab = ref.shape[1]
+
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=_type(ref.dtype))
+    def load_from_row(_, ref, row, start, held):
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        column = arith.addi(scalar(start), arith.muli(thread(), i32(stride)))
+        element = ir.MemRefType(ref.type).element_type
+        pointer = utils.memref_ptr(ref)
+        offset = predicated_ptx.offset_of(scalar(row), vocab, column)
+        register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
+        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
+
+    return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
+
+
+def _store_to_row_in_jax(ref, row, *, start, held, block):
+    i = jnp.arange(WARPGROUP)
+    column = jnp.where(i < held, start + i, ref.shape[1])
+    ref[row] = ref[row].at[column].set(block.astype(ref.dtype), mode="drop")
+
+
+@twin(_store_to_row_in_jax)
+def store_to_row(ref, row, *, start, held, block):
+    """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from column `start` on."""
+    vocab = ref.shape[1]
+    block = block.astype(ref.dtype)
+
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout(1)))
+    def store_to_row(_, ref, row, start, held, block):
+        (register,) = block.registers.flat
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        offset = predicated_ptx.offset_of(scalar(row), vocab, arith.addi(thread(), scalar(start)))
+        predicated_ptx.store_vector(utils.memref_ptr(ref), register, offset, inside)
+
+    store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
+
+
+def _load_mask_in_jax(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
+    i = jnp.arange(WARPGROUP * vec)
+    inside = (i >= skip) & (i < held)
+    return (ref[row][jnp.where(inside & (ref.shape[1] > 1), start + i, 0)] & inside).astype(jnp.int8)
+
+
+@twin(_load_mask_in_jax)
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
+    """Returns an int8 block of 0 and 1 from a row of a mask (mask rows, vocab or 1): element i is at start + i.
+
+    Elements before `skip`, a multiple of vec, and from `held` on are 0; they are not read.
+    `aligned` promises that element `start` is a multiple of vec bytes from the start of the mask, for any `vocab`.
+    """
+    columns, size = ref.shape[1], WARPGROUP * vec
+
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR), return_type=_type("int8", vec))
+    def load_mask(_, ref, row, start, held, skip):
+        position = arith.muli(thread(), i32(vec))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
+        inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
+        column = arith.addi(scalar(start), position)
+        pointer, i8 = utils.memref_ptr(ref), ir.IntegerType.get_signless(8)
+        offset = predicated_ptx.offset_of(scalar(row), columns, i32(0) if columns == 1 else column)
+        if columns == 1:
+            (byte,) = elements(predicated_ptx.load_vector(pointer, i8, 1, offset, inside))
+            register = pack([byte] * vec)
+        elif aligned or columns % vec == 0:  # all vectors start at a multiple of their size
+            register = predicated_ptx.load_vector(pointer, i8, vec, offset, inside)
+        else:
+            register = predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside)
+        return array(layout(vec).to_mgpu(), (size,), [register])
+
+    return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

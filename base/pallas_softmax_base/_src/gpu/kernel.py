@@ -1,0 +1,85 @@
+"""`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+from pallas_softmax_base._src.gpu.interpreter import interpret
+
+
+def gpu_kernel(
+    body: Callable[..., None],
+    *,
+    grid: dict[str, int],
+    out_type: Any,
+    scratch_types: Any = (),
+    name: str | None = None,
+    cluster: int = 1,
+    warpgroups: int | None = None,
+    approximate: bool = False,
+    reduction_bytes: int = 2048,
+) -> Callable[..., Any]:
+    """Returns a function that launches a kernel on its inputs.
+
+    Args:
+      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
+        arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
+      grid: number of CTAs along each named axis.
+      out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
+      scratch_types: shared memory and barriers, by name.
+      name: the kernel's name in profiles; by default, the name of `body`.
+      cluster: number of CTAs in a cluster. If it is more than one, it must equal the size of the grid's last axis.
+      warpgroups: number of warpgroups of a CTA. They run the body concurrently, each with its number on the axis
+        "warpgroup". By default there is one, and no such axis.
+      approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
+      reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
+    """
+    names, optional = [*grid], dict[str, Any]()
+    if cluster > 1:
+        optional |= {"cluster": (cluster,), "cluster_names": (names.pop(),)}
+    if warpgroups is not None:
+        optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
+
+    def launch(*inputs):
+        elements = max(a.size for a in jax.tree.leaves(inputs))
+        call = plgpu.kernel(
+            body,
+            kernel_name=name or body.__name__,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            grid=tuple(grid[name] for name in names),
+            grid_names=tuple(names),
+            # The default depends on the version of jax: Lane in 0.10, Warpgroup from 0.11 on.
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+                approx_math=approximate,
+                reduction_scratch_bytes=reduction_bytes,
+            ),
+            interpret=interpret(),
+            **optional,
+            # About four operations and two exponentials for each element: an estimate, for XLA's scheduler only.
+            **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
+        )
+        return trace_kernel(call, *inputs)
+
+    return launch
+
+
+def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
+    """Returns call(*inputs), where `call` is a `plgpu.kernel`. Its Python numbers get 32 bits, also under x64.
+
+    Index arithmetic of 64 bits has no lowering, or would be slower.
+    """
+    with jax.enable_x64(False):
+        return call(*inputs)
+
+
+def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:
+    """Returns the argument with a kernel's cost for XLA's scheduler; `plgpu.kernel` has it since jax 0.12."""
+    if jax.__version_info__ < (0, 12):
+        return {}
+    bytes_accessed = sum(a.size * a.dtype.itemsize for a in arrays)
+    return {"cost_estimate": pl.CostEstimate(flops, transcendentals, bytes_accessed)}

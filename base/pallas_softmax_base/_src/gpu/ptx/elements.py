@@ -1,0 +1,115 @@
+"""Elements of rows in a `values.Program`: as 32-bit words of shared memory, as bits, as floats, as sort keys.
+
+A word holds one float32, or two 16-bit elements with the first one in the lower half. A single element is held as
+
+    bits     the bits of its dtype, as a signed number ("s32"); a 16-bit element is extended by its sign
+    float    the same number in float32 ("f32")
+    key      its sort key (see `sort_keys.py`), as a signed number ("s32")
+
+`flip_negative` is the one definition of sort keys in inline PTX; `flip_negative_at_once` is another form of it.
+"""
+
+import numpy as np
+
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES
+from pallas_softmax_base._src.gpu.ptx.program import Program
+from pallas_softmax_base._src.gpu.ptx.values import Condition, Value
+
+# The bits of -inf, by the name of the dtype in PTX and MLIR.
+NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
+_UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
+MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 except the sign
+
+
+def flip_negative(bits: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Returns the sort key of a float with these bits, or the bits of the float with this sort key.
+
+    It inverts the bits `magnitude` of negative numbers. For a 16-bit float, extended by its sign, they are 0x7fff.
+    """
+    return bits ^ (bits.sign() & magnitude)
+
+
+def flip_negative_at_once(p: Program, bits: Value, signs: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Does the same in one instruction, given the `sign()` of the bits or of each half of them."""
+    return p.bitwise3(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, signs, magnitude)
+
+
+class Elements:
+    """Writes programs for elements of one dtype."""
+
+    def __init__(self, dtype):
+        self.dtype, self.itemsize = np.dtype(dtype), np.dtype(dtype).itemsize
+        self.name = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype.name]  # in PTX
+        self.halves = self.itemsize == 2  # whether a word has two elements
+        self.all_ones = 2 ** (8 * self.itemsize) - 1  # an element with all bits set, which has the lowest key
+        self.neg_inf = NEG_INF_BITS[self.name]  # the bits of -inf
+        self.magnitude = self.all_ones >> 1  # the bits that the sort key of a negative element inverts
+        # A word with `magnitude` in each of its elements.
+        self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
+
+    def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
+        """Loads 16 bytes of elements as four words."""
+        return p.load_vector(address, "s32", ACCESS_BYTES // 4, offset=offset)
+
+    def bits(self, words: list[Value]) -> list[Value]:
+        """Returns the bits of each element of the words."""
+        if not self.halves:
+            return words
+        return [half for word in words for half in (word << _HALF_BITS >> _HALF_BITS, word >> _HALF_BITS)]
+
+    def keys(self, words: list[Value]) -> list[Value]:
+        """Returns the sort key of each element of the words."""
+        return [self.key(bits) for bits in self.bits(words)]
+
+    def key(self, bits: Value) -> Value:
+        """Returns the sort key of an element's bits. It is its own inverse, so it also returns the bits of a key."""
+        return flip_negative(bits, self.magnitude)
+
+    def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
+        """Returns each element as a float. If `marked`, elements with all bits set become -inf."""
+        out = []
+        for word in words:
+            match self.name:
+                case "f32":
+                    out.append(word.bits("f32"))
+                case "bf16":  # a bfloat16 is the upper half of a float32
+                    out += [(word << _HALF_BITS).bits("f32"), (word & _UPPER_HALF).bits("f32")]
+                case _:
+                    out += [p.convert(half, "f32") for half in p.split(word, "f16")]
+        if marked:
+            out = [p.select(bits.equals(-1), -np.inf, x) for x, bits in zip(out, self.bits(words))]
+        return out
+
+    def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
+        """Loads the bits of an element, where `when` holds."""
+        if self.halves:
+            return p.convert(p.load(address, "s16", when=when), "s32")
+        return p.load(address, "s32", when=when)
+
+    def float_of_bits(self, p: Program, bits: Value) -> Value:
+        """Converts an element's bits to a float."""
+        match self.name:
+            case "f32":
+                return bits.bits("f32")
+            case "bf16":
+                return (bits << _HALF_BITS).bits("f32")
+        return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+
+    def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
+        """Returns the largest element as a float and as a sort key; if there is a NaN, a NaN with the highest key.
+
+        `floats` decide if they are given, since some of them may be marked. Otherwise the words decide. 16-bit elements
+        are compared two at a time:
+
+            words   x1 x0 | x3 x2 | x5 x4 | x7 x6   ->   the largest odd and the largest even one   ->   the larger
+        """
+        if floats is not None or not self.halves:
+            x = p.reduce("max.NaN", floats or self.floats(p, words, marked=False))
+            bits = p.convert(p.convert(x, self.name).bits("s16"), "s32") if self.halves else x.bits("s32")
+            return x, self.key(bits)
+        pair = p.reduce("max.NaN", [word.bits(f"{self.name}x2") for word in words])
+        half = p.op("max.NaN", self.name, *p.split(pair, self.name))
+        bits = p.convert(half.bits("s16"), "s32")
+        if self.name == "f16":
+            return p.convert(half, "f32"), self.key(bits)
+        return p.join(p.var(0, "u16"), half, "f32"), self.key(bits)

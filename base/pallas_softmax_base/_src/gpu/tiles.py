@@ -1,0 +1,310 @@
+"""Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
+
+A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
+function also has a twin in plain JAX for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
+
+For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
+index, `ref.at[i]`.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax_base._src.folding import MaskRows
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.gpu.ptx import predicated as predicated_ptx
+from pallas_softmax_base._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    array,
+    elements,
+    emit_ptx,
+    i32,
+    inline,
+    pack,
+    scalar,
+    thread,
+)
+from pallas_softmax_base._src.gpu.ptx.program import WHOLE_WARP, Program
+
+# About as many tiles as CTAs run at once. "Prefetching" in benchmarks/results/NOTES.md has the measurements.
+PREFETCHED_TILES = 528
+
+
+def layout(tile: Tile) -> Any:
+    """Returns the layout of a tile in registers, as drawn in `layout.Tile`."""
+    lanes, vec = tile.lanes, tile.vec
+    if lanes > 32:  # a step of a row is cut into a piece for each warp, and a vector for each lane
+        tiling, warp_dims, lane_dims = ((1, lanes * vec), (LANES * vec,), (vec,)), (-3,), (-2,)
+    else:  # each of four warps takes 32 / lanes rows; a lane has one row, and a vector of each step
+        rows = LANES // lanes
+        tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (1, vec))
+        warp_dims, lane_dims = (-6,), (-4, -3)
+    canonical = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(tiling), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim
+    )
+
+
+def _load_in_jax(ref, tile: Tile, row, fill=0, *, column: Any = 0, held=None, ref_row=None, last_row=None):
+    x = ref[...]
+    i, j, counts = _indices(tile, row, column, held)
+    i = i if last_row is None else jnp.minimum(i, last_row)
+    i = ref_row(i) if ref_row else i
+    if x.ndim == 1:
+        x, j = x[:, None], jnp.zeros_like(j)
+    inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
+    found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
+    return jnp.where(inside, found, jnp.full_like(found, fill))
+
+
+@twin(_load_in_jax)
+def load(
+    ref,
+    tile: Tile,
+    row,
+    fill: float = 0,
+    *,
+    column: Any = 0,
+    held: int | None = None,
+    ref_row: MaskRows | None = None,
+    last_row: int | None = None,
+):
+    """Returns elements of an array as a tile. Element (i, j) of the tile is element (row + i, column + j) of the array.
+
+    Elements beyond the array are not read. They are `fill`, 0 or -inf. An array (rows,) has one number per row, which
+    the tile repeats along its rows. `ref_row` maps each row number, row + i, to the row of the array to use instead.
+    Row numbers above `last_row` become `last_row` before that.
+
+    `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. `held` is
+    for such a tile: only its first `held` columns count. Their numbers must be in the array. The others are `fill`.
+    """
+    shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
+    width = _width(tile, ref, column)
+    column_type = layout(tile) if jnp.ndim(column) else SCALAR
+
+    @inline(arg_types=(REF, SCALAR, column_type), return_type=type_of(tile, dtype))
+    def load(_, ref, row, column):
+        pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
+        registers = []
+        for accesses in _accesses(shape, tile, width, row, column, held, ref_row, last_row):
+            found = []
+            for offset, step, inside in accesses:
+                vector = predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
+                found += elements(vector)
+            registers.append(pack(found * (tile.vec // len(found))))  # repeats a number per row
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    loaded = load(ref, jnp.int32(row), jnp.int32(column))
+    return loaded != 0 if ref.dtype == jnp.bool_ else loaded
+
+
+@twin(lambda ref, tile, row: None)
+def prefetch(ref, tile: Tile, row) -> None:
+    """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
+
+    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer
+    than twice as many tiles is not prefetched: it would gain nothing.
+    """
+    rows, columns = ref.shape
+    ahead = PREFETCHED_TILES * tile.rows
+    if rows < 2 * ahead:
+        return
+
+    @inline(arg_types=(REF, SCALAR))
+    def prefetch(_, ref, row):
+        offset = predicated_ptx.offset_of(arith.addi(scalar(row), i32(ahead)), columns, i32(0))
+        is_whole = _less(scalar(row), rows - ahead - tile.rows + 1)
+        element = ir.MemRefType(ref.type).element_type
+        when = arith.andi(is_whole, _less(thread(), 1))
+        predicated_ptx.prefetch(utils.memref_ptr(ref), element, tile.rows * columns, offset, when)
+
+    prefetch(ref, row)
+
+
+def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None):
+    """Loads a mask (mask rows, vocab or 1) as a boolean tile.
+
+    If the mask has one number per row, the tile repeats it beyond the end of the row too.
+    """
+    per_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
+    return load(per_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
+
+
+def _store_in_jax(ref, tile: Tile, row, value, *, column: Any = 0, held=None) -> None:
+    i, j, counts = _indices(tile, row, column, held)
+    j = jnp.where(counts, j, ref.shape[1])
+    ref[...] = ref[...].at[i, j].set(value.astype(ref.dtype), mode="drop")
+
+
+@twin(_store_in_jax)
+def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None) -> None:
+    """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
+
+    If `column` is a tile of column numbers, they must differ within a row, and the warp's earlier writes come first.
+    """
+    value = value.astype(ref.dtype)
+    shape, width = ref.shape, _width(tile, ref, column)
+    column_type = layout(tile) if jnp.ndim(column) else SCALAR
+
+    @inline(arg_types=(REF, SCALAR, column_type, layout(tile)))
+    def store(_, ref, row, column, value):
+        pointer = utils.memref_ptr(ref)
+        if column.shape:
+            barrier = Program()
+            barrier += f"bar.warp.sync {WHOLE_WARP};"  # orders earlier writes of all lanes before this one
+            emit_ptx(barrier, {})
+        all_accesses = _accesses(shape, tile, width, row, column, held)
+        for register, accesses in zip(value.registers.flat, all_accesses, strict=True):
+            found = elements(register)[: shape[1]]
+            for start, (offset, step, inside) in zip(range(0, len(found), width), accesses):
+                vector = pack(found[start : start + width])
+                predicated_ptx.store_vector(pointer, vector, offset, inside, step=step)
+
+    store(ref, jnp.int32(row), jnp.int32(column), value)
+
+
+@twin(lambda per_row, tile, out: jnp.broadcast_to(per_row[:, :1], out.shape))
+def spread(per_row, tile: Tile, out: Tile):
+    """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
+
+    @inline(arg_types=(layout(tile),), return_type=type_of(out, per_row.dtype))
+    def spread(_, per_row):
+        numbers = [elements(register)[0] for register in per_row.registers.flatten()[:: tile.steps]]
+        registers = [pack([number] * out.vec) for number in numbers for _ in range(out.steps)]
+        return array(layout(out).to_mgpu(), out.shape, registers)
+
+    return spread(per_row)
+
+
+def broadcast(numbers, tile: Tile, axis: int = 0):
+    """Repeats numbers over a tile: one for each row, or with axis 1 one for each column."""
+    return lax.broadcast_in_dim(numbers, tile.shape, (axis,))
+
+
+def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+    """Returns the type of a tile, for inline code to return."""
+    return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
+
+
+@twin(lambda ref, tile: ref[...])
+def load_smem(ref, tile: Tile):
+    """Returns the tile in `ref`, in shared memory."""
+
+    # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
+    @inline(arg_types=(REF,), return_type=type_of(tile, ref.dtype))
+    def load_smem(_, ref):
+        return fragmented_array.FragmentedArray.load_untiled(
+            ref, layout=layout(tile).to_mgpu(), optimized=False
+        )
+
+    return load_smem(ref)
+
+
+def load_from_ctas(ref, tile: Tile, count: int, empty: float):
+    """Returns a tile: row i is `ref` of CTA i of the cluster, and rows from `count` on are `empty`, 0 or -inf.
+
+    `ref` is float32 (columns of the tile,) in shared memory, which all of the `count` CTAs have.
+    """
+
+    @inline(arg_types=(REF,), return_type=type_of(tile, "float32"))
+    def load_from_ctas(_, ref):
+        registers = [
+            predicated_ptx.load_from_cta(ref, place.row, place.column, tile.vec, count, empty)
+            for place in places(tile, i32(0))
+        ]
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_from_ctas(ref)
+
+
+class Place(NamedTuple):
+    """The place of a register in an array: its row, and its column, which is `column` + `step`.
+
+    The registers of a row have the same `column`, so they share the computation of their address.
+    """
+
+    row: ir.Value
+    column: ir.Value
+    step: int
+
+
+def places(tile: Tile, row: ir.Value) -> Iterator[Place]:
+    """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
+    own, lanes = thread(), tile.lanes
+    row = arith.addi(row, arith.divui(own, i32(lanes)))
+    lane = _number(arith.remui(own, i32(lanes)))
+    column = tile.first_column(lane).registers.item()
+    for i in range(0, tile.rows, WARPGROUP // lanes):
+        for step in range(tile.steps):
+            yield Place(arith.addi(row, i32(i)), column, step * tile.step_columns)
+
+
+def _width(tile: Tile, ref, column) -> int:
+    """Returns how many neighbours in a register one access can move, at an address that is a multiple of their size."""
+    if jnp.ndim(column) or len(ref.shape) == 1:
+        return 1
+    return math.gcd(tile.vec, ref.shape[1], ACCESS_BYTES // np.dtype(ref.dtype).itemsize)
+
+
+def _accesses(
+    shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None, last_row=None
+) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
+    """Yields, for each register of this thread, its accesses to an array of this shape.
+
+    An access is (offset, step, inside). It moves `width` elements, from offset + step on, if `inside`. A register has
+    one access to an array (rows,), for one number. The other arguments are as for `load`.
+    """
+    per_row = len(shape) == 1
+    rows, columns = (*shape, 1)[:2]
+    for number, place in enumerate(places(tile, scalar(row))):
+        at = place.row
+        if last_row is not None and (last_row + 1) % tile.rows:
+            at = arith.minui(at, i32(last_row))
+        if ref_row:
+            at = ref_row(_number(at)).registers.item()
+        accesses = []
+        for start in range(0, 1 if per_row else tile.vec, width):
+            if per_row:
+                first, step = i32(0), 0
+            elif column.shape:
+                first, step = elements(column.registers.flat[number])[start], 0
+            else:
+                first, step = arith.addi(place.column, scalar(column)), place.step + start
+            if held:
+                inside = _less(arith.addi(place.column, i32(place.step + start)), held)
+            else:
+                inside = _less(arith.addi(first, i32(step)), columns)
+            offset = predicated_ptx.offset_of(at, columns, first)
+            accesses.append((offset, step, arith.andi(_less(at, rows), inside)))
+        yield accesses
+
+
+def _number(value: ir.Value) -> fragmented_array.FragmentedArray:
+    """Returns an unsigned number that Python's operators accept."""
+    return fragmented_array.FragmentedArray.splat(value, (), is_signed=False)
+
+
+def _less(number: ir.Value, bound: int) -> ir.Value:
+    """Returns whether an unsigned number is less than a bound."""
+    return arith.cmpi(arith.CmpIPredicate.ult, number, i32(bound))
+
+
+def _indices(tile: Tile, row, column, held: int | None):
+    """Returns row and column numbers of a tile, and which of its columns count. This is for the twins."""
+    rows, columns = tile.shape
+    i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+    return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)

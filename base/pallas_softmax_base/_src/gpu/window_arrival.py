@@ -1,0 +1,209 @@
+"""How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask.
+
+On the GPU the edges and the mask are inline PTX. The interpreter runs their twins in plain JAX.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_softmax_base._src import sort_keys
+from pallas_softmax_base._src.folding import Mask
+from pallas_softmax_base._src.gpu import blocks
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.ptx.elements import Elements
+from pallas_softmax_base._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    emit_ptx,
+    inline,
+    insert_ptx,
+    scalar,
+    thread,
+    words,
+)
+from pallas_softmax_base._src.gpu.ptx.program import Program
+from pallas_softmax_base._src.gpu.staged_row import PartPlace, part_place
+from pallas_softmax_base._src.gpu.window import Window
+
+_BYTE = 0xFF
+_MASK_BYTES = 4  # mask bytes in a word, one for each element
+
+
+class Part(NamedTuple):
+    """The part of a row that this CTA holds."""
+
+    place: PartPlace  # the row, and the place of the part in it
+    x_gmem: Any  # one-dimensional device memory; the part starts at element `place.first`
+    body: Any  # number of the element in x_gmem where the body starts
+    low: Any  # position of the first element in the window
+    high: Any  # the position after the last one
+    origin: Any  # index in the row that position 0 has; it may be negative
+    mask: Any  # None, or (reference to the mask, its row)
+
+
+def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:
+    """Returns the part of this CTA, for rows in device memory with the shape `view`."""
+    place = part_place(window.cut, view, rows=rows)
+    before_body = (-place.first) % window.vec if window.head else 0  # elements
+    low = window.head - before_body
+    low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
+    mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
+    return Part(place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part)
+
+
+def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
+    """Starts the bulk copies of the part's body to shared memory. Step i arrives at barrier number i."""
+    for i, (position, size) in enumerate(window.copies()):
+        plgpu.copy_gmem_to_smem(
+            part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
+            x_smem.at[pl.ds(position, size)],
+            arrived.at[i],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+
+
+def _fill_edges_in_jax(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
+    for start, end in ((0, window.head), (window.head + window.body, window.size)):
+        if start == end:
+            continue
+        position = jnp.arange(start, end)
+        inside = (position >= part.low) & (position < part.high)
+        at = jnp.where(inside, part.place.first + position - part.low, 0)
+        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
+        if part.mask is not None:
+            mask_gmem, row = part.mask
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
+            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
+        x_smem[start:end] = x.astype(x_smem.dtype)
+
+
+@twin(_fill_edges_in_jax)
+def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
+    """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
+    the tail:
+
+    if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
+    else:                       x = -inf
+    x_smem[position] = x
+    """
+    element, p = Elements(x_smem.dtype), Program()
+    refs = {"x": part.x_gmem, "smem": x_smem}
+    numbers = {"first": part.place.first, "low": part.low, "high": part.high, "origin": part.origin}
+    if part.mask is not None:
+        refs["mask"], numbers["row"] = part.mask
+    thread, first, low, high, origin = p.operands("s32", "thread", "first", "low", "high", "origin")
+
+    def fill(position, end, in_row):
+        """Fills a position below `end`. `in_row` says whether the row may have an element there."""
+        x, within = p.var(element.neg_inf, f"u{8 * element.itemsize}"), position < end
+        if in_row:
+            inside = within & (position >= low) & (position < high)
+            number = (first + (position - low)).bits("u32")
+            x_at = p.operand("x", "u64") + p.multiply_wide(number, element.itemsize)
+            p.load_into([x], x_at, when=inside, space="global")
+            if part.mask is not None:
+                columns, keep = refs["mask"].shape[1], p.var(1, "u8")
+                mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), columns)
+                if columns > 1:
+                    mask_at = mask_at + p.convert((position + origin).bits("u32"), "u64")
+                p.load_into([keep], mask_at, when=inside, space="global")
+                masked = p.convert(keep, "u32").equals(0)
+                p.set(x, element.neg_inf if infinite else element.all_ones, when=masked)
+        p.store(p.at(p.operand("smem", "u32"), position, element.itemsize), x, when=within)
+
+    if window.head:
+        fill(thread, window.head, True)
+    for position in range(window.head + window.body, window.size, WARPGROUP):
+        fill(thread + position, window.size, position < window.head + window.cut.longest)
+    insert_ptx(p, refs, numbers)
+
+
+def mask_of_step(window: Window, part: Part, i) -> tuple:
+    """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
+    if part.mask is None:
+        return ()
+    mask_gmem, mask_row = part.mask
+
+    def load(b):
+        position = (i * window.step_blocks + b) * window.block
+        return blocks.load_mask(
+            mask_gmem,
+            mask_row,
+            start=position + part.origin,
+            held=window.head + window.body - position,
+            vec=window.vec,
+            skip=window.head - jnp.minimum(position, window.head),
+        )
+
+    return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
+
+
+def _mask_step_in_jax(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
+    start, size = step * window.step_blocks * window.block, len(keep) * window.block
+    position = start + jnp.arange(size)
+    body = (position >= window.head) & (position < window.head + window.body)
+    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
+
+
+@twin(_mask_step_in_jax)
+def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
+    """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
+
+    x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
+    store x, if the vector is in the body     (`fill_edges` masks the head and the tail)
+
+    `keep` has one block of int8 for each block of the step.
+    """
+    layout = blocks.layout(window.vec)
+    code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
+
+    @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
+    def emit(_, x_smem, step, keep):
+        operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
+        for b, block in enumerate(keep):
+            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(block.registers.item()))}
+        emit_ptx(code, operands)
+
+    emit(x_smem, step, keep)
+
+
+def _of_masked(dtype, infinite: bool):
+    """Returns the value of a masked element: -inf, or the float of the lowest key."""
+    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
+
+
+def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:
+    """Returns the program of `mask_step`. <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
+
+    Example: two words of 16-bit elements, with x0 in the lower half, and their mask word, which has byte 1 = 0:
+
+        words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
+    """
+    p = Program()
+    thread, step, x = p.operands("u32", "thread", "step", "x")
+    block_bytes = window.block * element.itemsize
+    address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    first = p.multiply_add(step, window.step_blocks * window.block, thread * window.vec)
+    for b in range(blocks):
+        position = first + b * window.block
+        from_head = position >= window.head
+        in_body = from_head & (position < window.head + window.body)
+        # Outside the body, another warpgroup may be writing in `fill_edges`: `sample` has several warpgroups.
+        words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
+        p.load_into(words, address, offset=b * block_bytes, when=in_body)
+        for j in range(window.vec):
+            keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
+            masked = keep.equals(0)
+            at = j * element.itemsize
+            word, element_bits = words[at // 4], element.all_ones << 8 * (at % 4)
+            p.update(word, "or", element_bits, when=masked)
+            if infinite:  # turns all ones into -inf
+                p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=masked)
+        p.store(address, *words, offset=b * block_bytes, when=in_body)
+    return p

@@ -1,0 +1,285 @@
+"""The functions of a projection and its softmax, linear_*."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_softmax_base._src.arguments import AxisName, known_labels
+from pallas_softmax_base._src.dispatch.choose import ImplementationName
+from pallas_softmax_base._src.dispatch.eager import at_once
+from pallas_softmax_base._src.linear import derivatives
+from pallas_softmax_base._src.linear import losses as formulas
+from pallas_softmax_base._src.linear.checks import (
+    WORKSPACE_BYTES,
+    Options,
+    checked_call,
+    known_options,
+    known_tokens,
+    known_weights,
+)
+from pallas_softmax_base._src.linear.losses import Tokens
+from pallas_softmax_base._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
+from pallas_softmax_base._src.masks import differentiable_if_finite
+from pallas_softmax_base._src.normalizers import widen
+from pallas_softmax_base._src.stats.api import TokenStats
+
+Reduction = Literal["mean", "sum"] | None
+
+
+def linear_logsumexp(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns logsumexp(x @ w + bias) over the columns of w, without storing all logits at once.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
+
+    Args:
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      bias: (V,), of a floating dtype. Without softcap and label smoothing, a bias of -inf masks a column.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V
+        bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
+        to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is over all
+        columns, and is the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
+
+    Returns:
+      float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument. It
+      is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`. A result that is
+      not finite has the derivative 0.
+
+    Raises:
+      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
+        `axis_name` is not a name, or the call is differentiated in forward mode (`jax.jvp`, `jax.jacfwd`).
+      ValueError: shapes do not fit, `w` has no columns, a number is out of range, `axis_name` is not bound, `x` differs
+        along it, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
+        is taken.
+    """
+    name = "linear_logsumexp"
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return _losses(x, w, bias, None, None, Tokens(None), options)
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
+    softcap: float | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    reduction: Reduction = "mean",
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns the cross entropy of the logits z = x @ w + bias and labels, without storing all logits at once.
+
+    The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
+    The source is given in `linear_logsumexp`.
+
+    A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
+    the forward, in three products, or four by kernels with label smoothing. With reduction=None, or in float16, the
+    backward computes the logits again, so there are four products.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
+    Args:
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. A label
+        out of this range makes the loss NaN, unless `where` or a weight of 0 leaves the token out.
+      where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
+        and its gradient are 0. With at least 1,024 tokens on a device, the matrix products skip most of these tokens.
+        There is no `ignore_index`: pass `where=labels != -100` instead.
+      token_weights: real numbers, broadcastable to `labels`, that multiply the losses; None for 1. They may be
+        negative. A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0. In all other
+        weights the loss is differentiable.
+      label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
+        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+      z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
+      reduction: "mean" divides the sum of the weighted losses by the sum of the weights of the tokens that are not left
+        out (0 if the sum of the weights is exactly 0). "sum" does not divide. None returns one weighted loss per token.
+
+    Returns:
+      A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64).
+      Differentiable like `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers or do not fit,
+        `where` is not boolean or does not fit, `token_weights` are not real or do not fit, or the reduction is unknown.
+    """
+    name = "linear_cross_entropy"
+    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    tokens = known_tokens(name, known_labels(name, labels), label_smoothing=label_smoothing, z_loss=z_loss)
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    arrays = (x, w, bias, where, known_weights(name, token_weights), tokens)
+    if reduction is None:
+        return _losses(*arrays, options)
+    return _total(*arrays, options, reduction)
+
+
+def linear_log_probs(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns log softmax(z / temperature)[label] of each token, without storing all logits at once.
+
+    The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
+
+    A token may have K labels, for example the K best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). With
+    K > 1, kernels store float32 logits, of as many tokens at a time as `workspace_bytes` holds.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
+    Args:
+      labels: integers, of the shape of `x` without its last dimension, or of this shape with one more dimension K. A
+        row may repeat a label; the gradients add up.
+      where: boolean, broadcastable to the shape of `x` without its last dimension. False leaves a token out, whatever
+        its `x` and its labels are.
+      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to the shape of `x` without
+        its last dimension. It may be traced, and a traced one out of range gives NaN. It has no gradient: asking for
+        one raises NotImplementedError.
+
+    Returns:
+      float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range and for a token with a logit
+      of NaN or +inf, 0 where `where` is False. Differentiable like `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    name = "linear_log_probs"
+    tokens = known_tokens(name, known_labels(name, labels), temperature=temperature)
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return _log_probs(x, w, bias, where, tokens, options)
+
+
+def linear_token_stats(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike | None = None,
+    *,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> TokenStats:
+    """Returns the statistics of `token_stats` for the logits z / temperature, without storing all logits at once.
+
+    The logits are z = x @ w + bias, with the softcap if there is one. The statistics take one matrix product, and four
+    with gradients. There is no `where`: mask the results.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`, and `temperature` is as for `linear_log_probs`.
+
+    Args:
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w; or None.
+
+    Returns:
+      TokenStats(log_probs, entropy, logsumexp, argmax), each of the shape of `x` without its last dimension. The first
+      three are float32 (float64 for float64), and differentiable like `linear_logsumexp`. A logit of -inf adds 0 to the
+      entropy. A token with a logit of NaN or +inf, or with none above -inf, has NaN `entropy` and `log_probs`. A label
+      out of range has NaN.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    name = "linear_token_stats"
+    labels = None if labels is None else known_labels(name, labels)
+    tokens = known_tokens(name, labels, temperature=temperature)
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return _token_stats(x, w, bias, tokens, options)
+
+
+# ---- The program of each function
+
+
+@at_once("options")
+def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
+    return _weighted_losses(x, w, bias, where, token_weights, tokens, options)
+
+
+def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
+    """Returns the weighted loss of each token; without labels, its logsumexp."""
+    static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
+    x, w, bias, weights, tokens = arrays
+    labels, one_label = tokens.labels, False
+    if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
+        # kernels need not store logits for a single label
+        tokens, one_label = tokens._replace(labels=labels[..., 0]), True
+    losses: Any = derivatives.per_token(static, x, w, bias, tokens)
+    losses = differentiable_if_finite(losses[..., None] if one_label else losses)
+    if tokens.kept is not None:
+        losses = jnp.where(formulas.like_labels(tokens.kept, losses), losses, 0)
+    return losses if weights is None else formulas.product(losses, weights)
+
+
+@at_once("options")
+def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
+    losses = _weighted_losses(x, w, bias, where, None, tokens, options)
+    return 0 - losses  # not -losses: tokens left out get 0, not -0
+
+
+@at_once("options")
+def _token_stats(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
+    static, arrays = checked_call(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
+    x, w, bias, _, tokens = arrays
+    static = static._replace(head=dataclasses.replace(static.head, entropy=True))
+    found: Any = derivatives.per_token(static, x, w, bias, tokens)
+    *floats, bits = found
+    log_probs, entropy, logsumexp = map(differentiable_if_finite, floats)
+    argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
+
+
+@at_once("options", "reduction")
+def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
+    """Returns the weighted sum of the losses, or for "mean" their weighted mean."""
+    static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
+    x, w, bias, weights, tokens = arrays
+    if weights is None:
+        weights = jnp.ones_like(tokens.labels, widen(x).dtype)
+        weights = weights if tokens.kept is None else jnp.where(tokens.kept, weights, 0)
+    if reduction == "mean":
+        weights = formulas.shares(weights)
+    if x.dtype == jnp.float16:
+        losses = differentiable_if_finite(derivatives.per_token(static, x, w, bias, tokens))
+        return differentiable_if_finite(derivatives.weighted_sum(losses, weights))
+    return differentiable_if_finite(derivatives.total(static, x, w, bias, tokens, weights))

@@ -1,0 +1,250 @@
+"""Checks the arguments of the linear_* functions, and chooses the implementations of a call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from pallas_softmax_base._src import arguments
+from pallas_softmax_base._src.arguments import AxisName
+from pallas_softmax_base._src.dispatch.choose import ImplementationName, choose
+from pallas_softmax_base._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax_base._src.dispatch.operation import Choice, Operation
+from pallas_softmax_base._src.dispatch.refusal import reverse_only
+from pallas_softmax_base._src.linear import losses as formulas
+from pallas_softmax_base._src.linear.derivatives import Static
+from pallas_softmax_base._src.linear.losses import Head, Tokens, like_labels
+from pallas_softmax_base._src.linear.mesh import describe, lay_out_arrays
+from pallas_softmax_base._src.linear.operation import PROJECTION, PROJECTION_GRAD
+from pallas_softmax_base._src.normalizers import widen
+
+WORKSPACE_BYTES = 512 * 2**20
+"""The default of `workspace_bytes` in the `linear_*` functions: 536,870,912 bytes, which is 512 MiB."""
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Options(NamedTuple):
+    """The name and the static arguments of a public function. Only `softcap` is checked; the others are not yet."""
+
+    function: str
+    softcap: float | None
+    transpose_w: bool
+    workspace_bytes: int
+    axis_name: AxisName
+    implementation: ImplementationName | None
+
+
+# For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
+_RANGES: dict[str, tuple[float, Callable, str]] = {
+    "temperature": (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37"),
+    "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
+    "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
+}
+
+
+# ---- Before `at_once`: checks of numbers that are known
+
+
+def known_options(function: str, softcap, *others) -> Options:
+    """Returns the options. The softcap becomes a Python float, because kernels are compiled for its value."""
+    return Options(function, _known_softcap(function, softcap), *others)
+
+
+def _known_softcap(function: str, softcap) -> float | None:
+    if softcap is None:
+        return None
+    _, accepted, wanted = _RANGES["temperature"]  # the same range
+    wanted = f"None or {wanted}"
+    if isinstance(softcap, Tracer):
+        raise TypeError(
+            f"{function}: softcap must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
+        )
+    softcap = arguments.in_range(function, "softcap", softcap, accepted, wanted)
+    if np.ndim(softcap):
+        raise ValueError(f"{function}: softcap must be {wanted}, got shape {np.shape(softcap)}")
+    return float(softcap)
+
+
+def known_tokens(function: str, labels, **numbers) -> Tokens:
+    """Returns the labels and the numbers of the loss.
+
+    Concrete numbers are checked. A concrete default becomes None, so that the program leaves out its computation.
+    """
+    return Tokens(labels, **{name: _known_number(function, name, value) for name, value in numbers.items()})
+
+
+def _known_number(function: str, name: str, value) -> Any:
+    default, accepted, wanted = _RANGES[name]
+    value = arguments.in_range(function, name, value, accepted, wanted)
+    is_scalar = arguments.is_known(value) and not np.ndim(value)
+    return None if is_scalar and np.asarray(value) == default else value
+
+
+def known_weights(function: str, weights) -> Any:
+    """Returns the weights of the losses, or None without weights. Raises unless they are real numbers."""
+    if weights is None:
+        return None
+    weights = arguments.parameter(function, "token_weights", weights)
+    dtype = jnp.result_type(weights)
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{function}: token_weights must be None or of real numbers, got dtype {dtype.name}")
+    return weights
+
+
+# ---- While tracing
+
+
+def checked_call(
+    x, w, bias, where, token_weights, tokens: Tokens, options: Options, gradient: Operation
+) -> tuple[Static, tuple]:
+    """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
+
+    Labels become int32. A label out of range becomes -1. Tokens with weight 0 are left out, as if `where` were False
+    there. Tokens that are left out get weight 0, label 0 and default numbers.
+
+    Args:
+      x, w, bias, where, token_weights, tokens: as users pass them.
+      options: as users pass them.
+      gradient: the operation that computes the gradients. In float16, PROJECTION_GRAD replaces it. The forward would
+        round the gradients to float16 before the backward multiplies them by the cotangent. So they could overflow or
+        become 0.
+    """
+    name = options.function
+    x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
+    batch, dtype = x.shape[:-1], widen(x).dtype
+    if where is not None:
+        where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    weights = token_weights
+    if weights is not None:
+        weights = _one_per_token(name, "token_weights", weights, batch, dtype)
+        # Not jnp.where(weights != 0, weights, 0): on the CPU, it would make 0 of subnormal weights.
+        weights = weights if where is None else jnp.where(where, weights, 0)
+        where = ~formulas.is_zero(weights)
+        weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
+    tokens = _checked_tokens(name, tokens, where, batch, dtype, vocab)
+    per_token = tokens._replace(kept=None)._asdict()
+    check_replicated(options, mesh_axes, x=x, where=where, token_weights=weights, **per_token)
+    x, w, bias, weights, tokens = lay_out((x, w, bias, weights, tokens), head, mesh_axes)
+    reason = (
+        f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
+        " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax_base.logsumexp"
+    )
+    x, w = reverse_only(x, reason), reverse_only(w, reason)
+    bias, weights = (None if a is None else reverse_only(a, reason) for a in (bias, weights))
+
+    def chosen(op: Operation) -> Choice:
+        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
+
+    gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
+    static = Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
+    return static, (x, w, bias, weights, tokens)
+
+
+def checked_projection(
+    x, w, bias, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int, tuple[str, ...], int]:
+    """Checks and returns x, w, bias, head, workspace_bytes, mesh axes, and the number of columns on all devices."""
+    name = options.function
+    x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
+    bias = None if bias is None else arguments.array(name, "bias", bias)
+    for argument, a in ("x", x), ("w", w), ("bias", bias):
+        if a is not None and a.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {argument} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
+    if x.dtype != w.dtype:
+        raise TypeError(
+            f"{name}: x and w must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of them"
+        )
+    transpose_w = arguments.static_bool(name, "transpose_w", options.transpose_w)
+    layout = "(V, D)" if transpose_w else "(D, V)"
+    if x.ndim < 1 or w.ndim != 2 or w.shape[1 if transpose_w else 0] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
+        )
+    head = Head(transpose_w, options.softcap, _precision(x.dtype))
+    vocab = head.vocab(w)
+    if not isinstance(vocab, int):
+        raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
+    if vocab == 0:
+        raise ValueError(f"{name}: w must have at least one column, got {layout} = {w.shape}")
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"{name}: bias must have the shape ({vocab},), got {bias.shape}")
+    workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
+    if workspace_bytes <= 0:
+        raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
+    mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
+    vocab = vocab * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    return x, w, bias, head, workspace_bytes, mesh_axes, vocab
+
+
+def _precision(dtype) -> Any:
+    """Returns the precision of products: None for 16-bit dtypes.
+
+    For others it is `jax.default_matmul_precision`, or "highest" if that is unset.
+    """
+    if dtype.itemsize < 4:
+        return None
+    return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> None:
+    """Raises if the type of an array says that it differs along `mesh_axes`."""
+    for argument, a in arrays.items():
+        if a is not None and varies(a, mesh_axes):
+            raise ValueError(
+                f"{options.function}: {argument} must be the same on all devices of axis_name={options.axis_name!r}"
+            )
+
+
+def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
+    """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
+    x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
+    return x, *vary_together(w, bias, over=mesh_axes), *per_token
+
+
+def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
+    """Returns the labels and numbers of the tokens, broadcast to one per token.
+
+    Tokens that `where` leaves out get label 0 and default numbers. They could otherwise make a NaN, which
+    `jax_debug_nans` and checkify would report. A number out of range becomes NaN.
+    """
+    found = tokens._asdict() | {"kept": where}
+    if (labels := found["labels"]) is not None:
+        labels = _labels(name, labels, shape, vocab)
+        found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
+    for argument, (default, accepted, _) in _RANGES.items():
+        if (value := found[argument]) is not None:
+            value = _one_per_token(name, argument, value, shape, dtype)
+            value = jnp.where(accepted(value), value, jnp.nan)
+            found[argument] = value if where is None else jnp.where(where, value, default)
+    return Tokens(**found)
+
+
+def _one_per_token(name: str, argument: str, value, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Returns a number, or one per token, as an array of this shape and dtype."""
+    value = arguments.array(name, argument, value)
+    try:
+        return jnp.broadcast_to(value.astype(dtype), shape)
+    except ValueError:
+        raise ValueError(
+            f"{name}: {argument} must be a scalar or broadcast to the shape of labels {shape}, got {value.shape}"
+        ) from None
+
+
+def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
+    """Returns the labels in int32, and -1 for a label that is not a column."""
+    labels = arguments.array(name, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
+    several = name == "linear_log_probs" and labels.ndim > len(shape)
+    if labels.shape[: len(shape)] != shape or labels.ndim > len(shape) + several:
+        also = f" or {(*shape, 'K')}".replace("'", "") if name == "linear_log_probs" else ""
+        raise ValueError(
+            f"{name}: labels must have the shape of x without its last dimension, {shape}{also}, got {labels.shape}"
+        )
+    if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
+        labels = labels.astype(jnp.int32)
+    return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)

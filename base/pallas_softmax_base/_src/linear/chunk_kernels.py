@@ -1,0 +1,166 @@
+"""The functions of a chunk (`gradients.ChunkFunctions`) by Mosaic GPU kernels, for 16-bit floats.
+
+    statistics               one product; its epilogue reduces, and stores the logits for several labels
+    dlogits                  one product; its epilogue writes the gradients
+    statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
+
+The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.dispatch.mesh_types import vary_together
+from pallas_softmax_base._src.linear import xla as xla_projection
+from pallas_softmax_base._src.linear.gradients import ChunkFunctions
+from pallas_softmax_base._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
+from pallas_softmax_base._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
+from pallas_softmax_base._src.linear.plan import TILE_N
+from pallas_softmax_base._src.normalizers import Moments, Normalizer
+
+_GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
+# Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
+_LARGEST_SUM = 2.0**64
+
+
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
+    """The `statistics` of `ChunkFunctions`."""
+    if not tokens.several:
+        return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, len(x))
+    sums, z = row_sums(x, w, bias, _without_labels(tokens), head=head, keep_logits=True)
+    found = _merged_tiles(sums, None, len(x))
+    return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w)))
+
+
+def _without_labels(tokens: Tokens) -> Tokens:
+    labels = jnp.full(tokens.labels.shape[:1], -1, jnp.int32)
+    return tokens._replace(labels=vary_together(labels, tokens.labels)[0])
+
+
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
+    """The `dlogits` of `ChunkFunctions`."""
+    if tokens.several:
+        tokens = _without_labels(tokens)
+        # No row has a label. The kernel needs an array (rows,).
+        coefficients = coefficients._replace(label_term=coefficients.exp_factor)
+    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
+
+
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
+    """The `statistics_and_dlogits` of `ChunkFunctions`.
+
+    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
+    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
+    e times a number for each row, if one element of e is changed:
+
+        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
+
+    A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
+    row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
+
+    float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
+    """
+    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
+        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
+
+    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
+    found = _merged_tiles(sums, reference, len(x))
+    merged, coefficients = to_coefficients(found)
+    m, exp_factor, *_ = coefficients
+    factor = exp_factor * jnp.exp(reference - m)
+    at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
+    own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
+    column = jnp.where(own_label, tokens.labels, e.shape[1])
+    return merged, _set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
+
+
+def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns e with e[i, column[i]] = values[i]. A column beyond e changes nothing.
+
+    XLA makes a copy of an array that a `lax.while_loop` returned, except to change it in another loop. A loop of one
+    step is no loop for XLA.
+    """
+    e, column, values = vary_together(e, column, values.astype(e.dtype))  # a loop carries one type
+    half = -(-len(e) // 2)
+
+    def step(i, e):
+        rows = i * half + jnp.arange(half)
+        at = e.at[rows, column.at[rows].get(mode="fill", fill_value=e.shape[1])]
+        return at.set(
+            values.at[rows].get(mode="clip"), mode="drop", unique_indices=True, indices_are_sorted=True
+        )
+
+    return lax.fori_loop(0, 2, step, e)
+
+
+def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
+    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
+
+    The reference is the same on all devices that the columns are spread over.
+    """
+
+    def exponentials(reference) -> Any:
+        return reference, *row_sums(x, w, bias, tokens, reference, head=head)
+
+    def out_of_range(sums: RowSums):
+        d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
+        return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
+
+    def once_more(state):
+        (reference, sums, _), _ = state
+        m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
+        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
+
+    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
+    first = exponentials(normalizers.shift(largest(guess)))
+    state = first, jnp.any(out_of_range(first[1]))
+    return lax.while_loop(lambda state: state[1], once_more, state)[0]
+
+
+def _first_columns(w, bias, head: Head):
+    columns = min(_GUESS_COLUMNS, head.vocab(w))
+    w = w[:columns] if head.transpose_w else w[:, :columns]
+    return w, None if bias is None else bias[:columns]
+
+
+def _merged_tiles(sums: RowSums, reference, rows: int) -> Statistics:
+    """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
+    m, d = sums.normalizer
+    if reference is None:
+        tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
+        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None])
+        normalizer = Normalizer(m[:rows], d[:rows])
+    else:
+        m = jnp.max(m, 0)[:rows]
+        d = jnp.sum(d, 0)[:rows]
+        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
+    label_logit = jnp.sum(sums.label_logit, 0)[:rows]
+    found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
+    if sums.t is None:
+        return found
+    first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
+    argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
+    return found._replace(t=t[0][:rows], argmax=argmax[:rows])
+
+
+def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
+    """Returns the bytes stored for each logit: by `statistics` six numbers per row of a tile, else the gradients.
+
+    For several labels, `statistics` stores the logits in addition.
+    """
+    return 24 / TILE_N + (4 if several else 0), itemsize
+
+
+FUNCTIONS = ChunkFunctions(
+    statistics,
+    dlogits,
+    statistics_and_dlogits,
+    xla_projection.add_product,
+    xla_projection.product,
+    bytes_per_logit,
+)

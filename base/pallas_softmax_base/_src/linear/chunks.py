@@ -1,0 +1,136 @@
+"""How the rows of a projection are taken: in chunks, so that the stored logits stay within a bound.
+
+All chunks have the same size. If they do not divide the rows, the last chunk overlaps the one before it, and its
+repeated rows do not count again.
+
+Rows that are left out do not take part in the products (`on_kept_rows`):
+
+    rows      a . c . . f . h     "." is left out
+    gather    a c f h . . . .     kept rows first
+    compute   a c f h .           the first rows only: the smallest of a few sizes that holds the kept rows
+    scatter   A . C . . F . H     results in their places
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import min_dim
+
+_ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
+# Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).
+_FEWEST_ROWS = 8
+
+# With rows left out, this many sixteenths of the rows may be computed. A program contains the code for each size, and
+# the GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
+# more or less than half. For fewer rows, the sizes would save little time.
+_SIXTEENTHS = (5, 9, 13)
+_FEWEST_ROWS_TO_LEAVE_OUT = 1024
+
+
+def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
+    """Returns the number of rows of a chunk: as few chunks as fit, and as even as multiples of `_ROWS` allow."""
+    fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
+    if not isinstance(rows, int):  # a symbolic dimension of jax.export
+        return min_dim(rows, fit)
+    if rows <= fit:
+        return rows
+    unit = _ROWS if fit >= _ROWS else _FEWEST_ROWS
+    chunks = -(-rows // (fit // unit * unit))
+    even = -(-rows // chunks)
+    return min(rows, -(-even // unit) * unit)
+
+
+class Chunk(NamedTuple):
+    """Some consecutive rows.
+
+    Attributes:
+      start: the first row; None if the chunk is all rows.
+      rows: the number of rows.
+      seen: how many rows, at the start of this chunk, belong to the chunk before it.
+    """
+
+    start: Any
+    rows: int
+    seen: Any
+
+    def slice(self, arrays):
+        """Returns these rows of each array in a tree; None stays."""
+        if self.start is None:
+            return arrays
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
+
+    def replace_seen(self, part, value=0):
+        """Returns `part`, an array of these rows, with `value` in the rows that were seen before."""
+        if self.start is None:
+            return part
+        index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
+        return jnp.where(index < self.seen, value, part)
+
+    def put(self, arrays, parts):
+        """Returns the arrays with `parts` in these rows, except in rows that were seen before."""
+        if self.start is None:
+            return parts
+
+        def put(a, part):
+            part = self.replace_seen(part, self.slice(a))
+            return lax.dynamic_update_slice_in_dim(a, part, self.start, 0)
+
+        return jax.tree.map(put, arrays, parts)
+
+
+def is_one_chunk(n: int, rows: int) -> bool:
+    """Returns whether one chunk of `rows` rows holds all n. (In `jax.export` both may be symbolic.)"""
+    return rows is n or rows == n
+
+
+def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
+    """Returns the last carry of carry = step(chunk, carry), called for each chunk of n rows; it changes in place.
+
+    With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
+    """
+    if is_one_chunk(n, rows):
+        return step(Chunk(None, rows, 0), carry)
+    first = jnp.int32(0)
+    if first_apart:
+        carry = step(Chunk(first, rows, 0), carry)
+        # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
+        # logits of two chunks at a time.
+        first = lax.optimization_barrier(first + 1)
+
+    def body(i, carry):
+        start = jnp.minimum(i * rows, n - rows)
+        return step(Chunk(start, rows, i * rows - start), carry)
+
+    return lax.fori_loop(first, -(-n // rows), body, carry)
+
+
+def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) -> tuple[Any, Any]:
+    """Returns function(rows), computed from the kept rows.
+
+    Args:
+      function: (rows) -> (a result for each row, results of all rows together). Rows that are left out do not change
+        the results of all rows together.
+      kept: boolean (n,), or None for all rows.
+      rows: a tree of arrays (n, ...).
+      empty: the first results, for rows that are left out. They may have other results.
+    """
+    n = jax.tree.leaves(rows)[0].shape[0]
+    if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:
+        return function(rows)
+
+    def on_first(size: int) -> Callable:
+        def branch(rows):
+            first = jnp.argsort(~kept, stable=True)[:size]  # kept rows first
+            unique = {"mode": "promise_in_bounds", "unique_indices": True}
+            per_row, together = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
+            return jax.tree.map(lambda a, part: a.at[first].set(part, **unique), empty, per_row), together
+
+        return branch
+
+    sizes = [-(-n * part // 16 // _ROWS) * _ROWS for part in _SIXTEENTHS]
+    too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
+    return lax.switch(too_small, [*map(on_first, sizes), function], rows)

@@ -1,0 +1,410 @@
+"""The three operations of a projection and its softmax, built from the functions of an implementation on some rows.
+
+    projection             the statistics of each row                                 1 matrix product
+    projection_grad        the gradients of x, w and bias, from known statistics      3 products
+    projection_with_grad   both at once, for losses with known weights                3 products, or 4
+
+Rows are taken in chunks (`chunks.py`):
+
+             D                    V                          the gradients of a chunk
+         ┌───────┐       ┌─────────────────┐
+   chunk │ x     │  @  D │ w               │ = z, here dz ──►  dx of the chunk = dz @ w.T
+         ├───────┤       └─────────────────┘             ──►  dw, float32    += x.T @ dz
+         │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
+         └───────┘
+
+In bfloat16 on a GPU, if the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is
+written once (`gradient_rows`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src.dispatch.mesh_types import is_tracked, vary_together
+from pallas_softmax_base._src.linear import losses as formulas
+from pallas_softmax_base._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
+from pallas_softmax_base._src.linear.losses import Coefficients, Head, Statistics, Tokens
+from pallas_softmax_base._src.normalizers import Normalizer, log_of, widen
+
+# A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
+_MOST_LOGITS = 2**31 - 1
+
+# The largest dz in float16 is about this, so that small probabilities do not underflow. It leaves a factor of 64.
+_LARGEST = 2.0**10
+
+
+class ChunkFunctions(NamedTuple):
+    """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
+
+    bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
+
+    Attributes:
+      statistics: (x, w, bias, tokens, *, head) -> Statistics.
+      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
+        `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
+      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
+        maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
+      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
+        dtype of the arithmetic. A total of None is 0.
+      product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
+        float32 array. None if an implementation has no such function.
+      bytes_per_logit: (itemsize of x, whether there are several labels) -> two numbers, the bytes that `statistics`
+        stores for each logit, and the bytes that the other two store.
+    """
+
+    statistics: Callable[..., Statistics]
+    dlogits: Callable[..., jax.Array]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
+    add_product: Callable[..., jax.Array]
+    product: Callable[..., jax.Array] | None
+    bytes_per_logit: Callable[[int, bool], tuple[float, float]]
+
+
+def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
+    """Returns the operations of a projection, by name, made of the functions of an implementation."""
+    operations = projection, projection_grad, projection_with_grad
+    return {operation.__name__: functools.partial(operation, functions) for operation in operations}
+
+
+def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static):
+    """Returns the statistics of whole rows.
+
+    Args:
+      functions, w, bias: as for `_Projection`.
+      x: (n, D), in a floating dtype of at least 16 bits.
+      tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
+      **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
+    """
+    layer = _Projection(functions, w, bias, **static)
+    tokens = layer.with_own_labels(tokens, x)
+    empty = vary_together(_no_statistics(x, tokens, layer.head), x, w, tokens)[0]
+    found, _ = on_kept_rows(lambda rows: (_statistics(layer, *rows), None), tokens.kept, (x, tokens), empty)
+    return found.merged(layer.mesh_axes, layer.vocab)
+
+
+def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics, **static):
+    """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
+
+    dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
+
+    Args:
+      functions, x, w, bias, tokens: as for `projection`.
+      weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
+        (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
+        `losses.coefficients`.
+      statistics: the result of `projection`. Only gradients of 16-bit x use it.
+      **static: as for `projection`; and `with_dw`.
+    """
+    # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
+    # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
+    # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
+    known = statistics if x.dtype.itemsize == 2 else None
+    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
+
+
+def projection_with_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, **static):
+    """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
+    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Projection:
+    """All that is the same for every row of a projection on one device.
+
+    Attributes:
+      functions: the functions of the implementation.
+      w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
+      bias: (V,) or None.
+      head: the static part of the projection and its loss.
+      workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
+      with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
+        may then not exist, so chunks do not count on it.
+      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
+      partial_dw: whether dw and dbias are a device's parts of sums over devices, so that they stay in float32.
+      partial_dx: the same for dx, which is then not summed over `mesh_axes`.
+    """
+
+    functions: ChunkFunctions
+    w: jax.Array
+    bias: jax.Array | None
+    head: Head
+    workspace_bytes: int
+    with_dw: bool = True
+    mesh_axes: tuple[str, ...] = ()
+    partial_dw: bool = False
+    partial_dx: bool = False
+
+    @property
+    def vocab(self) -> int:
+        """The number of columns on this device."""
+        return self.head.vocab(self.w)
+
+    def with_own_labels(self, tokens: Tokens, x) -> Tokens:
+        """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
+        labels = tokens.labels
+        if labels is None:
+            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+        elif self.mesh_axes:
+            labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
+        return tokens._replace(labels=labels)
+
+    def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
+        """Returns the coefficients of the gradient of sum(weights * losses)."""
+        devices = lax.axis_size(self.mesh_axes) if self.mesh_axes else 1
+        return formulas.coefficients(statistics, weights, tokens, self.vocab * devices)
+
+    def dx(self, dz, factor) -> jax.Array:
+        """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
+        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
+        return lax.psum(dx, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
+
+    def no_dx(self, x) -> jax.Array:
+        """Returns zeros in the shape and dtype of dx."""
+        return vary_together(jnp.zeros_like(x, widen(x).dtype if self.partial_dx else x.dtype), x)[0]
+
+    def largest(self, a) -> jax.Array:
+        """Returns the maximum over the mesh axes."""
+        return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
+
+
+def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
+    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
+    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return lax.dot_general(
+        a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
+    )
+
+
+# ---- Statistics
+
+
+def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
+    """Returns the statistics of this device's columns."""
+    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
+    w, bias, head = layer.w, layer.bias, layer.head
+
+    def step(chunk: Chunk, found: Statistics) -> Statistics:
+        statistics = layer.functions.statistics(chunk.slice(x), w, bias, chunk.slice(tokens), head=head)
+        return chunk.put(found, vary_together(statistics, x, w)[0])
+
+    empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
+    return over_chunks(x.shape[0], rows, step, empty)
+
+
+def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
+    """Returns harmless statistics, for rows that are left out."""
+    zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
+    at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
+    total = None if tokens.label_smoothing is None else zeros
+    moment_and_argmax = (zeros, zeros.astype(jnp.int32)) if head.entropy else ()
+    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total, *moment_and_argmax)
+
+
+# ---- Gradients
+
+
+class _Rows(NamedTuple):
+    """The arrays of a gradient that have a row, or a number, for each token.
+
+    Attributes:
+      x: (n, D).
+      tokens: the numbers of each token, with labels as columns of this device.
+      weights: (n,) or (n, K), divided by the scale; see `_scale`.
+      known: the statistics of whole rows; None if the gradient computes them.
+    """
+
+    x: jax.Array
+    tokens: Tokens
+    weights: jax.Array
+    known: Statistics | None
+
+
+def _gradients(layer: _Projection, rows: _Rows):
+    """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
+    rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
+    empty = _no_statistics(rows.x, rows.tokens, layer.head), layer.no_dx(rows.x)
+    empty = _vary(empty, layer, rows)
+    gradients = functools.partial(_gradients_of_rows, layer)
+    per_row, together = on_kept_rows(gradients, rows.tokens.kept, rows, empty)
+    return *per_row, *together
+
+
+def _gradients_of_rows(layer: _Projection, rows: _Rows):
+    """Returns two tuples, (statistics, dx) and (dw, dbias)."""
+    x, tokens, weights, known = rows
+    w, bias = layer.w, layer.bias
+    size_of_chunk, product = _way_to_dw(layer, x, tokens)
+    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
+    rows = rows._replace(weights=weights / scale)
+    step = functools.partial(_add_chunk, layer, rows, product, scale)
+
+    statistics = known if known is not None else _no_statistics(x, tokens, layer.head)
+    per_row = _vary((statistics, layer.no_dx(x)), layer, rows)
+    dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
+    carry = *per_row, None, vary_together(dbias, rows, w)[0]
+    sums: Any = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    *per_row, dw, dbias = sums
+
+    dw = dw * (1 if product else scale)
+    dbias = None if bias is None else dbias * scale
+    if not layer.partial_dw:
+        dw = dw.astype(w.dtype)
+        dbias = dbias if bias is None or dbias is None else dbias.astype(bias.dtype)
+    return tuple(per_row), (dw, dbias)
+
+
+def _vary(per_row, layer: _Projection, rows: _Rows):
+    """Returns (statistics, dx), cast to vary over the mesh axes that the results of rows vary over."""
+    statistics, dx = vary_together(per_row, rows, layer.w, but=layer.mesh_axes)[0]
+    differs = layer.partial_dx and is_tracked(layer.mesh_axes)
+    return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
+
+
+def _way_to_dw(layer: _Projection, x, tokens: Tokens) -> tuple[Any, Callable | None]:
+    """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
+
+    The function is None if chunks are added to a float32 dw.
+    """
+    n = x.shape[0]
+    # For this product, x is multiplied by the scale, which could overflow in float16.
+    product = layer.functions.product if x.dtype == jnp.bfloat16 else None
+    _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
+    rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
+    if product is None or not is_one_chunk(n, rows):
+        return rows, None
+    # `add_product` without a total is the product in float32
+    return rows, functools.partial(layer.functions.add_product, None) if layer.partial_dw else product
+
+
+def gradient_rows(
+    rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float
+) -> int:
+    """Returns the number of rows of a chunk of a gradient, given the memory that the gradient takes anyway.
+
+    Each of several chunks is added to a float32 dw of `dw_bytes`, by a pass that reads and writes it. If all rows fit
+    into `dw_bytes`, they are one chunk. Its dw is rounded as it is written, so there is no float32 dw. Otherwise a
+    chunk may be as large as the 16-bit dw, which is written when the chunks are gone. In bfloat16 this makes one chunk
+    of up to 2 D rows. For more rows, chunks have D rows, or as many as the workspace holds if that is more.
+    """
+    if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
+        return rows
+    return chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
+
+
+def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
+    """Returns `carry`, the (statistics, dx, dw, dbias) of the chunks before, with this chunk.
+
+    The gradient of the logits is dz * factor * scale, with one factor for each row. So
+
+        dx    = dz @ w.T * factor * scale
+        dw    = (x * factor).T @ dz * scale
+        dbias = sum(dz * factor) * scale
+
+    The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. A `product` writes dw only
+    once, already rounded. Then x is multiplied by the scale instead.
+    """
+    statistics, dx, dw, dbias = carry
+    weights = chunk.replace_seen(chunk.slice(rows.weights))
+    weightless = formulas.is_weightless(weights)
+    x = jnp.where(weightless[:, None], 0, chunk.slice(rows.x))  # a NaN there must not reach dw
+    found, dz, factor = _dz_of_chunk(layer, rows, chunk, x, weights)
+    factor = jnp.ones_like(weights, shape=weightless.shape) if factor is None else factor
+
+    dx_rows = jnp.where(weightless[:, None], 0, layer.dx(dz, factor * scale))
+    x_factor = factor * scale if product else factor
+    x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
+    head = layer.head
+    dw = product(x, dz, head=head) if product else layer.functions.add_product(dw, x, dz, head=head)
+    dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
+    if dbias is not None:
+        dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
+    statistics = statistics if found is None else chunk.put(statistics, found)
+    return statistics, chunk.put(dx, dx_rows.astype(dx.dtype)), dw, dbias
+
+
+def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
+    """Returns (statistics, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
+
+    The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
+
+    Args:
+      layer: what all rows share.
+      rows: the arrays of all rows.
+      chunk: which rows.
+      x, weights: these rows of the arrays; rows that do not count are 0.
+    """
+    functions, head, w = layer.functions, layer.head, layer.w
+    tokens = chunk.slice(rows.tokens)
+    if tokens.temperature is not None:  # out of range, it is NaN
+        temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
+        tokens = tokens._replace(temperature=temperature)
+    arrays = (x, w, layer.bias, tokens)
+
+    def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
+        found = vary_together(found, rows.x, w)[0].merged(layer.mesh_axes, layer.vocab)
+        return found, layer.coefficients(found, weights, tokens)
+
+    found = factor = None
+    known = chunk.slice(rows.known)
+    if known is None:
+        found, dz, factor = functions.statistics_and_dlogits(
+            *arrays, to_coefficients, layer.largest, head=head
+        )
+    else:
+        dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
+    if tokens.several:  # no implementation of several labels has a factor of each row
+        statistics: Any = found if known is None else known
+        coefficients = layer.coefficients(statistics, weights, tokens)
+        at_labels = formulas.gradient_at_label(statistics.label_logit, coefficients, tokens, head)
+        dz = _put_at_labels(dz, at_labels, tokens.labels, layer.vocab)
+    return found, *vary_together(dz, factor, rows.x, w)[:2]
+
+
+def _put_at_labels(dz: jax.Array, at_labels: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
+    """Returns dz (rows, V) with the elements at several labels replaced by `at_labels`, (rows, K).
+
+    The label's terms are subtracted in float32 and rounded once, like a single label's. Equal labels of a row have the
+    same element. Labels that are not a column of this device change nothing.
+    """
+    columns = jnp.where((labels >= 0) & (labels < vocab), labels, dz.shape[1])
+    dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
+    rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    return dz.at[rows, columns].set(at_labels, mode="drop")
+
+
+def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
+    """Returns about how large the elements of each row's dz may be."""
+    weights = jnp.sum(jnp.abs(weights), 1) if weights.ndim == 2 else weights
+    sizes = weights if tokens.temperature is None else weights / tokens.temperature
+    if tokens.z_loss is not None and known is not None:
+        sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
+    return sizes
+
+
+def _scale(sizes, dtype, *, exact: bool):
+    """Returns the number that the weights are divided by. dz is proportional to the weights, and rounded to x's dtype.
+
+    The gradients are multiplied by the scale in float32. For dw, x may be multiplied instead, before the product.
+
+    The largest size becomes 1 (1024 in float16), so that the gradient at an improbable label is not rounded. With
+    `exact`, the scale is rounded to a power of two, so that x times the scale is not rounded. The largest size then
+    becomes a number from 0.75 to 1.5.
+
+    Args:
+      sizes: about how large the elements of each row's dz may be.
+      dtype: the dtype of x.
+      exact: whether x is multiplied by the scale.
+    """
+    largest = jnp.max(jnp.where(jnp.isfinite(sizes), jnp.abs(sizes), 0), initial=0)
+    scale = jnp.where(largest > 0, largest / (_LARGEST if dtype == jnp.float16 else 1.0), 1)
+    scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # a smaller one would become 0
+    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale

@@ -1,0 +1,360 @@
+"""Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
+
+`row_sums` reduces the rows of each tile. It may also write the logits. If each row has a reference (a guess of its
+maximum), it writes exponentials instead. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
+
+    acc, 64 rows of a tile of x @ w, float32
+      │  + bias, softcap, temperature; -inf from column V on
+      ▼
+      z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference) * slope of the softcap, or the gradient, or z
+                                                                            (rows, V), 16-bit; z in float32
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.gpu.blocks import load_as
+from pallas_softmax_base._src.gpu.interpreter import laid_out, twin
+from pallas_softmax_base._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
+from pallas_softmax_base._src.linear.losses import Coefficients, Head, Tokens
+from pallas_softmax_base._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
+from pallas_softmax_base._src.linear.product import Place, product, store
+from pallas_softmax_base._src.normalizers import Normalizer
+
+
+def reduce_logits(
+    head: Head,
+    vocab: int,
+    acc,
+    place: Place,
+    inputs: "Inputs",
+    reference_gmem,
+    sums_gmem: "RowSums",
+    stored_gmem,
+) -> None:
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or its exponentials."""
+    z, column = _logits(acc, place, inputs, head, vocab)
+    own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+    sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
+    if sums_gmem.total is not None:
+        sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
+
+    m = jnp.max(z, axis=1)
+    sums_gmem.normalizer.m[own] = m
+    r = normalizers.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
+    if sums_gmem.t is None:
+        e = jnp.exp(z - _broadcast_rows(r, z))
+    else:  # for the entropy and the argmax
+        sums_gmem.argmax[own] = _first_of_largest(z, m, column)
+        below = normalizers.distance(z, _broadcast_rows(r, z))
+        e = jnp.exp(below)
+        sums_gmem.t[own] = jnp.sum(below * e, axis=1)
+    sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
+
+    if reference_gmem is not None:
+        store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
+    elif stored_gmem is not None:
+        store(place, z, stored_gmem)
+
+
+def write_gradients(
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", coefficients_gmem: Coefficients, dz_gmem
+) -> None:
+    """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
+    z, column = _logits(acc, place, inputs, head, vocab)
+    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
+        lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
+    )
+    if entropy_factor is None:
+        dz = exp_factor * jnp.exp(z - m)
+    else:
+        below = normalizers.distance(z, m)
+        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
+    if constant is not None:
+        dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
+    dz = lax.cond(
+        _has_labels(inputs.labels, place),
+        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), label_term, 0.0),
+        lambda: dz,
+    )
+    store(place, dz * _softcap_slope(z, place, inputs, head), dz_gmem)
+
+
+# ---- Launches
+
+
+class Labels(NamedTuple):
+    """The labels, and which parts of the product contain any.
+
+    Attributes:
+      column: int32 (rows,). A label outside of [0, V) matches no column.
+      in_tile: int32 (groups of 64 rows, tiles): 0 if no row of the group has its label in the tile.
+    """
+
+    column: Any
+    in_tile: Any
+
+
+class Inputs(NamedTuple):
+    """Arrays that both epilogues read: the bias (V,) or None, the labels, and 1 / temperature (rows,) or None."""
+
+    bias: Any
+    labels: Labels
+    inverse_temperature: Any
+
+
+class RowSums(NamedTuple):
+    """Sums over each row's part of each tile: float32 (tiles, rows).
+
+    Attributes:
+      normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
+      label_logit: z at the label, 0 if the label is not in the tile.
+      total: the sum of z; None without label smoothing.
+      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
+      argmax: int32, the first column of the tile where z is m; None without `Head.entropy`.
+    """
+
+    normalizer: Normalizer
+    label_logit: Any
+    total: Any
+    t: Any = None
+    argmax: Any = None
+
+
+def row_sums(
+    x, w, bias, tokens: Tokens, reference=None, *, head: Head, keep_logits: bool = False
+) -> tuple[RowSums, Any]:
+    """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
+
+    Args:
+      x, w, bias, tokens: as in `gradients.ChunkFunctions`.
+      reference: float32 (rows,), or None.
+      head: the projection.
+      keep_logits: whether to write z in float32, without a reference.
+
+    Returns:
+      The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
+      `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
+      multiplied by its slope.
+    """
+    rows, columns, cluster_rows = (
+        len(x),
+        w.shape[0 if head.transpose_w else 1],
+        plan_projection(len(x)).cluster_rows,
+    )
+    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), rounded_up(rows, cluster_rows)), jnp.float32)
+    sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
+    if head.entropy:
+        sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
+    stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
+    stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
+    name = "linear_statistics" if reference is None else "linear_exponentials"
+    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored_dtype, head)
+
+
+def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
+    """Returns the gradients that `Coefficients` describes, in the dtype of x.
+
+    Args:
+      x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
+      head: the projection.
+
+    Returns:
+      An array (rows, columns of w), 0 from column V on.
+    """
+    dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
+    name = "linear_logit_gradients"
+    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), x.dtype, head)[0]
+
+
+def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head):
+    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`."""
+    vocab, tiling = head.vocab(w), plan_projection(len(x))
+    inputs = Inputs(
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
+        _labels(tokens.labels, w.shape[0 if head.transpose_w else 1], vocab, tiling),
+        _inverse_temperature(tokens, tiling),
+    )
+    per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
+    epilogue = functools.partial(epilogue, head, vocab)
+    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    return product(epilogue, x, w, (inputs, per_row), results, **options)
+
+
+# ---- Logits in registers
+
+
+def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
+    """Returns the logits of a part of the product, and their column numbers within the part."""
+    column = _columns(acc.shape)
+    z = acc
+    if inputs.bias is not None:
+        bias = _load(inputs.bias.at[pl.ds(place.column, acc.shape[1])], 0)
+        z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
+    if head.softcap is not None:
+        z = head.softcap * _tanh(z * (1 / head.softcap))
+    if inputs.inverse_temperature is not None:
+        z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
+    if vocab % acc.shape[1]:
+        z = jnp.where(column < vocab - place.column, z, -jnp.inf)
+    return z, column
+
+
+def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
+    """Returns z at the label of each row, 0 if the label is not in this part."""
+    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    return lax.cond(
+        _has_labels(labels_gmem, place),
+        lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
+        lambda: zeros,
+    )
+
+
+@twin(lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1))
+def _columns(shape: tuple[int, ...]):
+    """Returns the column number of each element of a part."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def _first_of_largest_in_jax(z, m, column):
+    return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
+
+
+@twin(_first_of_largest_in_jax)
+def _first_of_largest(z, m, column):
+    """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
+
+    A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
+    compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
+    """
+    row_layout: Any = plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=row_layout)
+
+    @inline(arg_types=(plgpu.Layout.WGMMA, row_layout), return_type=result)
+    def first_of_largest(_, z, m):
+        in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
+        columns, registers = z.registers.reshape(-1, 2), []
+        for row, largest in enumerate(m.registers.flat):
+            below = _below(*elements(largest))
+            firsts = []
+            for start in range(0, len(columns), _COLUMNS_IN_CHAIN):
+                first = i32(_NO_COLUMN)
+                for i in reversed(range(start, start + _COLUMNS_IN_CHAIN)):
+                    for j, value in reversed([*enumerate(elements(columns[i, row]))]):
+                        is_m = arith.cmpf(arith.CmpFPredicate.UGT, value, below)
+                        first = arith.select(is_m, i32(8 * i + j), first)
+                firsts.append(first)
+            first = arith.addi(normalizers.tree(arith.minsi, firsts), in_quad)
+            for distance in 1, 2:
+                first = arith.minsi(first, utils.shfl_bfly(first, distance))
+            registers.append(pack([first]))
+        return array(row_layout.to_mgpu(), m.shape, registers)
+
+    return first_of_largest(z, m)
+
+
+def _below(m: ir.Value) -> ir.Value:
+    """Returns the number that only the largest logits z of a row exceed, given their maximum m.
+
+    "Exceed" means z > below, or that z or below is NaN:
+
+        m             below
+        finite, inf   the next smaller number; for 0 and -0, the largest negative number
+        -inf          NaN, because every z is m
+        NaN           inf, because only NaNs count as m
+    """
+    compare, f32 = arith.CmpFPredicate, ir.F32Type.get()
+    bits, zero = arith.bitcast(ir.IntegerType.get_signless(32), m), arith.constant(f32, 0.0)
+    below_zero = arith.bitcast(f32, i32(-(2**31) + 1))  # the largest negative number
+    is_positive = arith.cmpf(compare.OGT, m, zero)
+    step = arith.select(is_positive, i32(-1), i32(1))
+    below = arith.bitcast(f32, arith.addi(bits, step))
+    below = arith.select(arith.cmpf(compare.OEQ, m, zero), below_zero, below)
+    return arith.select(arith.cmpf(compare.UNO, m, m), arith.constant(f32, float("inf")), below)
+
+
+# Pairs of columns that a thread compares one after another. Several such chains run at the same time.
+_COLUMNS_IN_CHAIN = 8
+_NO_COLUMN = 2**30
+
+
+def _tanh(y):
+    """Returns tanh(y) within a few float32 ulp. The GPU's own instruction is accurate only to 11 bits."""
+    far = 1 - 2 / (1 + jnp.exp(2 * y))
+    square = y * y
+    near = y - y * square * (
+        1 / 3 - square * (2 / 15 - square * (17 / 315))
+    )  # Taylor series, relative error 1e-9
+    return jnp.where(square < 0.01, near, far)
+
+
+def _softcap_slope(z, place: Place, inputs: Inputs, head: Head):
+    """Returns the derivative of the softcap; 1 without a softcap. From column V on, where z is -inf, it is 0."""
+    if head.softcap is None:
+        return 1.0
+    capped = z
+    if inputs.inverse_temperature is not None:
+        capped = z * _broadcast_rows(1 / _load_per_row(inputs.inverse_temperature, place), z)
+    tanh = jnp.maximum(capped * (1 / head.softcap), -1)
+    return (1 - tanh) * (1 + tanh)
+
+
+# ---- Per-row and per-column numbers
+
+
+def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
+    labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
+    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
+    tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
+    return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
+
+
+def _has_labels(labels_gmem: Labels, place: Place):
+    """Returns whether any row of this part of the product has its label in this part."""
+    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+
+
+def _at_label(labels_gmem: Labels, place: Place, column):
+    """Returns which elements are at the label of their row."""
+    return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
+
+
+def _inverse_temperature(tokens: Tokens, tiling: Tiling):
+    """Returns 1 / temperature of each row, in an array of its own; None without temperatures.
+
+    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA
+    may pass a slice by its address.
+    """
+    if tokens.temperature is None:
+        return None
+    return _padded(1 / tokens.temperature, tiling.cluster_rows, 1)
+
+
+def _padded(a, multiple: int, value=0):
+    return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+
+
+def _load_per_row(gmem, place: Place):
+    """Returns per-row numbers of the part's 64 rows."""
+    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1)
+
+
+def _load(gmem, reduced: int):
+    """Returns per-row or per-column numbers, in the layout of an accumulator reduced along dimension `reduced`."""
+    return load_as(gmem, plgpu.Layout.WGMMA.reduce(reduced))
+
+
+def _broadcast_rows(per_row, like):
+    """Broadcasts per-row numbers to all elements of the rows."""
+    return lax.broadcast_in_dim(per_row, like.shape, (0,))

@@ -1,0 +1,293 @@
+"""The losses of a projection followed by a softmax, and their gradients, as formulas on a few numbers per row.
+
+The logits of a token (a row of x) are, element by element,
+
+    raw = x @ w + bias,     z = softcap * tanh(raw / softcap) / temperature
+
+in float32 (float64 for float64 inputs). They are stored in bounded chunks. Only the `Statistics` of each row are kept.
+The losses, and the coefficients of their gradients in the raw logits, are formulas on the statistics.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.normalizers import Moments, Normalizer
+from pallas_softmax_base._src.stats.mesh import combine_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The static arguments of a projection; hashable.
+
+    Attributes:
+      transpose_w: whether w is (V, D) instead of (D, V).
+      softcap: the bound of the logits, or None.
+      precision: of the matrix products, as `lax.dot_general` takes it.
+      columns: only this many columns of w count, the first ones; None for all.
+      entropy: whether the statistics include t and the argmax.
+    """
+
+    transpose_w: bool = False
+    softcap: float | None = None
+    precision: Any = None
+    columns: int | None = None
+    entropy: bool = False
+
+    def vocab(self, w: jax.Array) -> int:
+        """Returns V, the number of columns of w; if a mesh divides them, the columns of one device."""
+        if self.columns is not None:
+            return self.columns
+        return w.shape[0 if self.transpose_w else 1]
+
+
+class Tokens(NamedTuple):
+    """The arguments of a loss that have one number per token, each of shape (rows,).
+
+    Attributes:
+      labels: int32 columns of the whole w; a label outside [0, V) is no column. (rows, K) for several labels per token.
+      temperature: the divisor of the logits, applied after the softcap; None for 1.
+      label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
+      z_loss: the weight of the squared logsumexp in the loss; None for 0.
+      kept: boolean, False for a token that is left out; None if all tokens count.
+    """
+
+    labels: Any
+    temperature: Any = None
+    label_smoothing: Any = None
+    z_loss: Any = None
+    kept: Any = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the labels are (rows, K). Batch dimensions must have become rows."""
+        return self.labels.ndim == 2
+
+
+class Statistics(NamedTuple):
+    """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic.
+
+    Attributes:
+      normalizer: (m, d), the maximum and the sum of exp(z - m).
+      label_logit: z at the label; 0 for a label outside [0, V). (rows, K) for several labels.
+      total: the sum of z over the row; None without label smoothing.
+      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
+      argmax: int32, the first column of the largest z; None without `Head.entropy`.
+    """
+
+    normalizer: Normalizer
+    label_logit: jax.Array
+    total: jax.Array | None
+    t: jax.Array | None = None
+    argmax: jax.Array | None = None
+
+    @property
+    def moments(self) -> Moments:
+        """The normalizer with t."""
+        assert self.t is not None
+        return Moments(*self.normalizer, self.t)
+
+    def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
+        """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
+        if not mesh_axes:
+            return self
+        if self.argmax is not None:
+            position = self.argmax + lax.axis_index(mesh_axes) * vocab
+            columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
+            merged = combine_shards(*columns, mesh_axes=mesh_axes)
+            (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
+            return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
+        label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
+        return Statistics(normalizers.combine_shards(self.normalizer, mesh_axes), label_logit, total)
+
+
+class Coefficients(NamedTuple):
+    """Numbers of each row, (rows,) each, that give the gradient of sum(weights * losses) in the raw logits:
+
+        ((exp_factor + entropy_factor * (z - m)) * exp(z - m) - label_term * [column == label] - constant)
+            * (1 - tanh) * (1 + tanh)
+
+    tanh = z * temperature / softcap; without a softcap, it is 0. At the label of a peaked row the first two
+    terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
+    is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing,
+    `entropy_factor` without an entropy.
+    With several labels, `label_term` is (rows, K), and the term of each label is subtracted.
+    """
+
+    m: jax.Array
+    exp_factor: jax.Array
+    label_term: jax.Array
+    constant: jax.Array | None
+    entropy_factor: jax.Array | None = None
+
+
+def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
+    """Returns z (rows, V or more) at one or several columns of each row, and 0 for a column outside [0, vocab).
+
+    Args:
+      columns: int32, (rows,) or (rows, K).
+    """
+    own = (columns >= 0) & (columns < vocab)
+    index = jnp.where(own, columns, 0).reshape(z.shape[0], math.prod(columns.shape[1:]))
+    found = jnp.take_along_axis(z, index, 1, mode="promise_in_bounds").reshape(columns.shape)
+    return jnp.where(own, found, 0)
+
+
+def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
+    """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
+
+    Args:
+      statistics: the statistics of whole rows.
+      tokens: the numbers of each token.
+      vocab: the number of columns of a whole row.
+    """
+    (m, d), label_logit, total, *_ = statistics
+    several = label_logit.ndim > m.ndim
+    if several:
+        m, d = m[..., None], d[..., None]
+    finite = jnp.abs(m) < jnp.inf
+    # log d is added last: in a peaked row, m - z[label] is exact and log d is small
+    loss = jnp.where(finite, m - label_logit, normalizers.log_of(Normalizer(m, d)) - label_logit)
+    loss = loss + jnp.where(finite, jnp.log(d), 0)
+    if total is not None:
+        loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
+    if tokens.z_loss is not None:
+        loss = loss + tokens.z_loss * normalizers.log_of(statistics.normalizer) ** 2
+    return loss
+
+
+def like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns an array with one element per token, with one more dimension if the labels have one."""
+    return per_token if per_token.ndim == labels.ndim else per_token[..., None]
+
+
+def product(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values * weights. The derivatives of a product that is not finite are 0."""
+    result = values * weights
+    finite = jnp.isfinite(result)
+    values, weights = (jnp.where(finite, a, 0) for a in (values, weights))
+    return jnp.where(finite, values * weights, lax.stop_gradient(result))
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """Returns which elements are exactly 0.
+
+    On the CPU, comparisons of floats take subnormal numbers for 0, and LLVM turns `_bits(x) == 0` into one. So this
+    compares a number that grows with the bits.
+    """
+    return _bits(x).astype(x.dtype) * 0.75 + 0.25 < 0.5
+
+
+def shares(weights: jax.Array) -> jax.Array:
+    """Returns the weights divided by their sum; 0 if the sum is 0, NaN if it is not finite.
+
+    A sum that overflows is computed from smaller weights, and a small sum from larger weights. One reduction computes
+    all sums, so that devices exchange them at once.
+    """
+    large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
+    each = weights / large, weights, _times_power(weights, large**1.5)
+    counts = ~is_zero(weights)
+    small_sum, given_sum, large_sum = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
+    is_small = (jnp.abs(given_sum) < 1 / large) & jnp.isfinite(large_sum)
+    chosen = jnp.where(jnp.isfinite(given_sum), 1 + is_small.astype(jnp.int32), 0)
+    total = lax.select_n(chosen, small_sum, given_sum, large_sum)
+    usable = jnp.isfinite(total) & (total != 0)
+    share = product(lax.select_n(chosen, *each), 1 / jnp.where(usable, total, 1))
+    tiny = lax.stop_gradient(jnp.finfo(share.dtype).tiny - share)  # a share of 0 would leave the token out
+    return jnp.where(usable, share + jnp.where(counts & (share == 0), tiny, 0), total - total)
+
+
+def _times_power(x: jax.Array, power: float) -> jax.Array:
+    """Returns x times a large power of two, or inf for |x| of 1 and more, so that no sum is NaN.
+
+    Subnormal numbers count, although XLA takes them for 0 on the CPU.
+
+    The bits of a subnormal number are an integer, its multiple of the smallest subnormal number.
+    """
+    info, bits = jnp.finfo(x.dtype), _bits(x)
+    scaled = jnp.where(jnp.abs(x) < 1, x * power, jnp.inf)
+    exact = bits.astype(x.dtype) * (float(info.smallest_subnormal) * power)
+    exact = jnp.where(jnp.signbit(x), -exact, exact)
+    is_subnormal = bits < _bits(jnp.asarray(info.tiny, x.dtype))
+    return scaled + lax.stop_gradient(jnp.where(is_subnormal, exact - scaled, 0))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of the absolute values. On the CPU, `jnp.abs` would make 0 of subnormal numbers."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return bits & jnp.iinfo(bits.dtype).max
+
+
+def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
+    """Returns the coefficients of the gradient of sum(weights * losses), or of sum(weights * logsumexp) without labels.
+
+    Args:
+      statistics: the statistics of whole rows.
+      weights: one per row, or (rows, K) for several labels. With an entropy, (rows, 3): the weights of the losses, the
+        entropies, and logsumexp. The gradient of a row that has no other weight than 0 is 0, whatever its statistics.
+      tokens, vocab: as for `losses`.
+    """
+    m, d = statistics.normalizer
+    weightless = is_weightless(weights)
+    if statistics.t is not None:
+        return _coefficients_with_entropy(statistics, weights, tokens)
+
+    def kept(number):
+        return jnp.where(weightless if number.ndim == 1 else weightless[:, None], 0, number)
+
+    label_term = weights
+    if tokens.temperature is not None:
+        label_term = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
+    weight = jnp.sum(label_term, 1) if tokens.several else label_term
+    exp_factor, constant = weight / d, None
+    if tokens.z_loss is not None:
+        exp_factor = weight * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
+    if tokens.label_smoothing is not None:
+        label_term = weight * (1 - tokens.label_smoothing)
+        constant = kept(weight * tokens.label_smoothing / vocab)
+    m = jnp.where(weightless, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
+    return Coefficients(m, kept(exp_factor), kept(label_term), constant)
+
+
+def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
+    """Returns the coefficients of the gradient of a weighted sum of loss, entropy and logsumexp."""
+    m, d, t = statistics.moments
+    weightless = is_weightless(weights)
+    if tokens.temperature is not None:
+        weights = weights / tokens.temperature[:, None]
+    loss, entropy, logsumexp = (weights[:, i] for i in range(3))
+    exp_factor = (loss + logsumexp + entropy * (t / d)) / d
+    exp_factor, label_term, entropy_factor = (
+        jnp.where(weightless, 0, a) for a in (exp_factor, loss, -entropy / d)
+    )
+    m = jnp.where(weightless, jnp.inf, normalizers.shift(m))
+    return Coefficients(m, exp_factor, label_term, None, entropy_factor)
+
+
+def is_weightless(weights: jax.Array) -> jax.Array:
+    """Returns which rows have no other weight than 0."""
+    return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
+
+
+def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
+    """Returns the gradient in the raw logit at the label of each row, without label smoothing.
+
+    With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
+    """
+    m, exp_factor, label_term, *_ = coefficients
+    temperature: Any = 1 if tokens.temperature is None else tokens.temperature
+    if tokens.several:
+        m, exp_factor = m[:, None], exp_factor[:, None]
+        temperature = 1 if tokens.temperature is None else temperature[:, None]
+        equal = tokens.labels[:, :, None] == tokens.labels[:, None, :]
+        label_term = jnp.sum(jnp.where(equal, label_term[:, None, :], 0), 2)
+    gradient = exp_factor * jnp.exp(label_logit - m) - label_term
+    if head.softcap is not None:
+        tanh = label_logit * temperature / head.softcap
+        gradient = gradient * (1 - tanh) * (1 + tanh)
+    return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN

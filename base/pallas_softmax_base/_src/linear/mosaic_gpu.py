@@ -1,0 +1,82 @@
+"""Implementation `mosaic_gpu` of a projection and its softmax: which calls it takes, and arrays of any size."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax_base._src.gpu import checks
+from pallas_softmax_base._src.linear.chunk_kernels import FUNCTIONS
+from pallas_softmax_base._src.linear.gradients import operations_of
+from pallas_softmax_base._src.linear.losses import Head, Tokens
+from pallas_softmax_base._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
+
+HOPPER = 9  # major compute capability of the GPUs that have wgmma
+
+
+def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
+    """Returns why the kernels cannot run the call, or None: each chunk of rows gets a plan of its own."""
+    if (reason := checks.unsupported(call, capability)) is not None:
+        return Refusal(reason)
+    if capability[0] != HOPPER:
+        return Refusal(
+            f"the matrix product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+        )
+    if jnp.dtype(call.dtype).itemsize != 2:
+        return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
+    if 0 in (call.rows, call.vocab, call.depth):
+        return Refusal("an array is empty")
+    # Most of a tile would be idle.
+    if call.vocab < TILE_N:
+        return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
+    return None
+
+
+def _on_whole_atoms(
+    operation: Callable, name: str, x, w, bias, tokens: Tokens, *per_token, head: Head, **static
+):
+    """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
+
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one.
+    """
+    (n, depth), vocab = x.shape, head.vocab(w)
+    rows = rounded_up(n, ATOM_ROWS)
+    deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
+    wide = max(wide, FEWEST_COLUMNS)
+    if (rows, deep, wide) == (n, depth, vocab):
+        return operation(x, w, bias, tokens, *per_token, head=head, **static)
+
+    def extended(a, *shape: int):
+        return jnp.pad(
+            a, [(0, to - size) for to, size in zip(shape, a.shape)] + [(0, 0)] * (a.ndim - len(shape))
+        )
+
+    w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
+    temperature = tokens.temperature
+    # The new rows have weight 0. They must not divide by a temperature of 0.
+    tokens, per_token = jax.tree.map(lambda a: extended(a, rows), (tokens, per_token))
+    if temperature is not None:
+        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
+    bias = None if bias is None else extended(bias, wide)
+    head = dataclasses.replace(head, columns=vocab)
+    results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
+    if name == "projection":
+        return jax.tree.map(lambda a: a[:n], results)
+    *statistics, dx, dw, dbias = results
+    dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
+    dbias = None if dbias is None else dbias[:vocab]
+    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
+
+
+def _kernel(function: Callable) -> Kernel:
+    return Kernel(plan, lambda plan, *arrays, **static: function(*arrays, **static))
+
+
+OPERATIONS: dict[str, Callable] = {
+    name: functools.partial(_on_whole_atoms, operation, name)
+    for name, operation in operations_of(FUNCTIONS).items()
+}
+KERNELS = {name: _kernel(function) for name, function in OPERATIONS.items()}

@@ -1,0 +1,27 @@
+"""The three operations on a projection and its softmax, as objects; `gradients.py` describes them.
+
+Their arguments are x, w and bias instead of logits, so they are no `RowOperation`s. `linear/mesh.py` divides them over
+a mesh, and their kernels take mesh_axes= themselves.
+"""
+
+from pallas_softmax_base._src.dispatch.operation import Kernel, Operation
+from pallas_softmax_base._src.linear import xla
+
+
+def _operation(name: str) -> Operation:
+    def mosaic_gpu() -> Kernel:
+        from pallas_softmax_base._src.linear.mosaic_gpu import KERNELS
+
+        return KERNELS[name]
+
+    return Operation(
+        name=name,
+        plain=xla.OPERATIONS[name],
+        kernels={"mosaic_gpu": mosaic_gpu},
+    )
+
+
+PROJECTION = _operation("projection")
+PROJECTION_GRAD = _operation("projection_grad")
+PROJECTION_WITH_GRAD = _operation("projection_with_grad")
+GRADIENTS = (PROJECTION_GRAD, PROJECTION_WITH_GRAD)  # the other operations return numbers of each token only

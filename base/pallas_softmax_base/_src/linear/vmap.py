@@ -1,0 +1,73 @@
+"""How `jax.vmap` runs an operation of a projection: a batch becomes more tokens, or a loop."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_softmax_base._src.dispatch.operation import Choice
+from pallas_softmax_base._src.jax_internals import stage_constants
+from pallas_softmax_base._src.linear.mesh import over_mesh
+from pallas_softmax_base._src.linear.operation import GRADIENTS
+
+
+def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
+    """Runs an operation of a projection x @ w.
+
+    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
+    slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
+    statistics or winners run slice by slice as well.
+
+    Args:
+      choice: the call and its implementations.
+      *arrays: x, w, bias, and arrays with one number per token.
+      **static: the other arguments.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    with stage_constants():
+        return _as_tokens(choice, arrays, static)
+
+
+def _as_tokens(choice: Choice, arrays: tuple, static: dict[str, Any]) -> Any:
+    choice.required_cuda()
+
+    @custom_vmap
+    def call(*arrays):
+        return over_mesh(choice, arrays, static)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *arrays):
+        x, w, bias, *per_token = arrays
+        x_batched, w_batched, bias_batched, *per_token_batched = in_batched
+        if choice.call.operation not in GRADIENTS and not any(jax.tree.leaves((w_batched, bias_batched))):
+            x, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
+                [x, *per_token],
+                [x_batched, *per_token_batched],
+            )
+            out = call(x, w, bias, *per_token)
+        else:
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+
+            def one(batched_slices):
+                slices = iter(batched_slices)
+                return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
+
+            out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
+        return out, jax.tree.map(lambda _: True, out)
+
+    once = jax.custom_jvp(call)
+
+    @once.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "linear_cross_entropy, linear_log_probs, linear_logsumexp and linear_token_stats have first derivatives"
+            " only; for second ones compute the logits and call pallas_softmax_base.logsumexp or token_stats"
+        )
+
+    return once(*arrays)

@@ -1,0 +1,129 @@
+"""Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.linear.gradients import ChunkFunctions, dot, operations_of
+from pallas_softmax_base._src.linear.losses import Head, Statistics, Tokens, at_columns
+from pallas_softmax_base._src.normalizers import Moments, Normalizer
+from pallas_softmax_base._src.stats.xla import first_of_largest
+
+# On the CPU, x.T @ dz is stored before it is added to the total. At most this many bytes are stored at a time.
+_PRODUCT_BYTES = 32 * 2**20
+
+
+def logits(x, w, bias, tokens: Tokens, *, head: Head):
+    """Returns the logits z of some rows, in the dtype of the arithmetic."""
+    z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
+    z = z if bias is None else z + bias.astype(z.dtype)[None]
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    return z if tokens.temperature is None else z / tokens.temperature[:, None]
+
+
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
+    """The `statistics` of `ChunkFunctions`."""
+    return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
+
+
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
+    """The `dlogits` of `ChunkFunctions`."""
+    return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
+
+
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
+    """The `statistics_and_dlogits` of `ChunkFunctions`."""
+    del largest
+    z = logits(x, w, bias, tokens, head=head)
+    merged, coefficients = to_coefficients(_reduced(z, tokens, head))
+    return merged, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
+
+
+def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
+    form: Any = Moments if head.entropy else Normalizer
+    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=form)
+    label_logit = at_columns(z, tokens.labels, z.shape[1])
+    total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
+    found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
+    if not head.entropy:
+        return found
+    return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
+
+
+def _gradient(z, tokens: Tokens, coefficients, head: Head):
+    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
+        lambda number: number[:, None], coefficients
+    )
+    z = jnp.where(m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
+    if entropy_factor is None:
+        dz = exp_factor * jnp.exp(z - m)
+    else:
+        below = normalizers.distance(z, m)
+        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
+    if not tokens.several:
+        at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
+        dz = dz - jnp.where(at_label, label_term, 0)
+    dz = dz if constant is None else dz - constant
+    if head.softcap is None:
+        return dz
+    capped = z if tokens.temperature is None else z * tokens.temperature[:, None]
+    tanh = capped / head.softcap
+    return dz * (1 - tanh) * (1 + tanh)
+
+
+def add_product(total, x, dz, *, head: Head):
+    """The `add_product` of `ChunkFunctions`.
+
+    On the CPU, where XLA does not add in place, some columns are added at a time.
+    """
+
+    def product(x, dz):
+        return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
+
+    def directly(total, x, dz):
+        return total + product(x, dz)
+
+    def by_columns(total, x, dz):
+        along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
+        depth = x.shape[1]
+        if not isinstance(depth, int):  # a symbolic dimension of jax.export
+            return directly(total, x, dz)
+        width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
+
+        def step(i, total):
+            start = jnp.minimum(i * width, vocab - width)
+            part = lax.dynamic_slice_in_dim(total, start, width, along)
+            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+            new = columns >= i * width - start  # the last slice overlaps the one before
+            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, start, width, 1), 0)
+            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), start, along)
+
+        return lax.fori_loop(0, -(-vocab // width), step, total)
+
+    if total is None:
+        return product(x, dz)
+    if not x.size or not total.size:
+        return total
+    return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
+
+
+def product(x, dz, *, head: Head):
+    """The `product` of `ChunkFunctions`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
+    a, b = (dz, x) if head.transpose_w else (x, dz)
+    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
+
+
+def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
+    """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
+    del several
+    wide = max(4, itemsize)
+    return wide, wide + itemsize
+
+
+# No `product`: on the CPU, XLA would copy its operands to float32.
+OPERATIONS = operations_of(
+    ChunkFunctions(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+)

@@ -1,0 +1,37 @@
+"""Plain JAX helpers of all operations: masks, sums over rows that a mesh may spread, and results that are not finite.
+
+x, logits     the logits, of any rank
+where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
+mesh_axes     the mesh axes that each row is spread over, if any
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src.normalizers import widen
+
+
+def sum_over(x, axes, mesh_axes):
+    """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
+    part = jnp.sum(x, axes, keepdims=True)
+    return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
+
+
+def differentiable_if_finite(x):
+    """Returns x. The derivative of an element that is not finite is 0, whatever its tangent or its cotangent is."""
+    return jnp.where(jnp.isfinite(x), x, lax.stop_gradient(x))
+
+
+def mask_at(where, x, indices):
+    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis."""
+    return jnp.take_along_axis(jnp.broadcast_to(where, x.shape), indices, -1)
+
+
+def masked(x, where, value):
+    """Returns x, with `value` where the mask is False."""
+    return x if where is None else jnp.where(where, x, value)
+
+
+def logits_of(x, where):
+    """Returns x in the dtype of the arithmetic, with -inf where the mask is False."""
+    return masked(widen(x), where, -jnp.inf)

@@ -1,0 +1,65 @@
+"""Finds misfits: arrays and Python integers that JAX would misread, or reject without naming the argument."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+
+def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | None:
+    """Returns None if JAX can take the numbers of `x`; if not, the error to raise.
+
+    The error is a pair: the exception type, and the end of the message "(argument) must be ...".
+
+    Args:
+      x: what a user passed: an array, a number, or anything else. Anything else is never a misfit.
+      any_integer: whether integers beyond the range of JAX's integers are accepted.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        dtype = x.dtype
+        if isinstance(x, np.ma.MaskedArray):
+            return (
+                ValueError,
+                "an array without a mask, got a masked array of numpy.ma; fill it with its filled()",
+            )
+        # isbuiltin is 0 for another byte order or a structured dtype, 1 for NumPy's own dtypes, 2 for ml_dtypes
+        if dtype.isbuiltin == 0 or (dtype.isbuiltin == 1 and dtype.char in "OSUVMmgGT"):
+            order = "" if dtype.isnative else " in the byte order of the machine"
+            return TypeError, f"of numbers that JAX has{order}, got dtype {dtype}"
+    if any_integer or (number := _beyond(x)) is None:
+        return None
+    info = np.iinfo(_as_stored(np.asarray(x).dtype if hasattr(x, "dtype") else np.dtype(np.int64)))
+    return ValueError, f"from {info.min} to {info.max} ({info.dtype}), got {number}"
+
+
+def has_wide_integers(x) -> bool:
+    """Returns whether `x` is a concrete array of 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64).
+
+    An array that this process cannot read counts as False.
+    """
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) or isinstance(x, Tracer):
+        return False
+    if x.dtype not in _WIDE or _as_stored(x.dtype) == x.dtype:
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _beyond(x) -> Any:
+    """Returns a number of `x` that is beyond the range of JAX's integers, or None."""
+    if isinstance(x, int):
+        info = np.iinfo(_as_stored(np.dtype(np.int64)))
+        return None if info.min <= x <= info.max else x
+    if not has_wide_integers(x):
+        return None
+    info, numbers = np.iinfo(_as_stored(x.dtype)), np.asarray(x)
+    ends = (numbers.min(), numbers.max()) if numbers.size else ()
+    return next((number for number in ends if not info.min <= number <= info.max), None)
+
+
+def _as_stored(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of an integer array in JAX. Without jax_enable_x64, 64-bit dtypes become 32-bit dtypes."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+_WIDE = (np.dtype(np.int64), np.dtype(np.uint64))

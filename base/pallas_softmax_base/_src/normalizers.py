@@ -1,0 +1,291 @@
+"""Normalizers of softmax: the pairs (m, d), the triples (m, d, t) with the entropy's sum, and their operator ⊕.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
+
+This file defines ⊕ in plain jax.numpy: once for two normalizers (`combine`), and in forms that merge many at a time.
+Plain JAX, the JAX parts of the Mosaic GPU kernels, the exchange between devices, and the public `online` call these
+functions. Other languages restate ⊕; a change must be repeated there:
+
+    inline PTX   softmax/moments_ptx.py       the logits of a thread, and the threads of a part, of token statistics
+                 topk/window_kernel.py        `_add_step`: the logits of a thread
+                 sample/arrival_ptx.py        the logits of a thread, and the threads of a part
+    Triton       triton/language.py           `combine`
+                 softmax/triton_kernels.py    `_absorb`: the logits of a step
+                 topk/triton_kernels.py       `topk_kernel`: the logits of a step; `_combine_lanes`: all lanes
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike
+
+from pallas_softmax_base._src import sort_keys
+
+LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
+
+# Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
+CHUNK = 2**16
+
+# exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
+_FAR = -1e4
+
+
+class Normalizer(NamedTuple):
+    """Running maximum and sum of exponentials of a set of logits (paper, section 3.1).
+
+    Attributes:
+      m: maximum of the logits; -inf for the empty set.
+      d: sum of exp(x - m) over the set; 0 where m is -inf, NaN where a logit is +inf or NaN.
+    """
+
+    m: jax.Array
+    d: jax.Array
+
+
+export.register_namedtuple_serialization(Normalizer, serialized_name="pallas_softmax_base.online.Normalizer")
+
+
+class Moments(NamedTuple):
+    """A normalizer extended for the entropy, which is log(d) - t / d: neither term cancels in a peaked row.
+
+    Attributes:
+      m: maximum of the logits, as in `Normalizer`.
+      d: sum of exp(x - m), as in `Normalizer`.
+      t: sum of (x - m) exp(x - m) over the set. A logit of -inf adds 0. NaN where d is NaN.
+    """
+
+    m: jax.Array
+    d: jax.Array
+    t: jax.Array
+
+
+export.register_namedtuple_serialization(Moments, serialized_name="pallas_softmax_base.online.Moments")
+
+Sums = TypeVar("Sums", Normalizer, Moments)
+"""What ⊕ merges: a `Normalizer`, or `Moments`."""
+
+
+# ---- ⊕ of two normalizers, and of rows
+
+
+def shift(m: jax.Array) -> jax.Array:
+    """Returns the number to subtract before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0, not NaN."""
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def distance(x: jax.Array, shift: jax.Array, scale: ArrayLike | None = None) -> jax.Array:
+    """Returns (x - shift) scale, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
+    below = x - shift
+    return jnp.maximum(below if scale is None else below * scale, _FAR)
+
+
+def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
+    """Returns a ⊕ b; the public `online.combine` documents it."""
+    m = jnp.maximum(a.m, b.m)
+    s = shift(m)
+    return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
+
+
+def _sums_from(part: Sums, shift: jax.Array, scale: ArrayLike | None = None) -> tuple[jax.Array, ...]:
+    """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
+    if isinstance(part, Moments):
+        below = distance(part.m, shift, scale)
+        e = jnp.exp(below)
+        return part.d * e, (part.t + below * part.d) * e
+    return (part.d * _exp(part.m - shift, scale),)
+
+
+def log_of(normalizer: Normalizer | Moments) -> jax.Array:
+    """Returns the log of the sum of exp(x)."""
+    m, d = normalizer[:2]
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # if a logit is +inf, d is NaN, but the sum is +inf
+
+
+def entropy(moments: Moments) -> jax.Array:
+    """Returns the entropy of the softmax of a set of logits, in nats: log(d) - t / d. NaN for the empty set."""
+    return jnp.log(moments.d) - moments.t / moments.d
+
+
+def reduce(
+    x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer
+) -> Sums:
+    """Returns the normalizer of each row along `axes`; the public `online.reduce` documents it."""
+    axes, x = tuple(axis % x.ndim for axis in axes), widen(x)
+    if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
+        return _reduce_directly(x, axes, of)
+    split = max(axes, key=lambda a: x.shape[a], default=None)
+    if split is None or x.shape[split] <= chunk:
+        return _reduce_directly(x, axes, of)
+
+    chunks, remainder = divmod(x.shape[split], chunk)
+    head = lax.slice_in_dim(x, 0, chunks * chunk, axis=split)
+    head = head.reshape(*x.shape[:split], chunks, chunk, *x.shape[split + 1 :])
+    within = tuple(a + (a >= split) for a in axes)  # the reduced axes of `head`, except the chunks' axis
+    parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce_directly(head, within, of))
+    total = lax.associative_scan(combine, parts, axis=split)
+    total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
+    if not remainder:
+        return total
+    rest = lax.slice_in_dim(x, chunks * chunk, None, axis=split)
+    return combine(total, _reduce_directly(rest, axes, of))
+
+
+def _reduce_directly(x: jax.Array, axes: tuple[int, ...], of: type[Sums]) -> Sums:
+    m, d = mended(*max_and_sum(x, axes))
+    if of is Normalizer:
+        return of._make((m, d))
+    below = distance(x, shift(m))
+    return of._make((m, d, jnp.sum(below * jnp.exp(below), axes, keepdims=True)))
+
+
+def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns each row's maximum m and a sum, so that m + log(sum) is right: +inf if m is +inf, NaN for any NaN."""
+    m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    return m, jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
+
+
+def mended(m: jax.Array, total: jax.Array) -> Normalizer:
+    """Returns the normalizer of each row, given `max_and_sum`."""
+    m = jnp.where(jnp.isnan(total), jnp.nan, m)  # on the CPU, XLA's maximum loses NaNs in long rows
+    return Normalizer(m, jnp.where(m == jnp.inf, jnp.nan, total))
+
+
+# ---- ⊕ of many normalizers at a time
+
+
+def log_of_sum(d):
+    """Returns log(d) of a sum d >= 1 of exponentials. It is accurate near 1, unlike the GPU's fast logarithm.
+
+    d is 1 plus the terms of all logits except the largest. If these terms are small, the Taylor series of log(1 + u)
+    keeps the digits of u = d - 1. Up to |u| = 2^-6 its four terms are exact to float32.
+    """
+    u = d - 1
+    return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
+
+
+def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Sums:
+    """Adds logits to normalizers element by element: ⊕ with one rescaling of the sums for all `blocks`.
+
+    Args:
+      normalizer: one for each lane of a kernel.
+      blocks: arrays of its shape, the new logits of each lane.
+      scale: if given, exp((x - m) scale) takes the place of exp(x - m), and t is the sum of its products with
+        (x - m) scale; a temperature is 1 / scale.
+    """
+    blocks = list(blocks)
+    m = normalizer.m
+    for x in blocks:
+        m = jnp.maximum(m, x)
+    s = shift(m)
+    kept = _sums_from(normalizer, s, scale)
+    if isinstance(normalizer, Moments):
+
+        def sums_of(x):
+            below = distance(x, s, scale)
+            e = jnp.exp(below)
+            return e, below * e
+
+        d, t = tree(lambda a, b: (a[0] + b[0], a[1] + b[1]), blocks, sums_of)
+        return Moments(m, kept[0] + d, kept[1] + t)
+    return Normalizer(m, kept[0] + tree_sum(_exp(x - s, scale) for x in blocks))
+
+
+def combine_lanes(
+    lane: Sums,
+    axis: int | None = None,
+    broadcast: Callable | None = None,
+    scale: ArrayLike | None = None,
+    m: jax.Array | None = None,
+) -> Sums:
+    """Merges the normalizers of all lanes, or of the lanes along an axis.
+
+    Args:
+      lane: the normalizer of each lane of a kernel.
+      axis: the axis to merge along; None merges all lanes to scalars.
+      broadcast: with an axis, the function that broadcasts one number per row to the shape of `lane`.
+      scale: as for `add_logits`.
+      m: the largest m of the lanes, if it is known.
+    """
+    m = jnp.max(lane.m, axis) if m is None else m
+    s = shift(m) if broadcast is None else broadcast(shift(m))
+    # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
+    # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
+    d, *t = (jnp.sum(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
+    return type(lane)(m, d, *(-a for a in t))  # no term of t is positive
+
+
+def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
+    """Returns the position where x equals m, the maximum of x; elsewhere the last position there is.
+
+    So the minimum is the first position of the maximum. A NaN is the maximum.
+    """
+    is_float = jnp.issubdtype(position.dtype, jnp.floating)
+    last = jnp.asarray(jnp.inf if is_float else jnp.iinfo(position.dtype).max, position.dtype)
+    return jnp.where((x == m) | (x != x), position, last)
+
+
+def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
+    """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
+    m = jnp.max(parts.m, -1, keepdims=True)
+    return Normalizer(m, jnp.sum(parts.d * jnp.exp((parts.m - shift(m)) / temperature), -1, keepdims=True))
+
+
+def combine_shards(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
+    """Merges over mesh axes: returns the normalizer of each row, from its shards' normalizers on the mesh's devices."""
+    # the maximum is taken of integers, because a maximum of floats over devices may lose a NaN
+    keys = sort_keys.key(jnp.where(jnp.isnan(of_shard.m), jnp.nan, of_shard.m))
+    m = sort_keys.from_key(lax.pmax(keys, tuple(mesh_axes)), of_shard.m.dtype)
+    return Normalizer(m, lax.psum(of_shard.d * jnp.exp(of_shard.m - shift(m)), tuple(mesh_axes)))
+
+
+def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
+    """Returns the sum of several arrays, added in pairs: each term is rounded fewer times than one after another."""
+    return tree(operator.add, list(terms))
+
+
+def tree(merge: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
+    """Merges of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
+    if len(terms) == 1:
+        return of(terms[0])
+    half = len(terms) // 2
+    return merge(tree(merge, terms[:half], of), tree(merge, terms[half:], of))
+
+
+def _exp(x, scale):
+    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
+    return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * LOG2_E))
+
+
+# ---- The dtype of the arithmetic
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Returns `x` in the dtype of the arithmetic: float32, or its own dtype if that is wider or complex."""
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+
+
+def to_float(
+    x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, mesh_axes: Sequence[str] = ()
+) -> jax.Array:
+    """Returns floating logits with the same softmax as `x`. Integers become exact distances from the row's maximum.
+
+    Args:
+      x: logits of a floating or an integer dtype.
+      axes: the axes of a row.
+      where: boolean, broadcastable to `x`; False leaves the logit out.
+      mesh_axes: the mesh axes that each row is spread over.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
+    m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
+    m = lax.pmax(m, tuple(mesh_axes)) if mesh_axes else m
+    # The difference does not overflow in this dtype. int8 does not use uint8, since XLA for CPUs may convert negative
+    # numbers to 0 there.
+    wide = jnp.int32 if x.dtype.itemsize < 4 else jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return -(m.astype(wide) - x.astype(wide)).astype(dtype)

@@ -1,0 +1,169 @@
+"""route: what it promises, and how its gradient is wired."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from pallas_softmax_base._src import arguments
+from pallas_softmax_base._src.dispatch.choose import ImplementationName
+from pallas_softmax_base._src.dispatch.derivatives import choose_all, evaluate
+from pallas_softmax_base._src.dispatch.eager import at_once
+from pallas_softmax_base._src.dispatch.mesh_types import explicit_axes, vary_together
+from pallas_softmax_base._src.dispatch.operation import describe
+from pallas_softmax_base._src.route.formulas import SCORES, Gate, Score
+from pallas_softmax_base._src.route.operation import ROUTE
+
+
+class Routing(NamedTuple):
+    """The experts of each token, best first.
+
+    Attributes:
+      weights: (..., k) float32, the weights of the experts; float64 for float64 logits.
+      indices: (..., k) int32, the experts.
+      logsumexp: (...) of the dtype of the weights, the logsumexp of all logits of the token.
+    """
+
+    weights: jax.Array
+    indices: jax.Array
+    logsumexp: jax.Array
+
+
+export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax_base.Routing")
+
+
+def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
+    bias = given["bias"]
+    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
+
+
+@at_once("k", "score", "groups", "top_groups", "renormalize", "scale", "implementation", known=_known_bias)
+def route(
+    logits: ArrayLike,
+    k: int | np.integer,
+    *,
+    score: Score = "softmax",
+    bias: ArrayLike | None = None,
+    groups: int = 1,
+    top_groups: int | None = None,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    implementation: ImplementationName | None = None,
+) -> Routing:
+    """Returns the k experts of each token, their weights, and the logsumexp of the logits, in one read of the logits.
+
+    It is the gate of a mixture of experts. The recipes show the gates of Mixtral, DeepSeek-V3, Qwen3-MoE and GPT-OSS.
+    Sources: Shazeer et al., arXiv 1701.06538; DeepSeek-V3, arXiv 2412.19437, equations 13 to 16.
+
+    Args:
+      logits: real array (..., E): one row of E experts for each token. `route` needs whole rows: if a mesh
+        divides the experts, it gathers the logits.
+      k: static int, the number of experts of a token, 0 <= k <= E.
+      score: "softmax" or "sigmoid": how the logits become scores.
+      bias: None, or a real array (E,). Experts are chosen by score + bias, and weighted by the score alone.
+      groups: static int that divides E. The experts are divided into that many groups of neighbours.
+      top_groups: static int from 1 to `groups`, needed with more than one group. Only experts of the best `top_groups`
+        groups are chosen. A group is ranked by the sum of its two best entries of score + bias. A group of one expert
+        is ranked by that expert.
+      renormalize: whether to divide the weights of a token by their sum. If all chosen scores are tiny, the weights are
+        still right. If all chosen logits are -inf, the weights are NaN.
+      scale: static real number that multiplies the weights, after `renormalize`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
+
+    Returns:
+      Routing(weights, indices, logsumexp), best expert first.
+      Without bias and groups, the indices equal the indices of `lax.top_k(logits, k)` exactly. Otherwise they are the k
+      largest score + bias, computed in float32 (float64 for float64 logits). Two experts may then be exchanged if their
+      exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
+      are ordered by the lowest index first. A NaN counts as the largest number.
+      With "softmax", a row with NaN or +inf has NaN weights. With either score, it has NaN gradients. Integer logits
+      become float32. `weights` and `logsumexp` are differentiable in `logits`, in both modes and to any order. The
+      choice and the bias have no derivative.
+
+    Raises:
+      TypeError: `logits` or `bias` is not a real array; `k`, `groups` or `top_groups` is not a static int;
+        `renormalize` is not a bool; or `scale` is not a static real number.
+      ValueError: `k` is out of range, or more than the experts of `top_groups` groups; `groups` does not divide E;
+        `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "route"
+    x, axis = arguments.real_rows(name, "logits", logits, -1)
+    x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)
+    experts = x.shape[axis]
+    if not isinstance(score, str) or score not in SCORES:
+        raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
+    gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), _scale(name, scale))  # pyright: ignore[reportArgumentType]
+    groups, top_groups = _groups(name, groups, top_groups, experts)
+    k = arguments.count_in_row(name, "k", k, experts)
+    if groups > 1 and not k <= top_groups * (experts // groups):
+        raise ValueError(
+            f"{name}: k must be at most the {top_groups * (experts // groups)} experts of top_groups={top_groups} of "
+            f"{groups} groups, got {k}"
+        )
+    wide = jnp.dtype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
+    added: Any = None if bias is None else _bias(name, bias, experts).astype(wide)
+    if added is None and groups > 1:
+        added = jnp.zeros((experts,), wide)
+    if added is not None:
+        added = added.reshape((1,) * (x.ndim - 1) + (experts,))
+    x, added = vary_together(x, added)
+
+    call = describe(ROUTE, x, (axis,), added, k, function=name)
+    call = dataclasses.replace(call, groups=groups)
+    static = choose_all(call, implementation, k=k, groups=groups, top_groups=top_groups, gate=gate)
+    weights, indices, logsumexp = evaluate(static, x, added)
+    return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    """Returns the logits, gathered along the experts if Explicit mesh axes divide them."""
+    sharding = jax.typeof(x).sharding
+    if not explicit_axes(sharding.mesh) or not sharding.spec or sharding.spec[-1] is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*sharding.spec[:-1], None)))
+
+
+def _bias(name: str, bias, experts: int) -> jax.Array:
+    """Returns the bias as an array."""
+    bias = arguments.array(name, "bias", bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating) and not jnp.issubdtype(bias.dtype, jnp.integer):
+        raise TypeError(f"{name}: bias must be a float or integer array, got {bias.dtype.name}")
+    if bias.shape != (experts,):
+        raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {bias.shape}")
+    return bias
+
+
+def _groups(name: str, groups, top_groups, experts: int) -> tuple[int, int]:
+    """Returns the number of groups, and of those that take part. If all do, there is one group."""
+    groups = arguments.static_int(name, "groups", groups)
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{name}: groups must be at least 1 and divide the {experts} experts, got {groups}")
+    if top_groups is None:
+        if groups > 1:
+            raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got None")
+        return 1, 1
+    top_groups = arguments.static_int(name, "top_groups", top_groups)
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got {top_groups}")
+    return (1, 1) if top_groups == groups else (groups, top_groups)
+
+
+def _scale(name: str, scale) -> float:
+    """Returns the scale as a float that is known while tracing."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: scale must be a static real number, got {scale!r} ({type(scale).__name__})")
+    wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
+    try:
+        number = float(scale)
+    except OverflowError:
+        raise ValueError(wanted) from None
+    if not np.isfinite(number):
+        raise ValueError(wanted)
+    return number

@@ -1,0 +1,137 @@
+"""The kernel of a router, for short rows in registers: top-k with another sort key, and another value of a winner.
+
+A row lies over some lanes of a warp, as in `topk.tile_kernel`. With a bias, the sort keys order score + bias, in
+float32. The logits of the winners are read again, from the cache, and give the weights.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.folding import Mask
+from pallas_softmax_base._src.gpu import tiles
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.kernel import gpu_kernel
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.route import groups_ptx, scores_ptx
+from pallas_softmax_base._src.route.formulas import Gate, RowReductions, Score
+from pallas_softmax_base._src.route.plan import winning_lanes
+from pallas_softmax_base._src.topk.plan import merged_tile
+from pallas_softmax_base._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
+
+
+def route(
+    plan: Tile,
+    bias: Mask | None,
+    gate: Gate,
+    groups: int,
+    top_groups: int,
+    x_gmem,
+    bias_gmem,
+    weights_gmem,
+    indices_gmem,
+    logsumexp_gmem,
+) -> None:
+    """The kernel: a CTA holds the logits of some tokens in registers, and writes their experts and weights.
+
+    Stages: load, normalizer, sort keys, find the k best, read the winners' logits again, compute their weights, write.
+    `route_rows` documents the arguments.
+    """
+    (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
+
+    # `elements` are what the search takes, see `topk.tile_kernel.search_input`.
+    lanes = None  # how many lanes may have winners: all
+    if bias is None:  # experts are chosen by their logits
+        m, d, _ = normalizer(x, plan)
+        elements, _ = search_input(x)
+    else:  # experts are chosen by score + bias, in groups that take part
+        e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32))
+        bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
+        elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
+        if groups > 1:  # experts of the other groups get the lowest key
+            lanes = winning_lanes(plan, groups, top_groups)
+            elements = _keep_groups(plan, groups, top_groups, elements)
+    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
+
+    if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
+        _, index = best_keys_and_indices(plan, experts, k, elements)
+    else:
+        index = best_indices(plan, experts, k, elements, lanes)
+
+    per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
+    weight = gate.weights(won.astype(jnp.float32), per_row, over_row(winners))
+    tiles.store(weights_gmem, winners, row, weight)
+    tiles.store(indices_gmem, winners, row, index)
+
+
+def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1):
+    """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1) of the logits x (rows, experts).
+
+    `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. `top_groups` of
+    the `groups` take part. With groups there must be a bias.
+    """
+    rows = x.shape[0]
+    return gpu_kernel(
+        functools.partial(route, plan, bias, gate, groups, top_groups),
+        grid={"row": -(-rows // plan.rows)},
+        out_type=[
+            jax.ShapeDtypeStruct((rows, k), jnp.float32),
+            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        ],
+        name="route",
+        approximate=True,
+    )(x, None if bias is None else bias.array)
+
+
+def normalizer(x, tile: Tile):
+    """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
+    # The maximum comes before the cast: one instruction compares two 16-bit elements.
+    m = broadcast(jnp.max(x, 1).astype(jnp.float32))
+    e = jnp.exp2((x.astype(jnp.float32) - normalizers.shift(m)) * normalizers.LOG2_E)
+    return m, broadcast(jnp.sum(e, 1)), e
+
+
+def over_row(tile: Tile) -> RowReductions:
+    """Returns the reductions over the winners in the rows of a tile."""
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
+    return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
+
+
+def _exponentials_in_jax(tile: Tile, score: Score, x):
+    m, d, e = normalizer(x, tile)
+    if score == "softmax":
+        return e, m, d, 1 / d
+    e = jnp.exp(jnp.minimum(x, 80))
+    return e, m, d, 1 / (1 + e)
+
+
+@twin(_exponentials_in_jax)
+def _exponentials(tile: Tile, score: Score, x):
+    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
+    e, m, d = scores_ptx.exponentials(tile, score, x)
+    return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+
+
+def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key):
+    grouped = key.reshape(tile.rows, groups, -1)
+    best = -jnp.sort(-grouped, -1)[..., :2]
+    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
+    _, order = lax.sort(
+        (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2
+    )
+    group = jnp.arange(groups, dtype=order.dtype)[None, None]
+    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
+    return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+
+
+_keep_groups = twin(_keep_groups_in_jax)(groups_ptx.keep_groups)

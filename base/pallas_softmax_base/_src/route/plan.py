@@ -1,0 +1,57 @@
+"""How the rows of a router lie in registers: pure functions of shape, k and dtype.
+
+Without a bias, the experts are the k best logits, in the tile of top-k. With a bias, the sort keys order float32
+numbers for all dtypes. With groups, a row is cut into pieces so that lanes hold whole groups, or groups hold whole
+lanes:
+
+    64 experts in 8 groups,  4 lanes    lane 0 has groups 0 and 1, lane 1 has groups 2 and 3, ...
+    128 experts in 8 groups, 8 lanes    lane 0 has group 0, lane 1 has group 1, ...
+    256 experts in 8 groups, 16 lanes   lanes 0 and 1 have group 0, lanes 2 and 3 have group 1, ...
+"""
+
+import dataclasses
+import math
+
+from pallas_softmax_base._src.gpu.hardware import LANES
+from pallas_softmax_base._src.gpu.layout import Tile, row_tile
+from pallas_softmax_base._src.topk.plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile
+
+MAX_EXPERTS = 1_024  # more elements of a float32 row do not fit into the registers of a warp
+_FLOAT_BYTES = 4
+
+# With groups, a lane of a row over 8 or 16 lanes has fewer elements than in top-k, because the ranks need registers.
+# Times of 131072 rows with the gate of DeepSeek-V3, relative to `fused_topk`, on an H100, by the lanes of a row:
+#
+#     256 experts    8 lanes of 32: 1.66    16 lanes of 16: 1.35
+#     384 experts    16 lanes of 24: 1.28   32 lanes of 12: 1.44
+GROUPED_LANE_ELEMENTS = 24
+
+
+def plan_route(rows: int, experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
+    """Returns the tile of a router's forward, or None if no tile fits. A logit has `itemsize` bytes."""
+    if experts > MAX_EXPERTS:
+        return None
+    if groups > 1:
+        return _grouped_tile(experts, groups)
+    return plan_tile(rows, experts, k, _FLOAT_BYTES if biased else itemsize)
+
+
+def _grouped_tile(experts: int, groups: int) -> Tile | None:
+    """Returns the tile with the fewest lanes where no lane has parts of different groups; None if there is none."""
+    if groups & (groups - 1) or groups > experts:
+        return None
+    lanes, size = 2, experts // groups
+    while lanes <= LANES:
+        pieces = min(groups, lanes)
+        vec = math.gcd(4, size, experts // lanes if experts % lanes == 0 else 0)
+        most = LANE_ELEMENTS[_FLOAT_BYTES] if lanes < MANY_LANES else GROUPED_LANE_ELEMENTS
+        most = most if lanes < LANES else MAX_LANE_ELEMENTS
+        if experts % lanes == 0 and experts // lanes <= most:
+            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=pieces)
+        lanes *= 2
+    return None
+
+
+def winning_lanes(tile: Tile, groups: int, top_groups: int) -> float:
+    """Returns the number of a row's lanes that may have winners."""
+    return max(1, tile.lanes * top_groups / groups)

@@ -1,0 +1,88 @@
+"""The router and its derivatives in plain JAX: the reference for the kernels.
+
+    logits   (..., E), floats; a row is the last axis
+    bias     None, or floats of the rank of the logits that broadcast to them
+
+Arithmetic is in float32, or in the dtype of the logits if that is wider.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.normalizers import Normalizer, widen
+from pallas_softmax_base._src.route.formulas import Gate, RowReductions
+from pallas_softmax_base._src.topk.xla import best_order, put
+
+OVER_ROW = RowReductions(
+    lambda a: jnp.max(a, -1, keepdims=True, initial=-jnp.inf), lambda a: jnp.sum(a, -1, keepdims=True)
+)
+
+
+def route(logits, bias, *, k, gate: Gate, groups, top_groups):
+    """Returns the weights and the int32 indices of k experts, (..., k) each, and the logsumexp, (..., 1)."""
+    x = widen(logits)
+    normalizer = normalizers.reduce(x)
+    if bias is None:
+        indices = best_order(logits, None, k)
+    else:
+        indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups), k)[1]
+    won = jnp.take_along_axis(x, indices, -1)
+    return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
+
+
+def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int):
+    """Returns the sort keys of score + bias; experts of groups that take no part have the lowest."""
+    m, d = normalizer
+    score = jnp.exp(x - m) / d if gate.score == "softmax" else lax.logistic(x)
+    keys = _key(score + bias)
+    if groups == 1:
+        return keys
+    grouped = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
+    best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
+    rank = _key(jnp.sum(sort_keys.from_key(best, x.dtype), -1))
+    chosen = lax.top_k(rank, top_groups)[1]
+    group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
+    takes_part = jnp.any(chosen[..., None] == group, -2)
+    lowest = jnp.iinfo(keys.dtype).min
+    return jnp.where(takes_part[..., None], grouped, lowest).reshape(keys.shape)
+
+
+def _key(x):
+    """Returns sort keys; all NaNs count as +NaN, since platforms differ in the signs of the NaNs that they compute."""
+    return sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
+
+
+def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
+    """Returns the cotangent of the logits: p rest, and at the winners p rest + direct; see `Gate.cotangents`.
+
+    The residuals are the logits and the winners' indices. g (..., k) and g_logsumexp (..., 1) are the cotangents of the
+    weights and of the logsumexp.
+    """
+    del mesh_axes  # a row is never spread by a user
+    logits, indices = residuals
+    x, p, normalizer = _softmax(logits)
+    won, p_won = (jnp.take_along_axis(a, indices, -1) for a in (x, p))
+    direct, rest = gate.cotangents(won, normalizer, widen(g), widen(g_logsumexp), OVER_ROW)
+    dx = put((p * rest).astype(logits.dtype), indices, (p_won * rest + direct).astype(logits.dtype))
+    return (dx,)
+
+
+def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
+    """Returns the tangents of the weights and of the logsumexp: the transpose of `route_grad`."""
+    del mesh_axes
+    logits, indices = residuals
+    x, p, normalizer = _softmax(logits)
+    dx = widen(dx)
+    mean = jnp.sum(jnp.where(p == 0, 0, p * dx), -1, keepdims=True)
+    won, dx_won = (jnp.take_along_axis(a, indices, -1) for a in (x, dx))
+    return gate.tangents(won, normalizer, dx_won, mean, OVER_ROW), mean
+
+
+def _softmax(logits):
+    """Returns the logits in the dtype of the arithmetic, their softmax p, and the normalizer (m, d)."""
+    x = widen(logits)
+    m = lax.stop_gradient(normalizers.reduce(x).m)  # p does not depend on m
+    e = jnp.exp(x - m)
+    d = jnp.sum(e, -1, keepdims=True)
+    return x, e / d, Normalizer(m, d)

@@ -1,0 +1,199 @@
+"""sample: its contract, its parameters as one number per row, and its derivatives."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike
+
+from pallas_softmax_base._src import arguments
+from pallas_softmax_base._src.arguments import AxisName
+from pallas_softmax_base._src.dispatch.choose import ImplementationName
+from pallas_softmax_base._src.dispatch.derivatives import choose_all, evaluate
+from pallas_softmax_base._src.dispatch.eager import at_once
+from pallas_softmax_base._src.dispatch.refusal import without_gradient
+from pallas_softmax_base._src.masks import differentiable_if_finite
+from pallas_softmax_base._src.sample.operation import SAMPLE
+
+_INT32_MAX = np.iinfo(np.int32).max
+_LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
+
+
+class Sample(NamedTuple):
+    """A draw from each row, as three arrays of the shape of the logits without the axis of the row.
+
+    Attributes:
+      indices: int32, the positions drawn; -1 where there was nothing to draw from.
+      log_probs: log softmax(logits / temperature) at the drawn positions, over the whole row.
+      log_mass: the log of the share of the row's mass that the filters kept. The probability of the draw was
+        exp(log_probs - log_mass), which is never above 1.
+    """
+
+    indices: jax.Array
+    log_probs: jax.Array
+    log_mass: jax.Array
+
+
+export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax_base.Sample")
+
+
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters, checked if they are known."""
+    arguments.check_array("sample", "key", given["key"])
+
+    def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+        value = given[name]
+        return (
+            value
+            if value is None
+            else arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
+        )
+
+    temperature = arguments.in_range(
+        "sample", "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
+    )
+    return {
+        "temperature": arguments.normal_temperature(temperature, given["logits"]),
+        "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
+        "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
+        "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+    }
+
+
+@at_once("axis", "axis_name", "implementation", known=_known_numbers)
+def sample(
+    key: jax.Array | np.ndarray,
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> Sample:
+    """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
+
+    It replaces filters and `jax.random.categorical` in a decoder. `top_p` is also called nucleus sampling.
+
+    A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this
+    order, as in Hugging Face's transformers:
+
+      1. `top_k` keeps the first entries.
+      2. `top_p` normalizes the rest again. It keeps an entry if its predecessors have less than `top_p` of the mass, so
+         it keeps at least one.
+      3. `min_p` keeps entries with at least `min_p` times the largest probability.
+
+    Each filter, like `temperature`, is a scalar or has one number per row, static or traced. The draw inverts the
+    cumulative kept mass.
+
+    Args:
+      key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one per row, so that a draw does
+        not depend on the other rows. A row draws u = `jax.random.uniform` of its key, in float32. One key for all rows
+        draws an array of the batch shape. By ascending index, the row takes the first kept entry at which the
+        cumulative kept mass exceeds u times the kept mass.
+      logits: real array of any shape with at least one dimension, which is not empty along `axis`.
+      axis: the axis of a row.
+      temperature: 0 or positive. 0 takes the first entry of the row's order. If the reciprocal is not a normal number,
+        the nearest temperature with a normal reciprocal is used.
+      top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
+      min_p: from 0 to 1; None or 0 filters nothing.
+      where: boolean, broadcastable to `logits`. A masked position is never drawn.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
+        shard of `logits` and `where`, and the same values of all other arguments. The result is for the whole row, and
+        the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
+
+    Returns:
+      Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row gives -1, NaN
+      and NaN if it has an unmasked NaN or +inf, nothing to draw from, or a traced parameter out of range.
+      `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order.
+      At temperature 0, and in a row without a draw, its derivative is 0. `log_mass` has no derivative: reverse mode
+      raises NotImplementedError if a loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
+
+    Raises:
+      TypeError: an argument has the wrong dtype or is not an array, `axis` is not an int, or `axis_name` is not a name.
+      ValueError: an argument is out of range or does not fit, `axis_name` is not bound, an argument other than `logits`
+        and `where` differs along `axis_name`, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "sample"
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
+    if x.shape[axis] == 0:
+        raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
+    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    parameters = [_uniform(key, batch)[..., None], *_parameters(x, axis, temperature, top_k, top_p, min_p)]
+    per_row = [("key, temperature, top_k, top_p and min_p", a) for a in parameters]
+    call, (x, mask, u, t, *filters) = arguments.last_axis(SAMPLE, name, x, axis, where, axis_name, per_row)
+    indices, log_probs, log_mass = evaluate(choose_all(call, implementation), x, mask, u, t, *filters)
+    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
+    log_mass = without_gradient("sample: log_mass", log_mass, x, t)
+    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
+
+
+def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
+    """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
+
+    The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
+    to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
+    """
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
+
+    def per_row(name: str, value) -> Any:
+        if value is None:
+            return None
+        value = arguments.per_row("sample", name, value, x.shape, axis)
+        return value if name == "top_k" else value.astype(wide)
+
+    t = per_row("temperature", temperature)
+    k, top_p, min_p = per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p)
+    good = t >= 0
+    if k is not None:
+        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
+        good &= k >= -1
+        k = jnp.where(k > 0, k, _INT32_MAX)
+    if top_p is not None:
+        good &= (top_p >= 0) & (top_p <= _LARGEST_TOP_P)
+        top_p = jnp.minimum(top_p, 1)
+    if min_p is not None:
+        good &= (min_p >= 0) & (min_p <= 1)
+    tiny = jnp.finfo(wide).tiny
+    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
+    return [t, k, top_p, min_p]
+
+
+def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
+    """Returns a float32 in [0, 1) for each row, from one key for all of them, or from one key each."""
+    key = arguments.array("sample", "key", key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim > 1:
+            raise TypeError(
+                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+            )
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError):
+            raise TypeError(f"sample: key must be a key of jax.random, got {jax.typeof(key)}") from None
+    if key.ndim == 0:
+        return jax.random.uniform(key, batch, jnp.float32)
+    if key.shape != batch:
+        raise ValueError(f"sample: key must be one key or have the batch shape {batch}, got {key.shape}")
+
+    def draw(key):
+        return jax.random.uniform(key, (), jnp.float32)
+
+    # a vmap of other generators than threefry draws all numbers from the first key
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return lax.map(draw, key.reshape(-1)).reshape(batch)
+    return functools.reduce(lambda each, _: jax.vmap(each), batch, draw)(key)

@@ -1,0 +1,118 @@
+"""Finds the largest element of the row, and the mass of each CTA relative to it, once the row is in shared memory.
+
+Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
+normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
+
+    lanes     (3, 1.5)  (5, 1.25) ..    each relative to its own m
+    warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
+    CTAs      (5, 2.625)  (6, 1) ..
+    row       6; the CTAs have masses 1.3125 and 1
+
+A small top_k also gets a bound: an element that at least top_k elements of the row reach. The share of a CTA is top_k
+divided by the number of CTAs. Each CTA gives a bound that its share of elements reaches, and the least of these bounds
+is the bound of the row. For a share of 5, the bound of a CTA is the 5th largest of its warps' maxima. If a CTA has
+fewer warps than its share, each warp must have several elements. The bound of a warp is then the second, or third, ..
+largest of its lanes' maxima, and the CTA takes the least bound of its warps.
+
+This bound is weak if the largest elements of a row lie in one CTA. `bound_of_best` helps there: each CTA gives a bound
+for all of top_k, and the best of these bounds is taken. The elements of the warps alternate, so that neighbours are
+spread over all warps:
+
+    vectors    0 .. 7 | 8 .. 15 | .. |      16 bytes each: 8 lanes load 128 bytes at once
+    warp         0    |    1    | .. | 0    lanes 0 to 7, then lanes 8 to 15, ..
+"""
+
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
+
+# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys are above the bound.
+_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
+_TOGETHER = 8  # lanes that load neighbouring vectors
+
+
+def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
+    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
+
+    Returns the mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at
+    least top_k elements reach.
+    """
+    plan = p.plan
+    # For bfloat16, the histogram is as fast as a bound.
+    largest = 0 if plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
+    small_top_k = p.var((p.top_k <= largest) & (p.top_k < plan.window.vocab))
+    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
+    for words, _ in p.sweep():
+        largest = p.op("max.NaN", "f32", m, p.greatest(words))
+        p.set(m, largest)
+        finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
+        p.set(d, d * p.exp2((finite_m - finite) * p.scale))
+        p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
+        p.set(finite_m, finite)
+    # the number of elements that each CTA must have above its bound
+    share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
+    share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)
+    largest, d = _over_warp(p, m, d)
+    bound = p.var(largest)
+    with p.when(small_top_k & (share_of_warp > 1)):
+        p.set(bound, _in_rank(p, m, share_of_warp, LANES))
+    own = p.word(plan.warps, p.warp, plan.warp_words)
+    p.store(own, largest, d, when=p.first_lane)
+    p.store(own, bound, offset=8, when=p.first_lane)
+    p.barrier()
+    with p.when(p.warp.equals(0)):
+        *of_warps, bounds = p.words_of_warp(["f32"] * 3, [-INF, 0, -INF])
+        p.store(p.word(plan.total), *_over_warp(p, *of_warps), when=p.first_lane)
+        with p.when(small_top_k):
+            rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
+            bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
+            p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
+    p.sync_cluster()
+    m, d, bound, _ = p.of_ctas(plan.total, ["f32"] * 4, [-INF, 0, INF, 0])
+    m, d = _relative_to_largest(p, m, d)
+    p.top = m + 0.0  # +0 in place of -0
+    (bound,) = p.over_warp(["min"], [bound])
+    return d, small_top_k, bound
+
+
+def bound_of_best(p: RowProgram) -> Value:
+    """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
+    plan = p.plan
+    together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
+    first = p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES
+    end = p.x + plan.window.size * p.elements.itemsize
+    largest = p.var(LEAST_FINITE, "f32")
+    with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
+        p.set(largest, p.max(largest, p.greatest(p.vector(at))))
+    share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
+    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
+    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
+    return best
+
+
+def _divided(p: RowProgram, number: Value, by: int) -> Value:
+    """Returns a small number divided by another one, rounded down."""
+    return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
+
+
+def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
+    """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
+    larger = p.var(1, "u32")
+    with p.each(1, count) as other_lane:
+        other = p.shuffle(value, "bfly", other_lane)
+        equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
+        p.increase(larger, 1, equal_before | (other > value))
+    return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
+
+
+def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
+    """Combines the (m, d) of all lanes of the warp."""
+    m, d = _relative_to_largest(p, m, d)
+    (d,) = p.over_warp(["add"], [d])
+    return m, d
+
+
+def _relative_to_largest(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
+    """Returns the largest m of all lanes, and this lane's mass relative to it."""
+    (largest,) = p.over_warp(["max.NaN"], [m])
+    return largest, d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.scale)

@@ -1,0 +1,175 @@
+"""Writes one program of inline PTX that draws from a row of logits, once the row has arrived in a cluster of CTAs.
+
+    part of the program                   file              exchanges over the cluster
+    the row's maximum and its mass        arrival_ptx       1
+    the filters: top_k, top_p, min_p      draw_ptx          1 for min_p, if it is stricter than the others
+      the last entry that a filter keeps    search_ptx
+        bfloat16                              values_ptx      1
+        float32, float16                      distances_ptx   1
+          near where it is expected             zone_ptx        1; after an overflow 1 more to count the greater of
+                                                                two keys, or 2 for a better bound and its sweep
+            among the keys listed there           lists_ptx     0
+        where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
+                                                                (bfloat16: 3 more)
+    the draw                              inverse_ptx       0
+
+All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
+of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
+Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+
+The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
+filter, and where the entry is looked for. "How sample searches" in docs/design.md draws which stage follows which.
+
+    stage          goal                              where
+    TOP_K_BOUND    top_k entries                     among the elements that reach a bound of all CTAs
+    TOP_K_BEST     top_k entries                     among the elements that reach the bound of the best CTA
+    TOP_K          top_k entries                     in the row, by a histogram
+    TOP_P          the share top_p of the kept mass  in the row, by a histogram
+    TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
+    MIN_P          as many entries as min_p keeps    in the lists; only if min_p is stricter than the other filters
+
+After the loop, `_apply_min_p` applies min_p where it is still stricter than the other filters.
+"""
+
+import functools
+
+from pallas_softmax_base._src.gpu.ptx.cta import ARRIVE, WAIT
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.sample import (
+    arrival_ptx,
+    distances_ptx,
+    inverse_ptx,
+    lists_ptx,
+    values_ptx,
+    zone_ptx,
+)
+from pallas_softmax_base._src.sample.plan import SamplePlan
+from pallas_softmax_base._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax_base._src.sample.search_ptx import FilterSearch, Kept
+
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
+
+_LN2 = 0.6931471805599453
+_NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
+_NAN = float("nan")
+_LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
+
+
+@functools.lru_cache(maxsize=16)  # writing the program takes half a second
+def draw_program(plan: SamplePlan, dtype) -> RowProgram:
+    """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
+
+    It has the operands of `RowProgram`, and these:
+
+        <row>, <origin>                    the number of the row, and the index in it of the element at position 0
+        <index>, <log_prob>, <log_mass>    device memory for the results
+    """
+    p = RowProgram(plan, dtype)
+    p.barrier()
+    mass_of_cta, small_top_k, bound = arrival_ptx.arrive(p)
+    drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
+    with p.when(~drawable):
+        with p.when(p.thread.equals(0) & p.cta.equals(0)):
+            _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
+        if p.ctas > 1:
+            p.sync_cluster()  # no CTA exits while another one may read its shared memory
+    with p.when(drawable):
+        _draw(p, mass_of_cta, small_top_k, bound)
+    return p
+
+
+def _draw(p: RowProgram, mass_of_cta: Value, small_top_k: Value, bound: Value) -> None:
+    """Draws, and writes the results; the arguments are the results of `arrival_ptx.arrive`."""
+    _, total = p.before(mass_of_cta)
+    kept = Kept(p, mass_of_cta)
+    _apply_filters(p, kept, total, small_top_k, bound)
+    least, by_least = _apply_min_p(p, kept)
+    filtered = (p.top_k < p.plan.window.vocab) | (p.top_p < 1.0) | (p.min_p > 0.0)
+    before, all_kept = p.before(kept.mass)
+    cta, target = inverse_ptx.choose(p, kept.mass, before, p.u * all_kept)
+    if p.ctas > 1:
+        p += ARRIVE
+    with p.when(p.cta.equals(cta)):
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, ~filtered, by_least)
+        log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
+        log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
+        with p.when(p.thread.equals(0)):
+            index = position + p.operand("origin", "s32")
+            _write(p, index, log_prob, p.select(filtered, log_mass, 0.0))
+    if p.ctas > 1:
+        p += WAIT  # no CTA exits while another one may read its shared memory
+
+
+def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
+    """Applies the filters in turn to `kept`. min_p may remain, if the lists do not hold everything that is kept."""
+    stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
+    stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
+    stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.Zone(p)
+    with p.loop() as leave:
+        leave(stage.equals(DONE))
+        is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
+        _, all_kept = p.before(kept.mass)
+        of_mass = p.max(p.top_p * all_kept, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, of_mass, p.convert(p.top_k, "f32")))
+        f = FilterSearch(p, kept, goal, is_mass)
+        if p.plan.by_value:
+            stays = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
+            top_p = p.select(stays, TOP_P_REUSE, TOP_P, "u32")
+            p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
+        else:
+            _search_lists(f, stage, total, bound, zone)
+
+
+def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: lists_ptx.Zone) -> None:
+    """Runs a turn for float32 and float16, and sets the stage to the next one. TOP_K_BEST gets a better `bound`."""
+    p = f.p
+    overflow = p.var(False, "pred")
+    with p.when(stage <= TOP_K_BEST):
+        p.set(overflow, zone_ptx.sweep_from_bound(p, zone, bound))
+    with p.when(overflow & stage.equals(TOP_K_BOUND)):
+        p.set(bound, p.max(bound, arrival_ptx.bound_of_best(p)))
+    with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
+        zone_ptx.sweep_between(f, zone, *distances_ptx.edges(f, total))
+    with p.when(stage.equals(MIN_P)):
+        p.set(f.goal, lists_ptx.number_from_min_p(p, zone))
+    with p.when(~overflow):
+        zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+
+    of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
+    is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)
+    following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
+    following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
+    following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
+    p.set(stage, p.select(overflow, stage + 1, following))
+
+
+def _apply_min_p(p: RowProgram, kept: Kept) -> tuple[Value, Value]:
+    """Applies min_p to `kept`, if it is stricter than the other filters, and returns that condition.
+
+    Then the first result is the least mass that min_p keeps, and the words of the warps hold their kept mass.
+    Otherwise it is 0.
+    """
+    least = p.var(0, "f32")
+    is_kept = p.weight(p.of_key(kept.key)) >= p.min_p
+    enough = is_kept & kept.key.differs(KEEP_ALL)
+    is_stricter = p.var((p.min_p > 0.0) & ~enough)
+    with p.when(is_stricter):
+        p.set(least, p.min_p)
+        mass = p.add_up(lambda words, _: [(m := p.weight(x), m >= least) for x in p.floats(words)])
+        kept.down_to_the_last(*p.each_cta(["add"], [mass], [0.0], p.plan.least))
+    return least, is_stricter
+
+
+def _log(p: RowProgram, x: Value) -> Value:
+    """Returns log(x); near 1 by the same series as `normalizers.log_of_sum`."""
+    u = x - 1.0
+    series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
+    return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
+
+
+def _write(p: RowProgram, index: Value, log_prob: Value, log_mass: Value) -> None:
+    """Writes the results of the row."""
+    offset = p.multiply_wide(p.operand("row", "u32"), 4)
+    for name, value in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
+        p.store(p.operand(name, "u64") + offset, value, space="global")

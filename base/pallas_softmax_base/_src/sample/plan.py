@@ -1,0 +1,144 @@
+"""How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
+
+A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a part.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.gpu.hardware import (
+    ACCESS_BYTES,
+    LANES,
+    MAX_CLUSTER,
+    SMEM_ALIGNMENT,
+    SMEM_BYTES,
+    WARPGROUP,
+    smem_of_each,
+)
+from pallas_softmax_base._src.gpu.window import Window
+
+WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
+MAX_CTAS = 16  # in a cluster
+MAX_WARPS = 16  # in a CTA
+MAX_BLOCKS = LANES  # in a step: each lane holds the mass of one of the loads of a warp
+MAX_PART = 2**16  # elements in a CTA, so that sums of as many 16-bit numbers fit in 32 bits
+MAX_V = MAX_CTAS * MAX_PART
+
+BUCKETS = 2048  # in the histogram by distance
+VALUE_BUCKETS = 4096  # in the histogram by bfloat16 value: 31 powers of two with 128 values each, and 0
+SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
+DIGIT = 128  # buckets in a round over the keys, four for each lane
+
+# For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
+# for top_k = 1000.
+ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
+CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
+
+# "Sampling" in benchmarks/results/NOTES.md has times of other plans.
+ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
+# With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
+FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
+# With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
+# third of the shared memory, and 256 threads with 80 registers each, which fit three times.
+RESIDENT, WARPGROUPS = 3, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplePlan:
+    """How rows of `sample` lie in the shared memory of clusters of CTAs, and the 32-bit scratch words of each CTA.
+
+    A part is a `Window`, as drawn in `gpu/window.py`. Each warpgroup has one step of it, and each warp a quarter of the
+    step: its span, cut into loads of 512 bytes, 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's
+    elements all follow the order of the row:
+
+        block        |  0  |  1  |  2  |  3  |  4  |  5  |  6  |       2 KB each, step_blocks = 4
+        warpgroup    |           0           |        1        |
+        warp         |  0  |  1  |  2  |  3  | 4  | 5 | 6 |  7 |       warps 0 to 3 have 4 loads, warps 4 to 7 have 3
+
+    The scratch words start at these offsets:
+
+        total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
+        zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
+        kept, least  what the CTA keeps of the row: by a key, and by a least mass
+        picked       a result of one warp, for all warps to read
+        listed       how many keys the list has, or would have if there were room
+        warps        eight numbers of each warp
+        drawn        the mass of each warp, and of each load of one warp; with `sections`, the sums of `lists_ptx`
+        sections     two sums over each section of the histogram
+        counters     four numbers for each CTA
+        gathered     eight numbers of each CTA, fetched by one warp and read by all
+        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
+        keys         the list of keys in the zone
+    """
+
+    window: Window
+    warpgroups: int
+    by_value: bool  # the histogram has one bucket for each value, so that no list is needed
+
+    total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
+    warp_words = 8
+    drawn = warps + MAX_WARPS * warp_words
+    sections = drawn + 2 * LANES
+    counters = sections + 2 * SECTIONS
+    gathered = counters + 4 * MAX_CTAS
+    gathered_words = 8
+    histogram = gathered + gathered_words * MAX_CTAS
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets of the histogram."""
+        return VALUE_BUCKETS if self.by_value else BUCKETS
+
+    @property
+    def keys(self) -> int:
+        """The first word of the list of keys."""
+        return self.histogram + self.buckets
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def list_size(self) -> int:
+        """Number of keys that the list of a CTA has room for, a multiple of its number of threads."""
+        each = max(-(-ROW_KEYS // self.window.count), CTA_KEYS)
+        return 0 if self.by_value else -(-each // self.threads) * self.threads
+
+    @property
+    def words(self) -> int:
+        """Number of all words."""
+        return self.keys + self.list_size
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a CTA; the barriers come last."""
+        scratch = -(-4 * self.words // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+        return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
+
+
+def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
+    """Returns the plan of rows in `count` parts, with `warpgroups` warpgroups in each CTA."""
+    vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
+    blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)
+    return SamplePlan(Window(vocab, vec, blocks, blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
+
+
+def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
+    """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
+    smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
+    warpgroups = FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS
+
+    def fits(count, room):
+        plan = plan_of(vocab, dtype, count, warpgroups)
+        small = plan.window.size <= MAX_PART and plan.window.step_blocks <= MAX_BLOCKS
+        return small and plan.smem_bytes <= room
+
+    if rows <= FEW_ROWS:
+        count, room = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES)), smem
+    else:
+        count, room = 1, smem_of_each(capability, RESIDENT)
+    while count < most and not fits(count, room):
+        count += 1
+    return plan_of(vocab, dtype, count, warpgroups) if fits(count, smem) else None

@@ -1,0 +1,161 @@
+"""The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
+from pallas_softmax_base._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax_base._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
+
+LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
+INF = float("inf")
+KEEP_ALL = -(2**31)  # a key below the keys of all numbers
+
+_WARP_BITS = WARPS.bit_length() - 1
+_SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
+
+
+class RowProgram(CtaProgram):
+    """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
+
+    A temperature of 0 takes the first entry: the filters are then the same as for top_k = 1.
+    """
+
+    top: Value  # the largest element of the row, once it is known
+
+    def __init__(self, plan: SamplePlan, dtype):
+        super().__init__(plan.threads // LANES, plan.window.count)
+        self.plan, self.elements = plan, Elements(dtype)
+        self.x, self.scratch = self.operands("u32", "x", "scratch")  # addresses of the part and of the words
+        self.scale = self.operand("scale", "f32")  # log2(e) / temperature
+        self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
+        self.span, self.loads = self.span_of(self.warp)
+        self.u, self.temperature, top_p, min_p = self.operands("f32", "u", "temperature", "top_p", "min_p")
+        greedy = self.temperature.equals(0.0)
+        self.top_k = self.select(greedy, 1, self.operand("top_k", "u32"))
+        self.top_p, self.min_p = self.select(greedy, 1.0, top_p), self.select(greedy, 0.0, min_p)
+
+    # --- Elements
+
+    def span_of(self, warp: Value) -> tuple[Value, Value]:
+        """Returns the address of this lane's vector in the first load of a warp, and the number of its loads."""
+        window = self.plan.window
+        first = (warp >> _WARP_BITS) * window.step_blocks
+        loads = self.min(self.max(window.blocks - first.bits("s32"), 0), window.step_blocks)
+        before = first * WARPS + (warp & (WARPS - 1)) * loads.bits("u32")
+        return self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES, loads
+
+    def vector(self, address: Value, load: int = 0) -> list[Value]:
+        """Returns the four words of this lane's vector, `load` loads after the address."""
+        return self.elements.vector(self, address, WARP_LOAD_BYTES * load)
+
+    def floats(self, words: list[Value]) -> list[Value]:
+        """Returns the elements in words as floats."""
+        return self.elements.floats(self, words, marked=False)
+
+    def greatest(self, words: list[Value]) -> Value:
+        """Returns the largest of the elements in words as a float; NaN if there is one."""
+        if self.elements.halves:
+            pairs = [word.bits(f"{self.elements.name}x2") for word in words]
+            words = [self.reduce("max.NaN", pairs).bits("s32")]
+        return self.reduce("max.NaN", self.floats(words))
+
+    def sweep(self) -> Iterator[tuple[list[Value], Value]]:
+        """Yields the next elements of a thread as words, and their address, in a GPU loop.
+
+        The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
+        the body of the `for` is written twice.
+        """
+        at, remaining = self.var(self.span), self.var(self.loads)
+        for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
+            with self.loop() as leave:
+                leave(remaining < loads)
+                yield [word for i in range(loads) for word in self.vector(at, i)], at
+                self.increase(at, WARP_LOAD_BYTES * loads)
+                self.increase(remaining, -loads)
+
+    def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
+        """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""
+        sums = [self.var(0, "f32") for _ in range(4)]
+        for words, address in self.sweep():
+            for i, (mass, counts) in enumerate(masses(words, address)):
+                self.increase(sums[i % 4], mass, counts)
+        return self.reduce("add", sums)
+
+    def weight(self, x: Value) -> Value:
+        """Returns the mass of an element, relative to the largest element of the row."""
+        return self.exp2((x - self.top) * self.scale)
+
+    def key(self, x: Value) -> Value:
+        """Returns the sort key of an element (see `sort_keys.py`), without the bits that only a float32 has."""
+        key = flip_negative(x.bits("s32"))
+        spare = _SPARE_BITS[self.elements.name]
+        return key >> spare if spare else key
+
+    def of_key(self, key: Value) -> Value:
+        """Returns the element with this sort key, as a float."""
+        spare = _SPARE_BITS[self.elements.name]
+        bits = key << spare if spare else key
+        return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
+
+    # --- Scratch words
+
+    def word(self, at: int, index: Value | int = 0, each: int = 1) -> Value:
+        """Returns the address of the scratch word at + each * index."""
+        if isinstance(index, int):
+            return self.scratch + 4 * (at + each * index)
+        return self.scratch + index * (4 * each) + 4 * at
+
+    def of_ctas(self, at: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns 1, 2, 4 or 8 scratch words of the CTA with this lane's number; `neutral` if there is no such CTA.
+
+        This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
+        others one at a time.
+        """
+        exists = self.lane < self.ctas
+        local = self.word(self.plan.gathered, self.lane, self.plan.gathered_words)
+        with self.when(self.warp.equals(0)):
+            words = self.of_cta(self.word(at), self.lane, "u32", len(kinds), when=exists)
+            self.store(local, *words, when=exists)
+        self.barrier()
+        out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
+        self.load_into(out, local, when=exists)
+        return out
+
+    def each_cta(
+        self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int
+    ) -> list[Value]:
+        """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
+        self.over_cta(ops, values, neutral, at)
+        self.sync_cluster()
+        unused = (1 << (len(values) - 1).bit_length()) - len(values)
+        kinds = [value.kind for value in values] + ["u32"] * unused
+        return self.of_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
+
+    # --- Sums over the CTA
+
+    def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
+        """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
+
+        The CTA must synchronize between two calls.
+        """
+        plan = self.plan
+        own = self.word(plan.warps, self.warp, plan.warp_words)
+        for i, value in enumerate(self.over_warp(ops, values)):
+            self.store(own, value, offset=4 * i, when=self.first_lane)
+        self.barrier()
+        with self.when(self.warp.equals(0)):
+            words = self.words_of_warp([value.kind for value in values], neutral)
+            for i, value in enumerate(self.over_warp(ops, words)):
+                self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
+
+    def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
+        at, exists = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
+        return [
+            self.load(at, kind, offset=4 * i, when=exists, default=default)
+            for i, (kind, default) in enumerate(zip(kinds, neutral))
+        ]

@@ -1,0 +1,235 @@
+"""softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_softmax_base._src import arguments, normalizers
+from pallas_softmax_base._src.arguments import Axis, AxisName
+from pallas_softmax_base._src.dispatch.choose import ImplementationName, check_name
+from pallas_softmax_base._src.dispatch.derivatives import Static, choose_all, evaluate
+from pallas_softmax_base._src.dispatch.eager import at_once
+from pallas_softmax_base._src.dispatch.operation import RowOperation, describe
+from pallas_softmax_base._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
+
+# Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
+# its own types take return_sign as a literal only.
+_jax_logsumexp: Any = jax.nn.logsumexp
+
+
+@at_once("axis", "axis_name", "implementation")
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, like `jax.nn.softmax`.
+
+    It is a drop-in replacement for that function.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
+        integers are promoted to float.
+      axis: the axis or axes of a row. None means all axes.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0. If `where` has more
+        dimensions than `x`, `x` is broadcast to it first, and `axis` refers to that shape.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its
+        equal shard of `x` and `where`, and gets that shard of the result. Not for complex `x`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN gives NaN, and so does a row of only -inf. A fully masked
+      row gives 0. Differentiable in `x`, in forward and reverse mode and to any order. `jax.experimental.jet` is not
+      supported; nest `jax.jvp` instead.
+
+    Raises:
+      TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is not a name.
+      ValueError: `axis` is out of range or repeated, `where` is not boolean or does not fit, `axis_name` is
+        not bound, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    rows = _float_rows("softmax", x, axis, where, axis_name)
+    return evaluate(_choices(SOFTMAX, rows, implementation), rows.x, rows.where)
+
+
+@at_once("axis", "axis_name", "implementation")
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, like `jax.nn.log_softmax`.
+
+    It is a drop-in replacement for that function.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape, with the dtypes of `softmax`.
+      axis: the axis or axes of a row. None means all axes.
+      where: boolean, as for `softmax`. Masked positions are left out of the row and give -inf.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN gives NaN, and so does a row of only -inf. A fully masked
+      row gives -inf. Differentiable like `softmax`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
+    """
+    rows = _float_rows("log_softmax", x, axis, where, axis_name)
+    return evaluate(_choices(LOG_SOFTMAX, rows, implementation), rows.x, rows.where)
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a and b of logsumexp; as in JAX, integers of any length."""
+    return {
+        name: None if given[name] is None else arguments.real_numbers("logsumexp", name, given[name])
+        for name in (["a"] if given["b"] is None else ["a", "b"])
+    }
+
+
+@at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=_known_numbers)
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns log(sum(exp(a))) over `axis`, like `jax.nn.logsumexp`.
+
+    It is a drop-in replacement for that function and for `jax.scipy.special.logsumexp`.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
+
+    Args:
+      a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
+      axis: the axis or axes of a row. None, the default, means all axes.
+      b: factors of the exponentials, which broadcast like `where`. A call with `b`, with `return_sign` or with complex
+        `a` runs `jax.nn.logsumexp`, in float32 for 16-bit logits. It accepts no `axis_name`, and only "xla" as
+        `implementation`.
+      keepdims: whether the reduced dimensions stay, with size 1.
+      return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
+      where: boolean, as for `softmax`. Masked positions are left out.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result covers
+        the whole row, the same on all its devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `a` without the reduced dimensions. A row that is empty, fully masked or only -inf gives
+      -inf. A row with NaN gives NaN; another row with +inf gives +inf. Differentiable like `softmax`. As in JAX, the
+      gradient of a row with one +inf is NaN there and 0 elsewhere.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
+        `keepdims` or `return_sign` is not a bool.
+    """
+    name = "logsumexp"
+    keepdims = arguments.static_bool(name, "keepdims", keepdims)
+    return_sign = arguments.static_bool(name, "return_sign", return_sign)
+    if (
+        b is not None
+        or return_sign
+        or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
+    ):
+        check_name(name, implementation)
+        arguments.check_axis_name(name, axis_name)
+        for argument, value, accepted in (
+            ("implementation", implementation, (None, "xla")),
+            ("axis_name", axis_name, (None,)),
+        ):
+            if value not in accepted:
+                raise NotImplementedError(
+                    f"{name}: {argument} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
+                    f"got {value!r}"
+                )
+        return _by_jax(name, a, axis, b, keepdims, return_sign, where)
+    rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
+    dtype = jax.eval_shape(jnp.exp, rows.x).dtype
+    # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
+    rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
+    out, _ = evaluate(_choices(LOGSUMEXP, rows, implementation), rows.x, rows.where)
+    return out if keepdims else jnp.squeeze(out, rows.axes)
+
+
+def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
+    """Computes by `jax.nn.logsumexp` what no kernel has: b, return_sign, complex a; 16-bit numbers in float32."""
+    a = arguments.array(name, "a", a)
+    b = None if b is None else arguments.array(name, "b", b)
+    where = None if where is None else arguments.array(name, "where", where)
+    for of, other in ("a", a), ("b", b):
+        if other is not None and jnp.issubdtype(other.dtype, jax.dtypes.extended):
+            raise TypeError(f"{name}: {of} must be of numbers, got dtype {other.dtype}")
+    for of, other in ("b", b), ("where", where):
+        a = a if other is None else arguments.broadcast(name, "a", a, of, other)
+    where = None if where is None else arguments.mask(name, where, a.shape)
+    axes = arguments.normalized_axes(name, axis, a.ndim)
+    factors = () if b is None else (b,)
+    try:
+        common = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    except ValueError as error:
+        dtypes = " and ".join(f"{of} of {x.dtype.name}" for of, x in zip("ab", (a, *factors)))
+        raise ValueError(f"{name}: {dtypes} have no common dtype; cast one of them") from error
+    out_dtype = jax.eval_shape(jnp.exp, common).dtype
+    wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
+    a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
+    out = _jax_logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
+
+
+def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
+    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
+    rows = arguments.rows(function, "x", x, axis, where, axis_name)
+    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
+
+
+def _choices(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> Static:
+    """Returns the choices for an operation, which has the name of the public function, and for its derivatives."""
+    name = operation.name
+    call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
+    return choose_all(call, implementation, axes=rows.axes)

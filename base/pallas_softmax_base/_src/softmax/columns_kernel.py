@@ -1,0 +1,313 @@
+"""Kernels for softmax along an axis that is not the last one: columns are reduced in place, without a transpose.
+
+An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. A line is `inner` contiguous elements, one
+of each adjacent column. So threads are laid out along `inner`. Each CTA takes adjacent columns:
+
+    short columns   in registers, whole columns at once: load -> reduce -> write
+    long columns    in shared memory; the lines are divided among the CTAs of a cluster:
+                    load -> reduce -> merge with the other CTAs -> write
+
+Neither kernel has a mask or a temperature.
+
+`columns_plan` chooses between the two.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src.gpu import blocks, tiles
+from pallas_softmax_base._src.gpu.interpreter import laid_out
+from pallas_softmax_base._src.gpu.kernel import gpu_kernel
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.softmax.columns_plan import Strips
+from pallas_softmax_base._src.softmax.formulas import Formula
+from pallas_softmax_base._src.softmax.parts_job import Refs
+
+# --- Short columns, in registers ----------------------------------------------------------------------
+
+
+def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any = None) -> None:
+    """The kernel for short columns: a CTA holds whole adjacent columns in registers, and computes a formula on them.
+
+    The rows of `tile` are lines of the array. `reserved` is shared memory that nothing uses, so that fewer CTAs run at
+    once; see `Tile.reserved_bytes`.
+    """
+    across = -(-x_gmem[0].shape[2] // tile.shape[1])  # tiles side by side
+    number = lax.axis_index("tile")
+    outer, column = number // across, number % across * tile.shape[1]
+
+    def load(gmem):
+        fill = formula.reduction.neutral
+        return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
+
+    x = [load(gmem) for gmem in x_gmem]
+    broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1)  # a number per column, to all its lines
+    states = formula.reduction.states(formula.term(*x))
+    total = formula.reduction.combine_lanes(states, 0, broadcast)  # of each column
+    constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
+    results = constants if formula.value is None else [formula.value(*x, *constants)]
+    for gmem, y in zip(out_gmem, results, strict=True):
+        tiles.store(gmem.at[outer], tile, 0, y, column=column)
+
+
+# --- Long columns, in shared memory -------------------------------------------------------------------
+
+
+def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch) -> None:
+    """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
+
+    The parts pass through shared memory step by step. The first steps of the next strip are loaded while this one is
+    merged and written.
+    """
+    cta = _Cta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
+    lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
+    if plan.turns > 1:
+        lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
+    else:
+        _compute_strip(cta, jnp.int32(0))
+
+
+def _compute_strip(cta: "_Cta", turn) -> None:
+    """Computes the part of a strip, strip number `turn` of this cluster."""
+    first = turn * cta.plan.steps
+    total = cta.reduce(first)  # the steps, in the order of their arrival
+    if cta.plan.count > 1:
+        total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
+    constants = [
+        tiles.broadcast(constant, cta.plan.block_tile, 1) for constant in cta.formula.constants(total)
+    ]
+    if cta.formula.value is None:
+        cta.write_constants(first, constants)  # for example logsumexp: one number per column
+    else:
+        cta.write(first, constants)  # for example softmax: the elements, from shared memory
+    if cta.plan.count > 1:
+        cta.wait_for_peers()
+
+
+# --- Launches -----------------------------------------------------------------------------------------
+
+
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    plan: Tile | Strips,
+    *,
+    name: str,
+    approximate: bool,
+) -> list[jax.Array]:
+    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `tile_kernel.launch`.
+
+    The rows of a tile are lines of the array. Returns one array (outer, vocab, inner) of the last array's dtype, or if
+    the formula has per-row outputs, arrays (outer, 1, inner).
+    """
+    outer, _, inner = arrays[0].shape
+    settings: dict[str, Any] = {
+        "out_type": formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
+        "name": name,
+        "approximate": approximate,
+    }
+    if isinstance(plan, Tile):
+        reserved = plan.reserved_bytes
+        return gpu_kernel(
+            functools.partial(compute_tile, formula, plan),
+            grid={"tile": outer * -(-inner // plan.shape[1])},
+            scratch_types={"reserved": plgpu.SMEM((reserved,), jnp.int8)} if reserved else (),
+            **settings,
+        )(arrays)
+    _, teams = _strips_and_teams(plan, arrays[0].shape)
+    scratch: dict[str, Any] = {
+        "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
+        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
+    }
+    if plan.count > 1:
+        per_column = plgpu.SMEM((plan.width,), jnp.float32)
+        scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
+        scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
+    return gpu_kernel(
+        functools.partial(compute_strips, formula, plan),
+        grid={"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams},
+        cluster=plan.count,
+        scratch_types=scratch,
+        **settings,
+    )(arrays)
+
+
+def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the number of strips of an array, and the number of clusters that take them."""
+    outer, _, inner = shape
+    strips = outer * -(-inner // plan.width)
+    return strips, -(-strips // plan.turns)
+
+
+# --- The work of a CTA on strips ----------------------------------------------------------------------
+
+
+class _Cta:
+    """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
+
+    Step numbers run on from one strip to the next. Steps take the slots in a circle.
+    """
+
+    def __init__(self, formula: Formula, plan: Strips, refs: Refs):
+        self.formula, self.plan, self.refs = formula, plan, refs
+        shape = refs.x_gmem[0].shape
+        # The cluster takes strips team, team + teams, and so on: `turns` of them.
+        strips, self.teams = _strips_and_teams(plan, shape)
+        self.team = lax.axis_index("team")
+        self.part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+        self.turns: Any = lax.div(strips - 1 - self.team, self.teams) + 1 if plan.turns > 1 else 1
+        self.across = -(-shape[2] // plan.width)  # strips side by side
+
+    # --- Loads
+
+    @property
+    def _refills(self) -> bool:
+        """Whether there are more steps than slots."""
+        return self.plan.turns > 1 or self.plan.steps > self.plan.slots
+
+    def _place(self, number):
+        """Returns where a step starts in the array: (outer, line, column)."""
+        turn, step = lax.div(number, self.plan.steps), lax.rem(number, self.plan.steps)
+        strip = self.team + turn * self.teams
+        line = (self.part * self.plan.steps + step) * self.plan.step_rows
+        return lax.div(strip, self.across), line, lax.rem(strip, self.across) * self.plan.width
+
+    def _lines(self, gmem, number):
+        """Returns a step of an array in device memory. Copies read 0 out of bounds, and write nothing there."""
+        outer, line, column = self._place(number)
+        return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
+
+    def _slot(self, number):
+        """Returns the lines of shared memory that hold a step."""
+        return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
+
+    def load(self, number) -> None:
+        """Starts the copies of a step, one from each array, if there is such a step."""
+
+        def fetch():
+            refs, slot = self.refs, lax.rem(number, self.plan.slots)
+            for gmem, smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    self._lines(gmem, number), smem.at[self._slot(number)], arrived.at[slot]
+                )
+
+        if self._refills:
+            pl.when(number < self.turns * self.plan.steps)(fetch)
+        else:
+            fetch()
+
+    def _blocks(self, number):
+        """Yields the blocks of a step: lines of shared memory, and a float32 block from each array."""
+        block = self.plan.block_tile
+        for start in range(0, self.plan.step_rows, block.rows):
+            at = pl.ds(self._slot(number).start + start, block.rows)
+            x = [tiles.load_smem(smem.at[at], block) for smem in self.refs.x_smem]
+            yield at, [a.astype(jnp.float32) for a in x]
+
+    # --- Reduction
+
+    def reduce(self, first):
+        """Returns the reduction of each column of the part. Its steps begin with number `first`."""
+        plan, reduction = self.plan, self.formula.reduction
+        layout = tiles.layout(plan.block_tile)
+        lanes = jax.tree.map(
+            lambda x: laid_out(jnp.full(plan.block_tile.shape, x, jnp.float32), layout), reduction.empty
+        )
+        lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
+        return reduction.combine_lanes(
+            lanes, 0, functools.partial(tiles.broadcast, tile=plan.block_tile, axis=1)
+        )
+
+    def _absorb(self, number, lanes):
+        """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
+        plan, formula = self.plan, self.formula
+        for arrived in self.refs.arrived:
+            plgpu.barrier_wait(arrived.at[lax.rem(number, plan.slots)])
+        terms = [formula.term(*x) for _, x in self._blocks(number)]
+        if plan.lines_beyond:
+            line = lax.broadcasted_iota(jnp.int32, plan.block_tile.shape, 0)
+            line = laid_out(line, tiles.layout(plan.block_tile))
+            held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
+            terms = [
+                jnp.where(line < held - i * plan.block_tile.rows, term, formula.reduction.neutral)
+                for i, term in enumerate(terms)
+            ]
+        lanes = formula.reduction.add(lanes, terms, number)
+        if formula.value is None and self._refills:
+            plgpu.commit_smem()  # all threads have read the slot
+            self.load(number + plan.slots)
+        return lanes
+
+    def combine_over_cluster(self, total):
+        """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
+
+        Threads read the reductions from the CTAs as the lines of a tile.
+        """
+        refs, plan = self.refs, self.plan
+        for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
+            smem[...] = leaf
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.cluster_barrier)
+        plgpu.barrier_wait(refs.cluster_barrier)
+        tile = dataclasses.replace(plan.block_tile, rows=max(plan.block_tile.rows, plan.count))
+
+        def load_peer(smem, empty):
+            return tiles.load_from_ctas(smem, tile, plan.count, empty)
+
+        reduction = self.formula.reduction
+        peers = jax.tree.map(load_peer, refs.sent_smem, reduction.empty)
+        total = reduction.combine_lanes(peers, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
+        # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.cluster_barrier)
+        return total
+
+    def wait_for_peers(self) -> None:
+        """Waits until all CTAs of the cluster have merged.
+
+        Until then a CTA must not exit, or overwrite `sent_smem`: a peer may still read it.
+        """
+        plgpu.barrier_wait(self.refs.cluster_barrier)
+
+    # --- Results
+
+    def write_constants(self, first, constants) -> None:
+        """Writes the constants of the columns.
+
+        The result has one line, so only part 0 writes. The other parts are out of bounds.
+        """
+        outer, _, column = self._place(first)
+        for gmem, y in zip(self.refs.out_gmem, constants, strict=True):
+            tiles.store(gmem.at[outer], self.plan.block_tile, self.part, y, column=column)
+
+    def write(self, first, constants) -> None:
+        """Writes the steps of the part. Their numbers begin with `first`."""
+        plan = self.plan
+        lax.fori_loop(0, plan.steps, lambda i, _: self._write_step(first, i, constants), None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self._refills:
+            self.load(first + plan.steps - 1 + plan.slots)
+
+    def _write_step(self, first, i, constants) -> None:
+        """Writes step number first + i through its slot, and refills the slot of the step before it."""
+        plan, number = self.plan, first + i
+        value: Any = self.formula.value
+        (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
+        for at, x in self._blocks(number):
+            y = value(*x, *constants).astype(out_smem.dtype)
+            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block_tile))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
+        if self._refills:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self.load(number - 1 + plan.slots)

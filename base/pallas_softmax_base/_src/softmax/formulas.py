@@ -1,0 +1,202 @@
+"""The math of the softmax kernels: how each row is reduced, and how outputs follow from the reduction.
+
+The formulas are plain jax.numpy on float32 blocks and tiles in registers. All kernels share them, however they
+distribute rows over a GPU.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.normalizers import Moments, Normalizer, log_of_sum, shift
+from pallas_softmax_base._src.softmax import moments_ptx
+
+F32 = jnp.float32
+
+
+class PerThread(NamedTuple):
+    """Inline PTX of a reduction."""
+
+    add: Callable[[Any, list, Any], Any]  # as in `Reduction`
+    # (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
+    combine_threads: Callable[[Any, Any], Any]
+    # (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to shared
+    # memory, see `moments_ptx.combine_ctas`.
+    combine_ctas: Callable[[Any, int, Any], Any]
+
+
+class Reduction(NamedTuple):
+    """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays."""
+
+    states: Callable[[Any], Any]  # x -> an array of states, one for each element of x
+    # (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is
+    # the number of the step that the blocks are, counted from 0.
+    add: Callable[[Any, list, Any], Any]
+    # state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
+    # tile; `broadcast` expands a per-row value to the shape of the tile.
+    combine_lanes: Callable[..., Any]
+    combine: Callable[[Any, Any], Any]  # (state, state) -> the merged state; this is the reduction's operator
+    empty: Any  # the state of an empty set
+    neutral: float  # an element that leaves every state unchanged
+    # None, or how long rows are reduced with one state for each thread, instead of one for each element of a
+    # vector. A large state then takes fewer registers and instructions.
+    per_thread: "PerThread | None" = None
+
+
+ONLINE = Reduction(
+    # d is 1 even for -inf: `combine_lanes` multiplies it by 0
+    states=lambda x: Normalizer(x, jnp.ones_like(x)),
+    add=lambda lanes, blocks, step: normalizers.add_logits(lanes, blocks),
+    combine_lanes=normalizers.combine_lanes,
+    combine=normalizers.combine,
+    empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
+    neutral=-jnp.inf,
+)
+SUM = Reduction(
+    states=lambda x: x,
+    add=lambda total, blocks, step: total + normalizers.tree_sum(blocks),
+    combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
+    combine=operator.add,
+    empty=0.0,
+    neutral=0.0,
+)
+
+
+class Located(NamedTuple):
+    """Moments of logits, and where the first of the largest logits is."""
+
+    moments: Moments  # (m, d, t)
+    # Its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a
+    # whole number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
+    at: Any
+
+
+MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
+
+
+def located(scale=None) -> Reduction:
+    """Returns the reduction to `Located`. `scale` is 1 / temperature, or None; see `normalizers.add_logits`."""
+
+    def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
+        before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
+        grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
+        return Located(moments, jnp.where(grew, jnp.float32(step), lanes.at))
+
+    def combine_lanes(lanes: Located, axis=None, broadcast=None) -> Located:
+        moments = normalizers.combine_lanes(lanes.moments, axis, broadcast, scale)
+        if lanes.at is None:
+            return Located(moments, None)
+        m = moments.m if broadcast is None else broadcast(moments.m)
+        return Located(moments, jnp.min(normalizers.if_largest(lanes.at, lanes.moments.m, m), axis))
+
+    def combine(a: Located, b: Located) -> Located:
+        moments = normalizers.combine(a.moments, b.moments, scale=scale)
+        at = (normalizers.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
+        return Located(moments, jnp.minimum(*at))
+
+    return Reduction(
+        states=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
+        add=add,
+        combine_lanes=combine_lanes,
+        combine=combine,
+        empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0),  # pyright: ignore[reportArgumentType]
+        neutral=-jnp.inf,
+        per_thread=PerThread(
+            functools.partial(add, add_logits=moments_ptx.add_logits),
+            lambda lanes, scratch: Located(
+                *moments_ptx.combine_threads(lanes.moments, lanes.at, scratch, scale)
+            ),
+            lambda sent, count, scratch: Located(
+                *moments_ptx.combine_ctas(sent.moments, sent.at, count, scratch, scale)
+            ),
+        ),
+    )
+
+
+class Formula(NamedTuple):
+    """An operation of the softmax family, on the rows of one or two arrays."""
+
+    reduction: Reduction  # the reduction along a row
+    term: Callable[..., Any]  # (*elements), one from each array -> the element to reduce
+    constants: Callable[[Any], tuple]  # the row's reduction -> the per-row constants
+    # (*elements, *constants) -> the output element. None if the outputs are the constants themselves, each in
+    # an array with one number per row.
+    value: Callable[..., Any] | None = None
+    masked_value: float = 0.0  # the output element where the mask is False
+    # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
+    row_dtypes: tuple = ()
+    # 1 / temperature of a row -> the formula with this temperature; None if it has none.
+    at_scale: "Callable[[Any], Formula] | None" = None
+
+    def scaled(self, scale) -> "Formula":
+        """Returns the formula with 1 / temperature = `scale`; itself if `scale` is None."""
+        if scale is None:
+            return self
+        assert self.at_scale is not None
+        return self.at_scale(scale)
+
+    @property
+    def locates(self) -> bool:
+        """Whether the formula needs the position of the largest element; see `Located`."""
+        return isinstance(self.reduction.empty, Located)
+
+    def out_type(self, whole: tuple, per_row: tuple, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the outputs: elements in the shape `whole`, or constants in the shape `per_row`."""
+        if self.value is not None:
+            return [jax.ShapeDtypeStruct(whole, dtype)]
+        return [jax.ShapeDtypeStruct(per_row, own or dtype) for own in self.row_dtypes]
+
+
+def _logsumexp(total: Normalizer) -> tuple:
+    """Returns logsumexp, m and d. If a logit is +inf, d is NaN, but logsumexp is still +inf."""
+    m, d = total
+    return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
+
+
+def _token_stats(scale=None) -> Formula:
+    """Returns the formula of logsumexp, the entropy, (m, d, t), and the position of the largest element."""
+
+    def constants(total: Located) -> tuple:
+        m, d, t = total.moments
+        log_d = log_of_sum(d)
+        lse = jnp.where(m == jnp.inf, m, (m if scale is None else m * scale) + log_d)
+        return lse, log_d - t / d, m, d, t, total.at
+
+    row_dtypes = (F32,) * 5 + (jnp.int32,)
+    return Formula(located(scale), lambda x: x, constants, row_dtypes=row_dtypes, at_scale=_token_stats)
+
+
+FORMULAS = {
+    "softmax": Formula(
+        ONLINE,
+        term=lambda x: x,
+        constants=lambda total: (shift(total.m), 1 / total.d),
+        value=lambda x, m, inverse_d: jnp.exp(x - m) * inverse_d,
+    ),
+    "log_softmax": Formula(
+        ONLINE,
+        term=lambda x: x,
+        constants=lambda total: (total.m, log_of_sum(total.d)),
+        value=lambda x, m, log_d: x - m - log_d,
+        masked_value=-jnp.inf,
+    ),
+    "token_stats": _token_stats(),
+    "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, row_dtypes=(None, F32, F32)),
+    "softmax_grad": Formula(
+        SUM,
+        term=lambda y, dy: y * dy,
+        constants=lambda total: (total,),
+        value=lambda y, dy, total: y * (dy - total),
+    ),
+    "log_softmax_grad": Formula(
+        SUM,
+        term=lambda y, dy: dy,
+        constants=lambda total: (total,),
+        value=lambda y, dy, total: dy - jnp.exp(y) * total,
+    ),
+}

@@ -1,0 +1,35 @@
+"""softmax, log_softmax and logsumexp of rows that are spread over a mesh: the devices exchange two numbers per row.
+
+Each function runs on one device's shard, where the mesh axes are bound. `run_shard(operation, arrays, static)` runs the
+best kernel on the shard. `logsumexp` is the operation for that step.
+"""
+
+import jax.numpy as jnp
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.masks import logits_of, masked
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.softmax.xla import log_normalized
+
+
+def softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
+    """Returns this device's shard of the softmax of whole rows."""
+    m, d = _normalizer(run_shard, step, x, where, axes, mesh_axes)
+    return masked(jnp.exp(logits_of(x, where) - normalizers.shift(m)) / d, where, 0).astype(x.dtype)
+
+
+def log_softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
+    """Returns this device's shard of the log_softmax of whole rows."""
+    return log_normalized(x, where, _normalizer(run_shard, step, x, where, axes, mesh_axes))
+
+
+def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
+    """Returns logsumexp of whole rows, and their normalizers."""
+    normalizer = _normalizer(run_shard, None, x, where, axes, mesh_axes)
+    return normalizers.log_of(normalizer).astype(x.dtype), normalizer
+
+
+def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
+    """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
+    _, shard_normalizer = run_shard(step, (x, where), {"axes": axes})
+    return normalizers.combine_shards(shard_normalizer, mesh_axes)

@@ -1,0 +1,88 @@
+"""softmax, log_softmax, logsumexp and two backwards as Mosaic GPU kernels, on arrays of any rank.
+
+Rows along the last axes are folded to (rows, vocab). Rows along another axis stay in place if `plan_columns` has a
+plan for them; otherwise they are transposed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_softmax_base._src import target
+from pallas_softmax_base._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax_base._src.folding import TRANSPOSED, fold
+from pallas_softmax_base._src.gpu import checks
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.softmax import columns_kernel, parts_kernel, tile_kernel
+from pallas_softmax_base._src.softmax.columns_plan import plan_columns
+from pallas_softmax_base._src.softmax.formulas import FORMULAS
+from pallas_softmax_base._src.softmax.plan import Parts, approximate, plan_softmax
+
+
+class Columns(NamedTuple):
+    """The plan for rows that lie across memory, and stay there."""
+
+    view: tuple[int, int, int]  # the shape (outer, vocab, inner), where each row is a column
+    plan: Any  # the result of `plan_columns`
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Refusal:
+    """Returns how the rows of a call lie over the GPU."""
+    reason = checks.unsupported(call, capability) or checks.too_large(call)
+    if reason is not None:
+        return Refusal(reason)
+    if (columns := _plan_columns(call, capability)) is not None:
+        return columns
+    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, capability, masked=call.masked)
+
+
+def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
+    """Returns the plan for rows that lie across memory; None if they are contiguous, masked, or must be transposed."""
+    if call.inner in (None, 1) or call.vocab == 1 or call.masked:  # one element has no neighbours in memory
+        return None
+    view = call.rows // call.inner, call.vocab, call.inner
+    found = plan_columns(call.op, *view, call.dtype, capability)
+    return None if found is None else Columns(view, found)
+
+
+def slower(call: Call) -> str | None:
+    """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
+    if call.inner != 1 and _plan_columns(call, target.capability()) is None:
+        return TRANSPOSED
+    return None
+
+
+def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: tuple[int, ...]) -> Any:
+    """Returns what the plain function of an operation over `axes` returns.
+
+    Args:
+      name: the name of the operation, in `FORMULAS`.
+      plan: how rows lie over the GPU.
+      x: the logits; or for a gradient what is saved, a tuple of arrays of one shape.
+      where: None, or a boolean of the rank of the arrays that broadcasts to them.
+      *dy: for a gradient, the cotangent.
+      axes: the reduced axes, ascending.
+    """
+    arrays = [*jax.tree.leaves(x), *dy]
+    shape = arrays[0].shape
+    keywords: dict[str, Any] = {
+        "name": name if name.endswith("grad") else f"{name}_forward",
+        "approximate": approximate(arrays[-1].dtype),
+    }
+    if isinstance(plan, Columns):
+        per_row = [1 if a in axes else size for a, size in enumerate(shape)]
+        viewed = [a.reshape(plan.view) for a in arrays]
+        results = columns_kernel.launch(FORMULAS[name], viewed, plan.plan, **keywords)
+        results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
+    else:
+        folded, mask, unfold = fold(arrays, where, axes)
+        kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
+        results = [unfold(result) for result in kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)]
+    first, *normalizer = results
+    return (first, Normalizer(*normalizer)) if normalizer else first
+
+
+_NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")
+KERNELS = {name: Kernel(plan, functools.partial(softmax_rows, name), slower) for name in _NAMES}

@@ -1,0 +1,118 @@
+"""The operations softmax, log_softmax and logsumexp, and their derivatives, as objects."""
+
+import dataclasses
+import functools
+
+from pallas_softmax_base._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, RowOperation
+from pallas_softmax_base._src.softmax import mesh, xla
+
+_FUSED_ROW = 8_192  # elements of the longest row that XLA keeps on chip (benchmarks/results/launch)
+
+
+def fused_by_xla(call: Call) -> str | None:
+    """Returns why XLA is better at a softmax than any kernel, however fast; None if it is not.
+
+    This concerns a float32 softmax of short, aligned rows. Compared with XLA, the kernels of `mosaic_gpu` take from 24%
+    less time (few rows) to 11% more (rows in the L2 cache), and the kernels of `triton` take as long. But in a program
+    XLA fuses the softmax with the operation that makes its logits, and a kernel cannot.
+    """
+    is_plain = call.dtype == "float32" and not call.masked and call.inner == 1
+    if is_plain and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
+        return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
+    return None
+
+
+def _kernels(name: str):
+    """Returns the kernels of an operation, each imported when it is first needed."""
+
+    def mosaic_gpu() -> Kernel:
+        from pallas_softmax_base._src.softmax.mosaic_gpu import KERNELS
+
+        return KERNELS[name]
+
+    def triton() -> Kernel:
+        from pallas_softmax_base._src.softmax.triton import KERNELS
+
+        return KERNELS[name]
+
+    return {"mosaic_gpu": mosaic_gpu, "triton": triton}
+
+
+SOFTMAX_GRAD = RowOperation(
+    name="softmax_grad",
+    arguments=((ROW,), MASK, ROW),
+    results=ROW,
+    plain=xla.softmax_grad,
+    kernels=_kernels("softmax_grad"),
+    is_gradient=True,
+)
+LOG_SOFTMAX_GRAD = dataclasses.replace(
+    SOFTMAX_GRAD,
+    name="log_softmax_grad",
+    plain=xla.log_softmax_grad,
+    kernels=_kernels("log_softmax_grad"),
+)
+LOG_SOFTMAX_TANGENT = RowOperation(
+    name="log_softmax_tangent", arguments=((ROW,), MASK, ROW), results=ROW, plain=xla.log_softmax_tangent
+)
+# The gradient of logsumexp is elementwise, so XLA fuses it with its neighbours: one read and one write.
+LOGSUMEXP_GRAD = RowOperation(
+    name="logsumexp_grad",
+    arguments=((ROW, PER_ROW, PER_ROW), MASK, PER_ROW, PER_ROW),
+    results=ROW,
+    plain=xla.logsumexp_grad,
+    is_gradient=True,
+)
+LOGSUMEXP_TANGENT = RowOperation(
+    name="logsumexp_tangent",
+    arguments=((ROW, PER_ROW, PER_ROW), MASK, ROW),
+    results=PER_ROW,
+    plain=xla.logsumexp_tangent,
+)
+LOGSUMEXP = RowOperation(
+    name="logsumexp",
+    arguments=(ROW, MASK),
+    results=PER_ROW,
+    plain=xla.logsumexp,
+    kernels=_kernels("logsumexp"),
+    gradient=LOGSUMEXP_GRAD,
+    tangent=LOGSUMEXP_TANGENT,
+    result_names=("logsumexp", "m", "d"),
+    variables=("x",),
+    differentiable=("logsumexp", "d"),  # no derivative depends on m
+    saved=(("x", "m", "d"), "where"),
+    on_mesh=mesh.logsumexp_on_mesh,
+)
+SOFTMAX = RowOperation(
+    name="softmax",
+    arguments=(ROW, MASK),
+    results=ROW,
+    plain=xla.softmax,
+    kernels=_kernels("softmax"),
+    gradient=SOFTMAX_GRAD,
+    tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
+    result_names=("y",),
+    variables=("x",),
+    differentiable=("y",),
+    saved=(("y",), "where"),
+    gradient_needs_kernel=True,
+    on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
+    shard_step=LOGSUMEXP,
+    better_by_xla=fused_by_xla,
+)
+LOG_SOFTMAX = RowOperation(
+    name="log_softmax",
+    arguments=(ROW, MASK),
+    results=ROW,
+    plain=xla.log_softmax,
+    kernels=_kernels("log_softmax"),
+    gradient=LOG_SOFTMAX_GRAD,
+    tangent=LOG_SOFTMAX_TANGENT,
+    result_names=("y",),
+    variables=("x",),
+    differentiable=("y",),
+    saved=(("y",), "where"),
+    gradient_needs_kernel=True,
+    on_mesh=functools.partial(mesh.log_softmax_on_mesh, step=LOGSUMEXP),
+    shard_step=LOGSUMEXP,
+)

@@ -1,0 +1,339 @@
+"""The part of a row that a CTA holds: how it is loaded, reduced, merged with the other parts, and written.
+
+`parts_kernel.py` calls these stages in their order. `plan.Parts` draws a part.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers
+from pallas_softmax_base._src.gpu import blocks
+from pallas_softmax_base._src.gpu.hardware import WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.staged_row import PartPlace, StagedRow
+from pallas_softmax_base._src.softmax.formulas import Located, Reduction
+from pallas_softmax_base._src.softmax.parts_job import Job, Refs
+from pallas_softmax_base._src.softmax.plan import EDGE, FEW_ROWS
+
+
+class Part:
+    """The part of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
+
+    `place` is the row and the position of the part in it. `body` is the body on its way through shared memory.
+    """
+
+    def __init__(self, job: Job, refs: Refs, place: PartPlace, body: StagedRow):
+        self.job, self.refs, self.place, self.body = job, refs, place, body
+        self.body_start = job.parts.body_start(place.row, place.start)
+        self.edges: list[_Edge] = []  # empty before `load_edges`, or if the part has no edges
+        scale = refs.scale_gmem
+        self.formula = job.formula.scaled(
+            None if scale is None else scale[place.row if scale.shape[0] > 1 else 0]
+        )
+
+    # --- Loads
+
+    def copy_in(self, i) -> None:
+        """Starts the copies of step i of the body, an int or traced."""
+        start = self.place.first + self.body_start
+        refs = self.refs
+        for x_gmem, x_smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
+            self.body.copy_in(self.place.in_view(x_gmem), x_smem, arrived, start, i)
+
+    def load_edges(self) -> None:
+        """Loads the first and the last EDGE elements of the part, if it has edges."""
+        if not self.job.parts.has_edges:
+            return
+        place, last = self.place, self.job.parts.length - EDGE
+        position = blocks.positions()
+        after_body = position + last >= self.body_start + self.job.parts.body
+        for at, counted in (
+            (0, position < self.body_start),
+            (last, after_body & (position + last < place.owned)),
+        ):
+            where = pl.ds(place.first + at, EDGE)
+            arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
+            mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1)
+            self.edges.append(_Edge(at, arrays, mask, counted))
+
+    def _load_body(self, i, size: int):
+        """Yields the blocks of step i of the body, as a tuple with a block from each array."""
+        fill = self.formula.reduction.neutral
+        return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
+
+    def _load_body_mask(self, i) -> list:
+        """Returns the mask of each block of step i of the body, as int8, 0 after its end. Without a mask: Nones."""
+        walk = self.job.parts.walk
+        if self.job.mask is None:
+            return [None] * walk.step_blocks
+        starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
+        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+
+    def _load_mask(self, at, held, vec: int):
+        """Returns a block of the mask, from element `at` of the part on; 0 after the first `held` elements."""
+        mask: Any = self.job.mask
+        return blocks.load_mask(
+            self.refs.mask_gmem,
+            mask.row(self.place.row),
+            self.place.start + at,
+            held,
+            vec,
+            aligned=vec == 1 or self.job.mask_is_whole,
+        )
+
+    def wait_for_body(self) -> None:
+        """Waits until all steps of the body have arrived."""
+        for arrived in self.refs.arrived:
+            self.body.wait(arrived)
+
+    def free_slots(self) -> None:
+        """If rows are taken in turns, lets the next row have the slots of this part, which was only read."""
+        if self.job.parts.slots is not None:
+            lax.fori_loop(0, self.job.parts.walk.steps, lambda i, _: self.body.freed(i), None)
+
+    # --- Reduction
+
+    def reduce(self):
+        """Returns the reduction of the part; each element counts once."""
+        reduction = self.formula.reduction
+        if not self.edges or reduction.per_thread:
+            return self._reduce_body()
+        # Reducing the edges first overlaps with loading the body. With few rows, the extra registers are free.
+        if self.job.rows <= FEW_ROWS and self.job.mask is None:
+            edges, body = self._reduce_edges(), self._reduce_body()
+        else:
+            body, edges = self._reduce_body(), self._reduce_edges()
+        return reduction.combine(body, edges)
+
+    def _reduce_edges(self):
+        """Returns the reduction of the edges, without the elements that count elsewhere."""
+        reduction = self.formula.reduction
+        lanes = jax.tree.map(lambda x: blocks.filled(x), reduction.empty)
+        return reduction.combine_lanes(reduction.add(lanes, self._edge_terms(), 0))
+
+    def _edge_terms(self) -> list:
+        """Returns the terms of both edges, neutral for elements that count elsewhere."""
+        return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+
+    def _reduce_body(self):
+        """Returns the reduction of the body. Each step is added when it arrives.
+
+        If a thread has one state, the edges are another step: merging threads takes longer than adding an element.
+        """
+        reduction = self.formula.reduction
+        vec = 1 if reduction.per_thread else self.job.parts.vec
+        lanes = jax.tree.map(lambda x: blocks.filled(x, vec), reduction.empty)
+        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
+        lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
+        if self.edges and reduction.per_thread:
+            lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
+        total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
+        return self._located(total) if self.formula.locates else total
+
+    def _absorb_step(self, i, size: int, state):
+        """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
+        lanes, (mask_blocks, *next_masks) = state
+        formula, x_smem = self.formula, self.refs.x_smem
+        ahead = self.job.parts.mask_steps_ahead
+        all_loaded = ahead == self.job.parts.walk.steps
+        next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
+        self._wait(i)
+        xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+        if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
+            kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
+            self.body.store(x_smem[-1], i, size, kept)
+        terms = [self._term(x, keep) for x, keep in xs]
+        if formula.reduction.per_thread:
+            terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
+        lanes = _add(formula.reduction, lanes, terms, i)
+        if self.body.again:
+
+            @pl.when(i < self.body.again)
+            def _():
+                plgpu.commit_smem()  # all threads have read the slot
+                self.body.freed(i)
+
+        return lanes, next_masks
+
+    def _located(self, total: Located) -> Located:
+        """Returns the reduction of the part with the position of its largest element in the row.
+
+        `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
+        shorter, they begin before it.
+        """
+        walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
+        thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
+        terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
+        held = walk.padded_length // walk.block_size
+        count = min(walk.step_blocks, held)
+        first = jnp.minimum(total.at.astype(jnp.int32) * walk.step_blocks, held - count)
+        for block in range(count):
+            at = (first + block) * walk.block_size
+            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec)
+            left = walk.length - at
+            inside = position < left if walk.length % walk.block_size else None
+            mask = None
+            if self.job.mask is not None:
+                (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
+            term = self._term([x.astype(jnp.float32)], mask, inside)
+            terms += blocks.split(term, walk.vec)
+            positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
+        found = [
+            normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)
+        ]
+        at = jnp.min(normalizers.tree(jnp.minimum, found))
+        return total._replace(at=(self.place.start + at).astype(jnp.float32))
+
+    def _wait(self, i) -> None:
+        """Waits until step i of the body has arrived."""
+        for arrived in self.refs.arrived:
+            plgpu.barrier_wait(arrived.at[self.body.slot(i)])
+
+    def _term(self, x, *conditions):
+        """Returns the terms to reduce, from one block of each array; neutral where a condition is False."""
+        term = self.formula.term(*x)
+        for condition in conditions:
+            if condition is not None:
+                term = jnp.where(condition, term, self.formula.reduction.neutral)
+        return term
+
+    def combine_over_cluster(self, total):
+        """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
+        sent_smem, cluster_barrier = self.refs.sent_smem, self.refs.cluster_barrier
+        reduction, count = self.formula.reduction, self.job.parts.count
+        for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
+            block, layout = blocks.filled(leaf), blocks.layout(1)
+            blocks.store_in_place(smem, block, layout)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cluster_barrier)
+        plgpu.barrier_wait(cluster_barrier)
+
+        def load_peer(smem, empty):
+            return blocks.load_from_ctas(smem, count, empty)
+
+        if reduction.per_thread:
+            total = reduction.per_thread.combine_ctas(sent_smem, count, self.refs.scratch_smem)
+        else:
+            total = reduction.combine_lanes(jax.tree.map(load_peer, sent_smem, reduction.empty))
+        plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
+        return total
+
+    def wait_for_peers(self) -> None:
+        """Waits until all CTAs of the cluster have merged.
+
+        Until then a CTA must not exit, or overwrite `sent_smem`: a peer may still read it.
+        """
+        plgpu.barrier_wait(self.refs.cluster_barrier)
+
+    def combine_from_device_memory(self):
+        """Returns the merged reductions of the row's parts, which the first launch wrote."""
+        reduction, count = self.formula.reduction, self.job.parts.count
+
+        def load(first: int, gmem, empty):
+            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
+
+        lanes = [
+            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
+            for first in range(0, count, WARPGROUP)
+        ]
+        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
+
+    # --- Results
+
+    def write_reduction(self, total) -> None:
+        """Writes the reduction of the part, for a second launch."""
+        for gmem, leaf in zip(self.refs.out_gmem, jax.tree.leaves(total), strict=True):
+            gmem[self.place.row, self.place.index] = leaf
+
+    def write_constants(self, total) -> None:
+        """Writes the constants of the row."""
+        for gmem, constant in zip(self.refs.out_gmem, self.formula.constants(total), strict=True):
+            gmem[self.place.row] = constant.astype(gmem.dtype)
+
+    def write(self, total) -> None:
+        """Writes the elements of the part. `reduce` has made the masked elements neutral in shared memory.
+
+        For a neutral element, the formula gives the masked value, so the mask need not be read again. The exception is
+        a NaN or an infinity in the row's reduction.
+        """
+        if self.job.mask is None:
+            self.write_elements(total, read_mask=False)
+            return
+        leaves = jax.tree.leaves(total)
+        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
+        lax.cond(
+            finite,
+            lambda: self.write_elements(total, read_mask=False),
+            lambda: self.write_elements(total, read_mask=True),
+        )
+
+    def write_elements(self, total, *, read_mask: bool) -> None:
+        """Writes the elements of the part: the edges from registers, and the body through shared memory.
+
+        `total` is the reduction of the row. `read_mask` says whether to read the mask for the body.
+        """
+        formula, refs, place = self.formula, self.refs, self.place
+        constants = formula.constants(total)
+        elements: Any = formula.value
+
+        def value(x, keep):
+            y = elements(*x, *constants)
+            return y if keep is None else jnp.where(keep, y, formula.masked_value)
+
+        def body_values(i, size):
+            if self.body.again:
+                pl.when(i >= self.job.parts.walk.steps)(functools.partial(self._wait, i))
+            mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.job.parts.step_blocks
+            return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+
+        (out_gmem,) = refs.out_gmem
+        for edge in self.edges:
+            block = value(edge.x, edge.keep).astype(self.job.dtype)
+            where = pl.ds(place.first + edge.start, EDGE)
+            blocks.store(place.in_view(out_gmem).at[where], block)
+        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
+
+
+class _Edge(NamedTuple):
+    """The first or the last EDGE elements of a part, in registers, one for each thread."""
+
+    start: int  # the position of the first of these elements in the part
+    arrays: list[jax.Array]  # a block from each array, as loaded: converting it early would wait for the load
+    mask: jax.Array | None  # a block of the mask, as int8, or None
+    counted: jax.Array  # which elements count here, and not in the body or in the next part
+
+    @property
+    def x(self) -> list[jax.Array]:
+        """A float32 block from each array."""
+        return [block.astype(jnp.float32) for block in self.arrays]
+
+    @property
+    def keep(self):
+        """The mask as a boolean block, or None."""
+        return None if self.mask is None else self.mask != 0
+
+
+@twin(lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step))
+def _add(reduction: Reduction, lanes, terms: list, step):
+    """Returns the states of all threads with the elements of a step added."""
+    add = reduction.per_thread.add if reduction.per_thread else reduction.add
+    return add(lanes, terms, step)
+
+
+@twin(lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes))
+def _combine_threads(reduction: Reduction, lanes, scratch_smem):
+    """Returns one state that merges the states of all threads."""
+    if reduction.per_thread:
+        return reduction.per_thread.combine_threads(lanes, scratch_smem)
+    return reduction.combine_lanes(lanes)
+
+
+def _as_conditions(mask_blocks: list) -> list:
+    """Returns blocks of a mask as booleans; None stays None."""
+    return [None if block is None else block != 0 for block in mask_blocks]

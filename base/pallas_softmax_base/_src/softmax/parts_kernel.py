@@ -1,0 +1,154 @@
+"""Kernels for long rows, staged in shared memory: one CTA, a cluster, or many CTAs in two launches per row.
+
+One CTA or one cluster per row, in one launch. The CTAs of a cluster exchange reductions through shared memory:
+
+    load -> reduce -> (cluster only: merge with the other CTAs) -> write
+
+With `Parts.slots`, each CTA or cluster takes several rows in turns. If shared memory holds only some steps of a
+row, the first steps are read twice.
+
+More CTAs per row, in two launches. The row is read twice. In the second launch each CTA merges all parts' reductions:
+
+    launch 1    load -> reduce -> write the part's reduction
+    launch 2    load -> merge -> write
+
+`part.py` has these stages.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src.folding import Mask
+from pallas_softmax_base._src.gpu.staged_row import StagedRow, part_place
+from pallas_softmax_base._src.softmax.formulas import Formula
+from pallas_softmax_base._src.softmax.part import Part
+from pallas_softmax_base._src.softmax.parts_job import Job, Refs
+from pallas_softmax_base._src.softmax.plan import Parts
+
+# --- One launch ---------------------------------------------------------------------------------------
+
+
+def compute_row(job: Job, refs: Refs) -> None:
+    """The kernel: one CTA, or the CTAs of a cluster, compute a row. Each CTA holds a part of the row.
+
+    The copies to shared memory run while `_reduce_merge_write` reduces the steps that have arrived.
+    """
+    part = _load(job, refs)
+    _reduce_merge_write(part)
+
+
+def _reduce_merge_write(part: Part) -> None:
+    """Reduces a part while it is loaded, merges it with the other parts of the cluster, and writes it."""
+    total = part.reduce()  # the steps of the part, in the order of their arrival
+    if part.job.clustered:
+        total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
+    if part.formula.value is None:
+        part.write_constants(total)  # for example logsumexp: one number per row
+        part.free_slots()
+    else:
+        part.write(total)  # for example softmax: the elements, from shared memory
+    if part.job.clustered:
+        part.wait_for_peers()
+
+
+def compute_rows_in_turns(job: Job, refs: Refs) -> None:
+    """The kernel with several rows in turns: the next row is loaded while this one is merged and written.
+
+    If the slots hold one and a half rows (time goes to the right):
+
+        row 0    load, reduce | merge | write |
+        row 1    load ------------------- load, reduce | merge | write |
+        row 2                                    load ---- load, reduce | ...
+                  half of it ^          ^ the rest, as slots become free
+
+    If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
+    read again while the other steps are written.
+    """
+    walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
+    turns = (job.rows - team + job.teams - 1) // job.teams
+    steps_of_row = walk.steps + job.parts.again
+
+    def part_of(turn) -> Part:
+        place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
+        before = turn * steps_of_row
+        body = StagedRow(walk, slots, before, lambda i: load_step(before + i + slots), job.parts.again)
+        return Part(job, refs, place, body)
+
+    def load_step(number) -> None:
+        """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
+        turn, i = number // steps_of_row, number % steps_of_row
+        pl.when(number < turns * steps_of_row)(lambda: part_of(turn).copy_in(i))
+
+    def take_turn(turn, _) -> None:
+        part = part_of(turn)
+        part.load_edges()
+        _reduce_merge_write(part)  # each slot that it frees takes a step of a later row
+
+    lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
+    lax.fori_loop(0, turns, take_turn, None)
+
+
+# --- Two launches -------------------------------------------------------------------------------------
+
+
+def reduce_part(job: Job, refs: Refs) -> None:
+    """The first kernel of two: reduces each part and writes its reduction."""
+    part = _load(job, refs)
+    part.write_reduction(part.reduce())
+
+
+def write_part(job: Job, refs: Refs) -> None:
+    """The second kernel of two: merges the reductions of the row's parts, then writes the elements.
+
+    It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
+    """
+    part = _load(job, refs, backwards=True)
+    total = part.combine_from_device_memory()
+    part.wait_for_body()
+    part.write_elements(total, read_mask=job.mask is not None)
+
+
+def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Part:
+    """Returns the only part of this CTA, after starting the copies of its body and the loads of its edges."""
+    place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
+    part = Part(job, refs, place, StagedRow(job.parts.walk))
+    for i in range(job.parts.walk.steps):
+        part.copy_in(i)
+    part.load_edges()
+    return part
+
+
+# --- Launches -----------------------------------------------------------------------------------------
+
+
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    mask: Mask | None,
+    parts: Parts,
+    scale: jax.Array | None = None,
+    *,
+    name: str,
+    approximate: bool,
+) -> list[jax.Array]:
+    """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes a part of a row.
+
+    The arguments are as for `tile_kernel.launch`. If there are two launches, the first has the suffix "_reduce".
+    Returns one array with all elements of the result, or if the formula has per-row outputs, arrays (rows,).
+    """
+    job = Job(formula, arrays, mask, parts, scale, approximate)
+    results = formula.out_type(job.view, (job.rows,), job.dtype)
+    if parts.cluster:
+        return job.launch(compute_row if parts.slots is None else compute_rows_in_turns, name, results)
+
+    structure = jax.tree.structure(formula.reduction.empty)
+    part_types = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, job.launch(reduce_part, f"{name}_reduce", part_types))
+    if formula.value is None:
+        reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
+        totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
+        constants = formula.scaled(scale).constants(totals)
+        return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
+    return job.launch(write_part, name, results, reductions)

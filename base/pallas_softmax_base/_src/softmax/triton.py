@@ -1,0 +1,110 @@
+"""softmax, log_softmax, logsumexp and two backwards as Triton kernels.
+
+Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax_base._src.folding import fold
+from pallas_softmax_base._src.gpu.layout import power_of_two
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.triton import checks
+from pallas_softmax_base._src.triton.launch import launch
+from pallas_softmax_base._src.triton.masks import mask_arguments
+from pallas_softmax_base._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
+    """Returns how the rows of a call lie over the programs of a kernel."""
+    reason = checks.unsupported(call, capability) or checks.missing()
+    if reason is not None:
+        return Refusal(reason)
+    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
+
+
+def softmax_rows(op: str, arrays: Sequence[jax.Array], where, axes, plan: Block | Long):
+    """Computes an operation over `axes` of the arrays: x for a forward, y and dy for a backward.
+
+    Returns an array like x. For logsumexp: (logsumexp, m, d), float32 arrays with size 1 along `axes`.
+    """
+    folded, mask, unfold = fold(arrays, where, axes)
+    x = folded[-1]
+    rows, vocab = x.shape
+    mask_array, mask_constants = mask_arguments(mask, x)
+    inputs = folded[0], x, mask_array  # a forward has one array, which takes both places
+    constants = {"ROWS": rows, "V": vocab, "OP": op} | mask_constants
+    if op == "logsumexp":
+        out = jax.ShapeDtypeStruct((3, rows, 1), jnp.float32)
+    else:
+        out = jax.ShapeDtypeStruct((rows, vocab), x.dtype)
+
+    if isinstance(plan, Block):
+        result = _launch_block(plan, inputs, out, constants)
+    else:
+        result = _launch_long(plan, inputs, out, constants)
+    return tuple(map(unfold, result)) if op == "logsumexp" else unfold(result)
+
+
+def _launch_block(plan: Block, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
+    """Launches the kernel of short rows, with a program for each `plan.rows` of them."""
+    from pallas_softmax_base._src.softmax.triton_kernels import rows_kernel
+
+    grid = (-(-constants["ROWS"] // plan.rows),)
+    shape = {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+    (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
+    return result
+
+
+def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
+    """Launches the kernel of long rows: once, or for rows in several parts once to reduce and once to write."""
+    from pallas_softmax_base._src.softmax.triton_kernels import long_kernel
+
+    rows, x = constants["ROWS"], inputs[1]
+    constants = constants | {
+        "PARTS": plan.parts,
+        "SLOTS": power_of_two(plan.parts, 1),
+        "LENGTH": plan.length,
+        "DEPTH": plan.depth,
+        "WIDTH": plan.width,
+        "VECTOR": VECTOR_BYTES // x.dtype.itemsize,
+    }
+
+    def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):
+        phase = {"REDUCE": reduce, "WRITE": write}
+        arrays = (*inputs, normalizers)
+        (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
+        return result
+
+    if plan.parts == 1:  # x takes the place of the normalizers, which are not read
+        return launch_phase(x, out, (rows, 1), reduce=True, write=True)
+    part_normalizers = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
+    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), reduce=True, write=False)
+    writers = 1 if constants["OP"] == "logsumexp" else plan.parts
+    return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
+
+
+def _forward(op: str, plan, x, where, *, axes):
+    return softmax_rows(op, (x,), where, axes, plan)
+
+
+def _logsumexp(plan, x, where, *, axes):
+    lse, m, d = softmax_rows("logsumexp", (x,), where, axes, plan)
+    return lse.astype(x.dtype), Normalizer(m, d)
+
+
+def _grad(op: str, plan, residuals, where, dy, *, axes):
+    return softmax_rows(op, (*residuals, dy), where, axes, plan)
+
+
+KERNELS = {
+    "softmax": Kernel(plan, functools.partial(_forward, "softmax"), checks.slower),
+    "log_softmax": Kernel(plan, functools.partial(_forward, "log_softmax"), checks.slower),
+    "logsumexp": Kernel(plan, _logsumexp, checks.slower),
+    "softmax_grad": Kernel(plan, functools.partial(_grad, "softmax_grad"), checks.slower),
+    "log_softmax_grad": Kernel(plan, functools.partial(_grad, "log_softmax_grad"), checks.slower),
+}

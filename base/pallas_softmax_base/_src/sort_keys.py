@@ -1,0 +1,84 @@
+"""Sort keys: signed integers in the order that lax.top_k gives floats, +NaN > +inf > ... > +0 > -0 > ... > -NaN.
+
+The key of a positive float is its bits. For a negative float, the key inverts all bits except the sign, because a
+larger magnitude is a smaller number. This file is for JAX arrays. `gpu/ptx/elements.py` has sort keys in inline PTX,
+and `triton/language.py` in Triton.
+
+Plain JAX uses keys of the width of the dtype. Mosaic GPU kernels use int32 for 16-bit floats as well.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+# --- In plain JAX: keys of the width of the dtype
+
+
+def key(x: jax.Array) -> jax.Array:
+    """Returns the sort keys of floats; other numbers as signed integers in the same order."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)))
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        signed = _int_dtype(x.dtype)
+        return lax.bitcast_convert_type(x, signed) ^ jnp.iinfo(signed).min
+    return x
+
+
+def from_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns the floats of `dtype` that have these sort keys."""
+    return lax.bitcast_convert_type(_flip_negative(key), dtype)
+
+
+def _flip_negative(bits: jax.Array) -> jax.Array:
+    """Inverts all bits of negative numbers except the sign. The function is its own inverse."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+# --- In kernels: int32 keys
+
+
+def key32(x):
+    """Returns the int32 sort keys of float32, bfloat16 or float16 numbers."""
+    return _flip_negative32(lax.bitcast_convert_type(x, _int_dtype(x.dtype)).astype(jnp.int32), x.dtype)
+
+
+def from_key32(key, dtype):
+    """Returns the floats of this dtype that have these int32 sort keys, converted to float32."""
+    bits = _flip_negative32(key, dtype)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return lax.bitcast_convert_type(bits << 16, jnp.float32)
+    return lax.bitcast_convert_type(bits.astype(_int_dtype(dtype)), dtype).astype(jnp.float32)
+
+
+def _flip_negative32(bits, dtype):
+    """Like `_flip_negative`, for the bits of a dtype in int32. A shift and a mask cost a kernel less than a select."""
+    negative = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31))
+    return bits ^ (negative & ~jnp.int32(lowest_key(dtype)))
+
+
+# --- Keys of single numbers
+
+
+def key_of_number(value: float, dtype) -> int:
+    """Returns the sort key of a number in this dtype."""
+    bits = int(np.array(value, dtype).view(_int_dtype(dtype))[()])
+    return bits if bits >= 0 else bits ^ ~lowest_key(dtype)
+
+
+def lowest_key(dtype) -> int:
+    """Returns the lowest sort key of this dtype: the key of the -NaN with all bits set. Masked elements get it."""
+    return -(2 ** (8 * jnp.dtype(dtype).itemsize - 1))
+
+
+def lowest(dtype) -> Any:
+    """Returns the float with the lowest key."""
+    return np.array(-1, _int_dtype(dtype)).view(dtype)[()]
+
+
+def _int_dtype(dtype) -> np.dtype:
+    """Returns the signed integer dtype of the same width."""
+    return np.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")

@@ -1,0 +1,176 @@
+"""Token statistics and their derivatives in plain JAX: the reference for the kernel.
+
+    logits        of any rank, floats; a row is the last axis
+    where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
+    temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
+    labels        int32, (..., 1): columns of the whole row
+    mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
+
+Below, u = (x - m) / temperature, where m is the largest logit. m is a constant in all derivatives: no statistic depends
+on the number that is subtracted before the exponential.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.masks import logits_of, masked, sum_over
+from pallas_softmax_base._src.normalizers import Moments
+
+_NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
+
+
+class RowStats(NamedTuple):
+    """The statistics of each row, (..., 1) each, in the dtype of the arithmetic.
+
+    Attributes:
+      logsumexp: of the logits, divided by the temperature.
+      entropy: of their softmax, in nats.
+      at_label: u at the label; NaN for a label that is no column, -inf for a masked one.
+      moments: (m, d, t). m is not divided by the temperature. d is the sum of exp(u), and t the sum of u exp(u).
+      argmax: int32, the first position of the largest logit.
+    """
+
+    logsumexp: jax.Array
+    entropy: jax.Array
+    at_label: jax.Array
+    moments: Moments
+    argmax: jax.Array
+
+
+def token_stats(logits, where, temperature, labels, *, scaled):
+    """Returns the `RowStats` of each row. `scaled` says whether the temperature may differ from 1."""
+    x = logits_of(logits, where)
+    argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
+    m = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
+    u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
+    e = jnp.exp(u)
+    m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
+    t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
+    label_logit = logits_at(labels, logits, where)
+    return finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
+
+
+def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> RowStats:
+    """Returns the `RowStats` of rows with these moments."""
+    m, d, _ = moments
+    at_label = label_distance(label_logit, m, temperature, has_label)
+    logsumexp = jnp.where(m == jnp.inf, m, m / temperature + jnp.log(d))
+    return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
+
+
+def first_of_largest(x):
+    """Returns the first position of the largest element along the last axis, or of a NaN; int32, (..., 1)."""
+    return jnp.argmax(value_key(x), -1, keepdims=True).astype(jnp.int32)
+
+
+def value_key(x):
+    """Returns integers in the order of float32 or float64 numbers: 0 and -0 are equal, and a NaN is the largest.
+
+    On the CPU, XLA's comparisons of floats take subnormal numbers for 0.
+    """
+    key = sort_keys.key(x)
+    return jnp.where(
+        jnp.isnan(x), jnp.iinfo(key.dtype).max, jnp.where(key == -1, 0, key)
+    )  # -0 has the key -1
+
+
+def label_distance(label_logit, m, temperature, has_label):
+    """Returns u at the label of each row, NaN for a label that is no column."""
+    return jnp.where(has_label, (label_logit - normalizers.shift(m)) / temperature, jnp.nan)
+
+
+def logits_at(labels, logits, where, mesh_axes=()):
+    """Returns the logit at the label of each row; -inf if it is masked, 0 if the label is not in this shard."""
+    columns = labels - _first_column(logits, mesh_axes)
+    own = is_column(columns, logits.shape[-1])
+    columns = jnp.where(own, columns, 0)
+
+    def at_columns(a):
+        return jnp.take_along_axis(a, columns, -1, mode="fill", fill_value=0)
+
+    x = normalizers.widen(at_columns(logits))
+    if where is not None:
+        x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
+    return jnp.where(own, x, 0)
+
+
+def is_column(labels, vocab):
+    """Returns which labels are columns of rows of this length."""
+    return (labels >= 0) & (labels < vocab)
+
+
+def _first_column(logits, mesh_axes):
+    """Returns the column of the whole row at which this shard begins."""
+    return lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else 0
+
+
+def _distance(x, shift, temperature, scaled):
+    """Returns u, bounded as `normalizers.distance` bounds it."""
+    return normalizers.distance(x, shift, 1 / temperature if scaled else None)
+
+
+def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
+    """Returns the cotangents of the logits and the temperature, from the cotangents of `RowStats`, d and t.
+
+    It is elementwise: one read and one write. The gradient of a row without an entropy is 0: no result of this row but
+    logsumexp is finite, and logsumexp is infinite. In other rows, with p = exp(u) / d and the mean t / d of u,
+
+        dx = (p (g_lse + g_d d + g_t d (1 + u) - g_entropy (u - t / d)) + g_label [label]) / temperature
+
+    Args:
+      residuals: logits, temperature, m, d and t.
+      where, labels, scaled, mesh_axes: as for `token_stats`.
+      g_lse, g_entropy, g_label, g_d, g_t: (..., 1) each.
+    """
+    logits = residuals[0]
+    has_entropy, u, temperature, m, d, t = _harmless(residuals, where, scaled)
+    g_lse, g_entropy, g_label, g_d, g_t = (
+        jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t)
+    )
+    of_entropy = g_entropy / d
+    constant = g_lse / d + g_d + g_t + of_entropy * (t / d)
+    dz = jnp.exp(u) * (constant + (g_t - of_entropy) * u)
+    dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
+    dz = masked(dz, where, 0)
+    dx = (dz / temperature if scaled else dz).astype(logits.dtype)
+    dt = -sum_over(dz * u, (-1,), mesh_axes) / temperature
+    return dx, dt - jnp.where(g_lse == 0, 0, g_lse * m) / temperature**2
+
+
+def _harmless(residuals, where, scaled):
+    """Returns whether each row has an entropy, u, the temperature, m, d and t.
+
+    Rows without an entropy get numbers that make no NaN. u is a constant where x is -inf: its derivative in the
+    temperature would be NaN.
+    """
+    logits, temperature, m, d, t = residuals
+    has_entropy = jnp.isfinite(m) & jnp.isfinite(d)
+    temperature, m, d, t = (
+        jnp.where(has_entropy, a, other) for a, other in ((temperature, 1), (m, 0), (d, 1), (t, 0))
+    )
+    x = logits_of(logits, where)
+    no_mass = jnp.isneginf(x) | ~has_entropy
+    u = jnp.where(no_mass, _NO_MASS, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
+    return has_entropy, u, temperature, m, d, t
+
+
+def _at_label(x, labels, mesh_axes):
+    """Returns which elements are at the label of their row."""
+    column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return column == labels - _first_column(x, mesh_axes)
+
+
+def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=()):
+    """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
+    _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
+    e = jnp.exp(u)
+    du = (masked(normalizers.widen(dx), where, 0) - u * dt) / temperature
+    dd = sum_over(e * du, (-1,), mesh_axes)
+    dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
+    of_label = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    of_lse = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
+    return of_lse, (dd * (t / d) - dt_of_u) / d, of_label, dd, dd + dt_of_u

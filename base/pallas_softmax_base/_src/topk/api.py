@@ -1,0 +1,121 @@
+"""fused_topk: what it promises, and how its gradient is wired."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_softmax_base._src import arguments
+from pallas_softmax_base._src.arguments import AxisName
+from pallas_softmax_base._src.dispatch.choose import ImplementationName
+from pallas_softmax_base._src.dispatch.derivatives import choose_all, evaluate
+from pallas_softmax_base._src.dispatch.eager import at_once
+from pallas_softmax_base._src.topk.operation import TOPK
+from pallas_softmax_base._src.topk.xla import TopK
+
+
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
+
+
+@at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
+def fused_topk(
+    logits: ArrayLike,
+    k: int | np.integer,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    log: bool = False,
+    dtype: DTypeLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> TopK:
+    """Returns the k largest entries of p = softmax(logits / temperature), normalized over the whole row.
+
+    It replaces `jax.lax.top_k` of a softmax, and returns the same indices. Source: Milakov and Gimelshein, arXiv
+    1805.02867, algorithm 4.
+
+    Args:
+      logits: real array of any shape with at least one dimension.
+      k: static int, 0 <= k <= logits.shape[axis]; or a symbolic dimension of `jax.export` known to be in these bounds.
+        Under `jax.vmap` all slices have the same k; to map over k raises TypeError.
+      axis: the axis of a row; in the result it has size k.
+      where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
+        when fewer than k are unmasked.
+      temperature: a positive scalar, or one per row: an array that broadcasts to the shape of `logits` without `axis`,
+        or with size 1 there. A traced temperature that is not positive gives NaN values. If the reciprocal is not a
+        normal number, the nearest temperature with a normal reciprocal is used.
+      log: return log p instead of p.
+      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers). Without
+        jax_enable_x64, float64 gives float32 values and a warning, as elsewhere in JAX.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
+        shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices count in the whole row. The
+        result is the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      TopK(values, indices). `indices` (int32) equal the indices of `lax.top_k(logits, k)` exactly: descending by
+      +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked winners come last,
+      by the lowest index, with value 0 (log: -inf). So a fully masked row has the indices 0 to k - 1. A row with an
+      unmasked NaN or +inf has NaN values.
+      Differentiable in `logits` and `temperature`, in both modes and to any order.
+
+    Raises:
+      TypeError: `logits` or `temperature` is not a real array, `where` is not an array, `k` is traced, mapped by
+        `jax.vmap` or not an integer, `axis` is not an int, `log` is not a bool, `dtype` is not floating, or `axis_name`
+        is not a name.
+      ValueError: `k` or `axis` is out of range; `temperature` is not positive, does not fit or differs along
+        `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "fused_topk"
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
+    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
+    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    k = arguments.count_in_row(name, "k", k, length)
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
+    out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
+    # kernels store no floats of 8 bits
+    stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    log = arguments.static_bool(name, "log", log)
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
+    call, (x, mask, t) = arguments.last_axis(TOPK, name, x, axis, where, axis_name, [("temperature", t)], k)
+    static = choose_all(call, implementation, k=k, dtype=stored, log=log)
+    if k == 0:  # no winner depends on anything
+        x, t = lax.stop_gradient((x, t))
+    (values, indices), _ = evaluate(static, x, mask, t)
+    return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
+
+
+def _as_stored(name: str, dtype):
+    """Returns the dtype that JAX gives to an array of dtype `dtype`. Warns, like JAX, if 64 bits become 32."""
+
+    def stored():
+        return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
+
+    try:
+        if isinstance(dtype, jax.Array):
+            raise TypeError("an array is no dtype")
+        wanted = np.dtype(dtype)
+        if jax.dtypes.canonicalize_dtype(dtype) == wanted:
+            got = stored()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # JAX's warning names jnp.zeros; ours follows
+                got = stored()
+        if not jnp.issubdtype(got, jnp.floating):
+            raise TypeError("it is not floating")
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}") from None
+    if got != wanted and dtype is not float:
+        warnings.warn(
+            f"{name}: dtype {wanted.name} is not available without jax_enable_x64; the values are {got.name}",
+            stacklevel=2,
+        )
+    return got

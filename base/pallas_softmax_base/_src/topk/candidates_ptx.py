@@ -1,0 +1,420 @@
+"""Inline PTX that finds the candidates for the k best elements of a part, with the 128 threads of a CTA.
+
+`find_bound` finds a lower bound for the k best elements. It looks only at the largest key of each group. The range of
+these keys is cut into buckets of equal length, a power of two, and the keys are counted by bucket. One bucket holds the
+k-th largest key. At least k keys reach the least key of that bucket, which is the bound. If many more than k keys reach
+it, `narrow` cuts the bucket into buckets again:
+
+    keys       2 9 4 8 7 4 7 1      k = 3
+    bucket     3 0 2 0 1 2 1 4      (9 - key) / 2
+    counts     2 2 2 1 1            the third largest key is in bucket 1, keys 6 and 7: four keys reach 6
+
+`collect` lists the candidates, the elements that reach the bound. First it lists the groups that reach the bound. Each
+thread takes every 128th group of that list. It handles 32 elements at once, and makes a mask with one bit for each. An
+example with four groups of 8 elements:
+
+    its groups    12         71         130        388
+    mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
+    candidates    | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
+"""
+
+from collections.abc import Callable
+
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
+from pallas_softmax_base._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax_base._src.gpu.ptx.elements import Elements
+from pallas_softmax_base._src.gpu.ptx.narrow import KeyRange, narrow
+from pallas_softmax_base._src.gpu.ptx.values import Condition, Value
+from pallas_softmax_base._src.gpu.window import Window
+from pallas_softmax_base._src.topk.candidates import (
+    CANDIDATE_BYTES,
+    LOADED_AT_ONCE,
+    LOWEST_KEY,
+    POSITION_BYTES,
+    CandidateList,
+    candidate_of,
+)
+from pallas_softmax_base._src.topk.plan import listed_items
+
+# Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
+HITS_BYTE, SCRATCH_BYTE = 4, 16
+
+
+class WindowProgram(CtaProgram):
+    """A program for the part of a row in a `Window`, with k winners.
+
+    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `Part`.
+    """
+
+    def __init__(self, window: Window, dtype, k: int):
+        super().__init__()
+        self.window, self.element, self.k = window, Elements(dtype), k
+        # The lists have room for `capacity` candidates, in `list_bytes` bytes, and for `hits_capacity` groups.
+        items, self.hits_capacity = listed_items(window, k)
+        self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
+        self.x, self.group_keys = self.operands("u32", "x", "group_keys")
+        self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
+        self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+        self.block_bytes = window.block * self.element.itemsize
+
+    def address(self, position: Value) -> Value:
+        """Returns the address of a position."""
+        return self.at(self.x, position, self.element.itemsize)
+
+    def first_position(self, group: Value) -> Value:
+        """Returns the first position of a group."""
+        window = self.window
+        first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
+
+    def hit(self, at: Value) -> Value:
+        """Returns the address of entry `at` of the list of groups that reach the bound."""
+        return self.at(self.hits, at, 2 if self.window.compact else 4)
+
+    def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
+        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
+        address = self.hit(at)
+        if self.window.compact:
+            return self.convert(self.load(address, "u16", when=when, default=default), "u32")
+        if default is not None:
+            return self.load(address, "u32", when=when, default=default)
+        self.load_into([address], address, when=when)  # overwriting the address saves a register
+        return address
+
+
+def log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+# --- The bound
+
+_EACH = 4  # counters per thread
+_BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
+
+
+def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
+    """Returns a key that at least `rank` group_keys reach, and the highest group_key.
+
+    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. Each round counts the
+    group_keys in the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The
+    counters use the list of candidates, which must be empty, and every round clears them.
+    """
+    p.barrier()  # all threads have written their group_keys
+    own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
+    keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
+    left = _bracket(p, keys, rank, scratch)
+    highest = p.var(left.high)
+    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
+    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
+
+    def one_round(bucket_of):
+        for key in keys:
+            bucket, inside = bucket_of(key)
+            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
+        return _find_bucket(p, above, reach, rank, scratch)
+
+    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
+    return left.high - left.extent.bits("s32"), highest
+
+
+def most_at_bound(rank: int) -> int:
+    """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
+    return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
+
+
+def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> KeyRange:
+    """Returns the range from a key that at least `rank` group_keys reach to the largest group_key.
+
+    Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
+    sets' maxima is a key that every set reaches.
+    """
+    sets = -(-rank // WARPGROUP)
+    largest = p.reduce("max", keys)
+    least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
+    least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
+    lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
+    return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+
+
+def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
+    """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
+
+    `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the
+    number of keys that reach the least key of the bucket.
+
+    A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than `rank` keys
+    lie before that bucket, and at least `rank` keys reach it. That thread publishes its result in the scratch:
+
+        word of scratch   0 to 3               4        6        7
+                          totals of the warps  bucket   before   reach
+    """
+    p.barrier()
+    mine = p.at(p.candidates, p.thread, 4 * _EACH)
+    counts = p.load_vector(mine, "s32", _EACH)
+    p.store(mine, *[0] * _EACH)
+    start, total = p.scan(p.reduce("add", counts))
+    (totals,) = p.of_warps([total], scratch, lane=LANES - 1)
+    p.add_lower_warps(start, totals)
+    first = end = start + above
+    bucket, before, upto = p.fresh("u32"), p.fresh("s32"), p.fresh("s32")
+    for i, count in enumerate(counts):
+        start, end = end, end + count
+        is_before = start < rank  # the last counter that starts before `rank` may be the one
+        for register, value in zip((bucket, before, upto), (i, start, end)):
+            p.set(register, value, when=is_before)
+    found = (first < rank) & (end >= rank)
+    p.store(scratch, p.multiply_add(p.thread, _EACH, bucket), offset=_BUCKET_BYTE, when=found)
+    p.store(scratch, before, upto, offset=_BEFORE_BYTE, when=found)
+    p.barrier()
+    p.load_into([above, reach], scratch, offset=_BEFORE_BYTE)
+    return p.load(scratch, "u32", offset=_BUCKET_BYTE)
+
+
+# --- The candidates
+
+_BITS = 32  # elements that a thread tests together, one for each bit of a word
+_ALL_ONES = 2**32 - 1
+# Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
+_FEW_CANDIDATES = 256
+
+
+def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
+    """Appends the elements that reach the bound to the list. A thread handles 32 at once, from one or several groups:
+
+    n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
+    for turn = 0, 128 * groups at once, ... below n:
+        mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
+        entry = reserve as many entries as mask has bits
+        while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
+
+    The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
+    further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
+    once, and the number is the capacity + 1. `all_groups` needs no list of groups.
+    """
+    with p.block() as finish:
+        n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
+        finish((p.thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
+        turn = p.var(p.thread)
+        with p.repeat() as again:
+            mask = _mask_turn(p, bound, turn, n, listed=not all_groups)
+            count = p.count_ones(mask)
+            entry = p.take_from(p.counts, count, when=count.differs(0))
+            _append(p, mask, turn, entry, listed=not all_groups)
+            p.increase(turn, _BITS // p.window.group_size * WARPGROUP)
+            again((turn & -LANES) < n)
+    p.barrier()
+
+
+def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
+    """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
+
+    A warp counts its groups that reach the bound, and reserves as many entries. If the groups of all warps do not fit,
+    all threads jump to the end of `collect` by give_up().
+    """
+    own = p.at(p.group_keys, p.thread, 4)
+    lower_lanes = p.special("lanemask_lt")
+    each = p.window.groups_per_thread
+    for start in range(0, each, LOADED_AT_ONCE):
+        turns = range(start, min(start + LOADED_AT_ONCE, each))
+        keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
+        count, before, reach = p.var(0, "u32"), [], []
+        for key in keys:
+            reach.append(key >= bound)
+            ballot = p.ballot(reach[-1])
+            before.append(p.count_ones(ballot & lower_lanes) + count)
+            count = count + p.count_ones(ballot)
+        with p.block() as leave:
+            leave(count.equals(0))
+            reserved = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
+            first = p.shuffle(reserved, "idx", 0)
+            for i, reaches, lower in zip(turns, reach, before):
+                at, group = lower + first, p.thread + WARPGROUP * i
+                group = p.convert(group, "u16") if p.window.compact else group
+                p.store(p.hit(at), group, when=reaches & (at < p.hits_capacity))
+    p.barrier()
+    n = p.load(p.counts, "u32", offset=HITS_BYTE)
+    with p.when(n > p.hits_capacity):
+        p.store(p.counts, p.capacity + 1, when=p.thread.equals(0))
+        give_up()
+    return n
+
+
+def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed: bool) -> Value:
+    """Returns a mask of the elements in groups turn, turn + 128, ... that are in the part and reach the bound.
+
+    The numbers turn, turn + 128, ... count the listed groups if `listed`, else all groups. Raw bits are compared
+    instead of keys:
+
+      * If the bound is not negative, this gives the same result. As integers, the bits of negative elements are < 0.
+      * If the bound is negative, all bits except the signs are inverted first. This turns negative elements into their
+        keys, and leaves the others above the bound.
+    """
+    window, element = p.window, p.element
+    groups, have = [], []
+    for i in range(_BITS // window.group_size):
+        number = turn + i * WARPGROUP
+        has = number < n
+        if listed:
+            groups.append(p.load_hit(number, has, default=0))
+        else:
+            key = p.load(p.at(p.group_keys, number, 4), "s32", when=has, default=LOWEST_KEY)
+            has = has & (key >= bound)
+            groups.append(p.select(has, number, 0))
+        have.append(has)
+    firsts = [p.first_position(group) for group in groups]
+    vectors = [_group_words(p, first) for first in firsts]
+    mask, flip = p.var(0, "u32"), bound.sign() & element.flip
+    bound = bound << (16 if element.halves else 0)
+    for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
+        bits = _bits_reaching(p, words, bound, flip)
+        if window.groups * window.group_size > window.cut.shortest:  # some are outside
+            bits = _in_part(p, first, bits)
+        mask = mask | p.select(has, bits, 0) << i * window.group_size
+    return mask
+
+
+def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Value) -> Value:
+    """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
+    each = _BITS // 4  # bits per register: several registers make shorter dependency chains
+    elements = []
+    for word in words:
+        flipped = word ^ flip
+        elements += [flipped << 16, flipped] if p.element.halves else [flipped]
+    bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
+    for i, x in enumerate(elements):
+        p.update(bits[i // each], "or", 1 << i, when=x >= bound)
+    return p.reduce("or", bits)
+
+
+def _group_words(p: WindowProgram, first: Value) -> list[Value]:
+    """Returns the words of the group with this first position, loaded 16 bytes at a time."""
+    window, element, address = p.window, p.element, p.address(first)
+    offsets = [b * p.block_bytes for b in range(window.group_blocks)]
+    if window.blocks % window.group_blocks == 0:
+        return [word for offset in offsets for word in element.vector(p, address, offset)]
+    # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
+    last = p.address((first & (window.block - 1)) + (window.blocks - 1) * window.block)
+    return [word for offset in offsets for word in element.vector(p, p.min(address + offset, last))]
+
+
+def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
+    """Clears the bits of a group's elements outside the part: before <low>, and from <high> on.
+
+    Positions increase with the bits. Positions before <low> are in the first vector of the window.
+    """
+    window = p.window
+    p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
+    rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
+    blocks = rest >> log2(window.block)
+    in_vector = p.min(rest & (window.block - 1), window.vec)
+    return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
+
+
+def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
+    """Appends the elements with bits in `mask` at `entry`, two or four at once. Clears `mask` and advances `entry`."""
+    window = p.window
+    with p.loop() as leave:
+        leave(mask.equals(0) | (entry >= p.capacity))
+        chosen, bits, groups = [], [], []
+        for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
+            inside = entry + i < p.capacity
+            chosen.append(inside & mask.differs(0))
+            bits.append(p.lowest_bit(mask))
+            p.update(mask, "and", mask - 1)
+            group = p.multiply_add(bits[-1] >> log2(window.group_size), WARPGROUP, turn)
+            groups.append(p.load_hit(group, chosen[-1]) if listed else group)
+        elements, positions = [], []
+        for choose, bit, group in zip(chosen, bits, groups):
+            in_group = bit & (window.group_size - 1)
+            block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
+            positions.append(p.first_position(group) + p.multiply_add(block, window.block, in_vector))
+            if not window.compact:  # loads the element again, because registers cannot be indexed
+                elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
+        for i, (choose, position) in enumerate(zip(chosen, positions)):
+            key = None if window.compact else p.element.key(elements[i])
+            _store_entry(p, entry, key, position, choose)
+            p.increase(entry, 1)
+
+
+def _store_entry(
+    p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
+) -> None:
+    """Writes an element as entry `entry` of the list: as a candidate, or in a compact window as its position."""
+    if p.window.compact:
+        p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
+    else:
+        assert key is not None
+        candidate = candidate_of(p, key, position.bits("s32") + p.origin)
+        p.store(p.at(p.candidates, entry, CANDIDATE_BYTES), candidate, when=when)
+
+
+def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
+    """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
+
+    Goes through the blocks in order, and numbers the ties:
+
+    base = first
+    for each block, while base < k:
+        before = base + ties of lower lanes of this warp + ties of lower warps
+        for each tie in the thread's vector:
+            if before < k: write it to entry `before`
+            before += 1
+        base += ties in the block
+    """
+    window, k = p.window, p.k
+    base, parity = p.var(first), p.var(0, "u32")
+    lower_lanes, scratch = p.special("lanemask_lt"), p.counts + SCRATCH_BYTE
+    position = (p.thread * window.vec).bits("s32")
+    address, block = p.at(p.x, p.thread, ACCESS_BYTES), p.var(0, "u32")
+    with p.loop() as leave:
+        leave((block >= window.blocks) | (base >= k))
+        in_warp, before, tied = p.var(0, "s32"), p.var(0, "s32"), []
+        for j, key in enumerate(p.element.keys(p.element.vector(p, address))):
+            at = position + j
+            tied.append(key.equals(tie) & (at >= p.low) & (at < p.high))
+            ballot = p.ballot(tied[-1])
+            p.increase(in_warp, p.count_ones(ballot))
+            p.increase(before, p.count_ones(ballot & lower_lanes))
+        # Two parts of the scratch alternate, so that one barrier for each block suffices.
+        (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
+        p.increase(before, base)
+        p.add_lower_warps(before, totals)
+        p.increase(base, p.reduce("add", totals))
+        for j, is_tied in enumerate(tied):
+            with p.when(is_tied & (before < k)):
+                _store_entry(p, before, tie, position + j)
+            p.increase(before, 1, when=is_tied)
+        p.increase(address, p.block_bytes)
+        p.increase(position, window.block)
+        p.increase(block, 1)
+        p.update(parity, "xor", 1)
+    p.barrier()
+
+
+def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
+    """Turns the list of positions into the list `candidates`, which overwrites the row.
+
+    Each thread loads every 128th candidate to registers, and writes them after a barrier. Entries after the last
+    candidate become empty, as they are in a window that is not compact.
+    """
+    each = p.capacity // WARPGROUP
+    own = p.at(p.candidates, p.thread, POSITION_BYTES)
+    values = [p.var(0, "u64") for _ in range(candidates.capacity // WARPGROUP)]
+    with p.block() as leave:
+        for first in range(0, each, LOADED_AT_ONCE):
+            leave(candidates.n <= WARPGROUP * first)
+            loaded = []
+            for i in range(first, min(first + LOADED_AT_ONCE, each)):
+                listed = p.thread + WARPGROUP * i < candidates.n
+                offset = POSITION_BYTES * WARPGROUP * i
+                position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
+                loaded.append((i, listed, position, p.element.load_bits(p, p.address(position))))
+            for i, listed, position, bits in loaded:
+                candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.origin)
+                p.set(values[i], candidate, when=listed)
+    p.barrier()
+    at = candidates.at(p, p.thread)
+    for i, value in enumerate(values):
+        p.store(at, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
+    p.barrier()

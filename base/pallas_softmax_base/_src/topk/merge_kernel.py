@@ -1,0 +1,244 @@
+"""The kernel that merges lists of winners of a row: lists of its parts, or of its shards on several devices.
+
+A CTA merges up to `lists_per_merge(k)` lists. They lie in device memory one after another, and each is in order:
+
+    list 0                list 1                list 2          n = 3 lists of k keys
+    | a0 a1 a2 ... |      | b0 b1 b2 ... |      | c0 c1 ... |   a0 >= a1 >= ..., b0 >= b1 >= ...
+
+The lists are merged with a bound that at least k keys reach, like a row in `window_kernel.py`. Two such keys are known:
+
+  * Let s be k / n, rounded up. The n lists have at least k keys at ranks 1 to s. All of them reach the smallest key at
+    rank s.
+  * The list with the largest key at rank k has k keys that reach it.
+
+The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
+
+The operands of the PTX program:
+
+    <keys>, <indices>       (rows, all winners of a row) int32, device memory
+    <row>                   the number of the row
+    <first>, <n>            the first winner in the row, and the number of winners
+    <bound>                 a key that at least k of them reach
+    <candidates>            shared memory for the winners that reach the bound
+    <ranked>                the k best, see `CandidateList`
+    <counts>, <buckets>     scratch in shared memory
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.gpu import blocks
+from pallas_softmax_base._src.gpu.hardware import WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.kernel import gpu_kernel
+from pallas_softmax_base._src.gpu.layout import power_of_two
+from pallas_softmax_base._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax_base._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.topk.candidates import (
+    CANDIDATE_BYTES,
+    LOADED_AT_ONCE,
+    CandidateList,
+    Request,
+    WinnerLists,
+    candidate_of,
+    clear,
+    lists_type,
+    sort_winners,
+    write_winners,
+)
+from pallas_softmax_base._src.topk.plan import lists_per_merge, padded_winners
+from pallas_softmax_base._src.topk.ranking_ptx import rank
+from pallas_softmax_base._src.topk.xla import TopK
+
+_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+
+
+def topk_merge(
+    count: int, fan_in: int, request: Request, lists_gmem, scale_gmem, *merged_gmem, **smem
+) -> None:
+    """The kernel: a CTA merges up to `fan_in` of the `count` lists of a row into one.
+
+    The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
+    """
+    memory = _Memory(**smem)
+    group = _group(count, fan_in)  # which lists this CTA merges
+    final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
+    scale = scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0]
+
+    normalizer = _combine_normalizers(lists_gmem, group, scale)
+    _rank(lists_gmem, memory, group, request)  # bound, collect, rank
+    number = group.row * -(-count // fan_in) + group.number  # of the merged list
+    write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
+
+
+class _Memory(NamedTuple):
+    """References to the shared memory of a CTA."""
+
+    best: Any  # int32, the merged list: keys, then indices from padded_winners(k) on
+    buckets: Any  # int32, one word for each candidate
+    counts: Any  # (128,) int32
+    candidates: Any  # int32, two words for each candidate
+
+
+class _Group(NamedTuple):
+    """The lists that a CTA merges: `held` lists of a row, from number `first` on. They become its list `number`."""
+
+    row: Any
+    first: Any
+    held: Any
+    number: Any
+
+
+def _group(count: int, fan_in: int) -> _Group:
+    """Returns the lists that this CTA merges."""
+    row = lax.axis_index("row")
+    number = jnp.int32(0) if fan_in >= count else lax.axis_index("merge")
+    first = number * fan_in
+    return _Group(row, first, jnp.minimum(fan_in, count - first), number)
+
+
+def _combine_normalizers(lists_gmem: WinnerLists, group: _Group, scale) -> Normalizer:
+    """Returns the combined normalizers of the lists. Thread t loads the one of list t."""
+    load = functools.partial(blocks.load_from_row, row=group.row, start=group.first, held=group.held)
+    lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
+    return normalizers.combine_lanes(lane, scale=scale)
+
+
+def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
+    k, keys = request.k, lists_gmem.values[group.row]
+    at = jnp.arange(keys.shape[0])
+    inside = (at >= group.first * k) & (at < (group.first + group.held) * k)
+    sort_winners(memory.best, keys, lists_gmem.indices[group.row], inside, k)
+
+
+@twin(_rank_in_jax)
+def _rank(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
+    """Writes the k best of the lists to `memory.best`, in order."""
+    k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]
+    refs = {"candidates": memory.candidates, "ranked": memory.best, "keys": keys}
+    refs |= {"indices": lists_gmem.indices, "counts": memory.counts, "buckets": memory.buckets}
+    bound = _bound(keys, group.row, group.first, group.held, k)
+    numbers = {"row": group.row, "first": group.first * k, "n": group.held * k, "bound": bound}
+    insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
+
+
+def _bound(keys_gmem, row, first, held, k: int):
+    """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
+
+    Thread t looks at list first + t. There are at most as many lists as threads.
+    """
+    load = functools.partial(blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0)
+    share = load(start=first * k + (k + held - 1) // held - 1)
+    last = load(start=first * k + k - 1)
+    listed = blocks.positions() < held
+    least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
+    return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
+
+
+# --- Launches -----------------------------------------------------------------------------------------
+
+
+def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype):
+    """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
+
+    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
+    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
+    `window_kernel.topk_rows` documents the other arguments and the results.
+    """
+    keys = sort_keys.key32(won)
+    if kept is not None:
+        keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
+    request = Request(k, won.dtype, kept is not None, log, dtype)
+    lists = WinnerLists(keys, indices, parts.m.reshape(-1), parts.d.reshape(-1))
+    count = parts.m.shape[1]
+    return results(_launch(lists, 1 / temperature, count, count, request))
+
+
+def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer]:
+    """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
+
+    The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
+    """
+    while count > 1:
+        fan_in = min(count, lists_per_merge(request.k))
+        lists = _launch(lists, scale, count, fan_in, request)
+        count = -(-count // fan_in)
+    return results(lists)
+
+
+def results(lists: WinnerLists) -> tuple[TopK, Normalizer]:
+    """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
+    return TopK(lists.values, lists.indices), Normalizer(lists.m[:, None], lists.d[:, None])
+
+
+def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
+    """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
+    k, rows, merges = request.k, len(lists.m) // count, -(-count // fan_in)
+    capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
+    return gpu_kernel(
+        functools.partial(topk_merge, count, fan_in, request),
+        grid={"row": rows} if merges == 1 else {"row": rows, "merge": merges},
+        out_type=lists_type(rows * merges, request, final=merges == 1),
+        scratch_types={
+            "best": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
+            "buckets": plgpu.SMEM((capacity,), jnp.int32),
+            "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
+            "candidates": plgpu.SMEM((2 * capacity,), jnp.int32),
+        },
+        name="topk_merge",
+        approximate=True,
+    )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
+
+
+# --- Inline PTX that ranks the winners of several lists
+
+
+@functools.lru_cache(maxsize=16)
+def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
+    """Returns the program that ranks the winners that reach a bound: at most `capacity` of them."""
+    p = CtaProgram()
+    candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
+    clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
+    _collect_winners(p, winners, candidates, counts, capacity)
+    n = p.load(counts, "u32")
+    rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, None))
+    return p
+
+
+def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
+    """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
+    row, first, n = p.operands("u32", "row", "first", "n")
+    bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
+    number = p.multiply_wide(row, winners) + p.convert(first, "u64")
+    for start in range(0, each, LOADED_AT_ONCE):
+        turns = range(start, min(start + LOADED_AT_ONCE, each))
+        for is_listed, key, index in _load_winners(p, number, turns, n):
+            with p.when(is_listed & (key >= bound)):
+                entry = p.take_from(counts, 1)
+                p.store(p.at(candidates, entry, CANDIDATE_BYTES), candidate_of(p, key, index))
+    p.barrier()
+
+
+def _load_winners(p: CtaProgram, first: Value, turns: range, n: Value) -> list[tuple[Value, Value, Value]]:
+    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
+
+    Returns for each turn whether there is such a winner, and its key and index.
+    """
+    own = first + p.convert(p.thread, "u64") << 2  # bytes
+    listed = [p.thread + i * WARPGROUP < n for i in turns]
+    keys, indices = (
+        [
+            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+            for i, is_listed in zip(turns, listed)
+        ]
+        for at in p.operands("u64", "keys", "indices")
+    )
+    return list(zip(listed, keys, indices))

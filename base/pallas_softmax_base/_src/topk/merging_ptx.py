@@ -1,0 +1,289 @@
+"""Inline PTX for the k best of rows in registers, by merging short lists.
+
+A row lies over the `lanes` lanes of a tile. Each lane lists its best few elements. Then runs of lanes are merged in
+pairs: element i of one run is compared with element -1 - i of the other. `size` is k rounded up to a power of two. A
+merge keeps its elements in one of three ways:
+
+  * Two runs with at most `size` elements: the larger elements go to the first run, the smaller ones to the second.
+  * Two runs with more elements: only the larger ones are kept, over the lanes of both runs. A lane's elements halve.
+  * One element in a lane: both runs of a pair keep the same elements.
+
+An example with lists of 2 and a size of 4:
+
+    lists          7 3 | 9 5 | 8 6 | 8 2       the best two of each lane
+    runs of 2      9 7 | 5 3 | 6 2 | 8 8       lanes 2 and 3 in the opposite order, for the next merge
+    runs of 4      9   | 8   | 8   | 7         the best of the row, after a last shuffle
+
+A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
+
+A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
+this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
+elements, merge them in, and so on.
+
+An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
+
+    two elements      x1 x0                       the upper half has the higher column
+    two keys          k1 k0                       x ^ (0x7fff where x is negative)
+    two complements   ~c1 ~c0                     of the columns
+    two words         k1 ~c1 | k0 ~c0
+
+Near ties among 32-bit winners are ordered by whole keys. Other elements that nearly tie with the last winner are
+compared with it, and replace it if larger. If there are many near ties, or a list may be too short, the warp merges
+whole lists again, in 64-bit words.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pallas_softmax_base._src.gpu.hardware import LANES
+from pallas_softmax_base._src.gpu.layout import Tile, power_of_two
+from pallas_softmax_base._src.gpu.ptx.elements import flip_negative_at_once
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.topk import packed_ptx
+from pallas_softmax_base._src.topk.packed_ptx import LOWEST, TileProgram
+from pallas_softmax_base._src.topk.plan import list_length, merged_tile
+
+# The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
+_MOST_NEAR_TIES = 16
+_HALF_ONES = 0xFFFF
+_MAGNITUDES = 0x7FFF7FFF
+# Selectors for prmt: each digit selects a byte, 0 to 3 from its first argument, 4 to 7 from its second.
+_LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
+
+
+def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
+    """Returns the program for 32-bit keys. <winner{row}_{i}> gets the column of winner lane * held + i."""
+    p, size = TileProgram(tile, vocab), power_of_two(k, 1)
+    # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
+    # as well (`maybe_short`).
+    length = list_length(tile, k, itemsize=4, lanes=lanes)
+    held = merged_tile(tile, k).vec
+    last_winner = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
+    found = []
+    maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
+    for row in range(p.rows):
+        listed = packed_ptx.listed_keys(p, row, length)
+        winners = [p.var(word) for word in _merge_lanes(p, listed[:size], size)]
+        pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
+        worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
+        others = _other_near_ties(p, listed, worst) if k < vocab else None
+        if length < len(p.columns):
+            too_short = too_short | (listed[-1] >= worst)
+            maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
+        found.append(_Found(winners, pairs, listed, others))
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others is not None]
+    number = p.reduce("add", [p.count_ones(bits) for bits in numbers])
+
+    def keep(row):
+        for i, word in enumerate(found[row].winners):
+            p.set(p.winner(row, i), ~word & p.ones)
+
+    for row in range(p.rows):
+        keep(row)
+    with p.block() as finish:
+        packed_ptx.leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
+        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
+        with p.when(~wide):
+            for row in range(p.rows):
+                _mend(p, row, found[row], last_winner)
+                keep(row)
+        with p.when(wide):
+            for row in range(p.rows):
+                count = power_of_two(tile.steps * tile.vec, 1)
+                keys = packed_ptx.wide_keys(p, row, count)
+                whole = packed_ptx.best(p, keys, min(size, count))
+                for i, word in enumerate(_merge_lanes(p, whole, size)):
+                    p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
+    return p
+
+
+class _Found(NamedTuple):
+    """The result of merging the packed keys of a row, in one lane."""
+
+    winners: list[Value]  # the packed keys of the lane's winners
+    pairs: Value  # has bit i set if winners i and i + 1 nearly tie
+    listed: list[Value]  # the lane's list
+    others: Value | None  # see `_other_near_ties`; None if all elements of the row are winners
+
+
+def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value:
+    """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
+    least = worst & ~p.ones
+    if p.tile.shape[1] > p.vocab:  # LOWEST marks positions beyond the row; no element has this word
+        least = p.max(least, LOWEST + 1)
+    others = p.var(0, "u32")
+    for i, word in enumerate(listed):
+        p.update(others, "or", 1 << i, when=(word < worst) & (word >= least))
+    return others
+
+
+def _mend(p: TileProgram, row: int, found: _Found, last_winner: tuple[Value, int]) -> None:
+    """Orders winners by their whole keys. Larger elements replace the last winner.
+
+    `last_winner` is its lane, and its number among the winners of that lane.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+    winners, others = found.winners, found.others
+    if others is None:
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
+        return
+    with p.loop() as leave:
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
+        lanes = p.ballot(others.differs(0))
+        leave(lanes.equals(0))
+        lane = p.lowest_bit(lanes)
+        i = p.shuffle(p.lowest_bit(others), "idx", lane)
+        p.set(others, others & (others - 1), when=own_lane.equals(lane))
+        last_lane = p.shuffle(last_winner[0], "idx", lane)  # in the row of `lane`
+        word = packed_ptx.value_in_lane(p, found.listed, i, lane)
+        last = p.shuffle(winners[last_winner[1]], "idx", last_lane)
+        key, last_key = (packed_ptx.whole_key(p, row, w, lane) for w in (word, last))
+        larger = (key > last_key) | (key.equals(last_key) & (word > last))
+        p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
+
+
+def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
+    """Returns the program for 16-bit elements. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
+    p = TileProgram(tile, vocab)
+    complements = _complements(p, p.first_column)
+    size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)
+    length = k if length >= k - 1 else length  # a list of k is never too short
+    for row in range(p.rows):
+        words = _packed_keys(p, row, p.first_column, complements)
+        listed = packed_ptx.best(p, words, length)
+        best = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
+        for winner, word in zip(best, _merge_lanes(p, listed, size), strict=True):
+            p.set(winner, word)
+        if length >= min(k, len(words)):
+            continue  # lists cannot be too short
+        last = p.var(listed[-1])
+        with p.loop() as leave:
+            lane_of_last, number_of_last = divmod(k - 1, len(best))
+            worst = p.shuffle(best[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last)
+            leave(~p.any(last >= worst))
+            # The least lane number is 0, which the compiler does not know. So it computes the words again here,
+            # instead of keeping them in registers all along.
+            zero = p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
+            first_column = p.first_column + zero
+            words = _packed_keys(p, row, first_column, _complements(p, first_column))
+            for word in words:
+                p.set(word, LOWEST, when=word >= last)
+            listed = packed_ptx.best(p, words, length)
+            p.set(last, listed[-1])
+            more = _merge_lanes(p, listed, size)
+            for winner, word in zip(best, _better_half(p, best, more, min(size, tile.lanes)), strict=True):
+                p.set(winner, word)
+    return p
+
+
+def _complements(p: TileProgram, first_column: Value) -> list[Value]:
+    """Returns the complements of the columns, for each pair of the thread's elements."""
+    first = first_column * (1 << 16 | 1)
+    pairs = zip(p.columns[::2], [*p.columns[1::2], p.columns[-1]])
+    return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
+
+
+def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
+    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
+    words: list[Value] = []
+    for i, complement in enumerate(complements):
+        pair = p.operand(f"x{row}_{i}", "u32")
+        keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
+        words += [
+            p.write("prmt.b32", "s32", keys, complement, which, of="b32")
+            for which in (_LOWER_WORD, _UPPER_WORD)
+        ]
+    words = words[: len(p.columns)]
+    packed_ptx.lower_beyond_row(p, words, first_column)
+    return words
+
+
+def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
+    """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
+
+    pad the list of each lane with lowest words to a power of two
+    for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
+        exchange with lane ^ run, word i with word -1 - i. Each lane keeps
+            as many words as before, either the larger or the smaller ones; or
+            half as many, the larger ones
+        for bit of the lanes that hold a half: exchange with lane ^ bit, one lane keeps the larger words
+        sort the words of each lane, which are bitonic now
+
+    `run_bits` are the bits of a lane's number that give the position of its words in the run, the highest first.
+    """
+    lanes = p.tile.lanes
+    missing = power_of_two(len(words), 1) - len(words)
+    held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
+    run_bits: list[int] = []
+    run = 1
+    while run < lanes:
+        # Whether the new run is the second of a pair, and so needs the opposite order.
+        opposite = (p.lane & 2 * run).differs(0) if 2 * run < lanes else None
+        half = len(held) // 2
+        if len(held) * run < size:  # the first run keeps the larger words, the second run the smaller ones
+            held = _exchange(p, held, run, opposite, mirrored=True)
+            run_bits, unsorted_bits = [run, *run_bits], run_bits
+        elif half:  # both runs together keep the larger half
+            others = [
+                None if word is None else p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]
+            ]
+            held = [word if other is None else p.max(word, other) for word, other in zip(held, others)]
+            run_bits = unsorted_bits = [*run_bits, run]
+        else:  # a lane holds one word: both runs keep the same words
+            held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
+            unsorted_bits = run_bits
+        for bit in unsorted_bits:
+            # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
+            held = _exchange(p, held, bit, opposite, mirrored=bit == run)
+        held = packed_ptx.sorted_bitonic(p, held)
+        run *= 2
+    return _in_order_of_lanes(p, held, run_bits)
+
+
+def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) -> list[Value]:
+    """Moves words between lanes, so that the lanes hold them in order. `_merge_lanes` explains `run_bits`."""
+    if run_bits == sorted(run_bits, reverse=True):
+        return words
+    source = p.operand("thread", "u32") - p.lane
+    for i, run_bit in enumerate(reversed(run_bits)):
+        moved = run_bit.bit_length() - 1 - i
+        bit = p.lane & 1 << i
+        source = source + (bit << moved if moved >= 0 else bit >> -moved)
+    return [p.shuffle(word, "idx", source) for word in words]
+
+
+def _exchange(
+    p: TileProgram, words: Sequence[Value | None], flip: int, opposite: Value | None, *, mirrored: bool
+) -> list[Value]:
+    """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `opposite`, the other one.
+
+    Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
+    never compared with None.
+    """
+    others = [
+        None if word is None else p.shuffle(word, "bfly", flip)
+        for word in (words[::-1] if mirrored else words)
+    ]
+    larger = (p.lane & flip).equals(0)
+    if opposite is not None:
+        larger = larger ^ opposite
+    out = []
+    for word, other in zip(words, others):
+        if word is None or other is None:
+            out.append(p.select(larger, other if word is None else word, LOWEST))
+        else:
+            out.append(p.var(word))
+            p.update(out[-1], "max", other, when=larger)
+            p.update(out[-1], "min", other, when=~larger)
+    return out
+
+
+def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: int) -> list[Value]:
+    """Merges two lists, each sorted over the `lanes` lanes of a row. Keeps the larger half of the words."""
+    opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
+    words = [p.max(word, other) for word, other in zip(a, opposite)]
+    flip = lanes // 2
+    while flip:
+        words = _exchange(p, words, flip, None, mirrored=False)
+        flip //= 2
+    return packed_ptx.sorted_bitonic(p, words)

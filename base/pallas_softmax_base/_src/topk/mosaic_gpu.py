@@ -1,0 +1,99 @@
+"""Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
+from pallas_softmax_base._src.folding import fold_numbers, fold_topk
+from pallas_softmax_base._src.gpu import checks
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax_base._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
+
+# XLA is faster at thousands of winners of one very long row, measured on an H100.
+LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
+LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
+
+
+def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
+    """Returns why no kernel can find or merge k winners in the rows of a call."""
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
+    if reason is None and not 1 <= k <= MAX_K:
+        return f"k={call.k} is not from 1 to {MAX_K}"
+    return reason or checks.too_large(call)
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Any:
+    """Returns how the rows of a top-k lie over the GPU: a `Tile`, a `Window`, or a `Refusal`."""
+    k = call.k or 0
+    if reason := _unsupported_winners(call, k, capability):
+        return Refusal(reason)
+    return plan_topk(call.rows, call.vocab, k, jnp.dtype(call.dtype), capability)
+
+
+def slower(call: Call) -> str | None:
+    """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
+    lone_row = call.rows == 1 and call.vocab > LONE_ROW and call.dtype == "float32"
+    if lone_row and (call.k or 0) > LONE_ROW_WINNERS:
+        return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
+    return None
+
+
+def topk(plan, logits, where, temperature, *, k, log, dtype):
+    """Returns what `xla.topk` returns."""
+    x, mask, temperature, unfold = fold_topk(logits, where, temperature)
+    kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
+    winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
+    return jax.tree.map(unfold, winners_and_normalizer)
+
+
+def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
+    """Returns how the rows of the gradient lie over the GPU."""
+    if reason := checks.unsupported(call, capability) or checks.not_contiguous(call):
+        return Refusal(reason)
+    if call.masked:
+        return Refusal("no kernel for topk_grad with where")
+    tile = plan_topk_grad(call.vocab, jnp.dtype(call.dtype))
+    return tile or Refusal(f"no kernel for topk_grad of V={call.vocab}: a row is too long for a warp")
+
+
+def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
+    """Returns what `xla.topk_grad` returns."""
+    logits, temperature, *per_row, indices = residuals
+    x, _, temperature, unfold = fold_topk(logits, None, temperature)
+    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
+    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
+    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
+    dx, dt = tile_grad_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
+    return dx.reshape(logits.shape), unfold(dt)
+
+
+def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
+    """Returns None, since `merge_kernel` has one plan only, or why it cannot merge the lists."""
+    k = call.k or 0
+    if reason := _unsupported_winners(call, k, capability):
+        return Refusal(reason)
+    if call.vocab > (most := lists_per_merge(k)) * k:
+        return Refusal(f"{call.vocab // k} lists of {k} are more than the {most} that a CTA merges")
+    return None
+
+
+def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
+    """Returns what `xla.merge` returns."""
+    x, _, temperature, unfold = fold_topk(won, None, temperature)
+    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
+    winners_and_normalizer = merge_kernel.merge_rows(
+        x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
+    )
+    return jax.tree.map(unfold, winners_and_normalizer)
+
+
+KERNELS = {
+    "topk": Kernel(plan, topk, slower),
+    "topk_grad": Kernel(plan_grad, topk_grad),
+    "merge": Kernel(plan_merge, merge),
+}

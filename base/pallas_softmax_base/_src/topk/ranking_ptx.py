@@ -1,0 +1,343 @@
+"""Inline PTX that puts the candidates in order, with the 128 threads of a CTA.
+
+`rank` selects counting, sorting or buckets. For buckets, the range of the candidates is cut into buckets of equal
+length, one for each entry of a full list. Candidates are counted by bucket. A running sum of the counts is the rank at
+which each bucket starts. Within a bucket, each candidate is compared with all others. An example with keys from 9 to 1
+and only 4 buckets:
+
+    list       3  8  1  9  5  2  9'      in any order
+    bucket     2  0  3  0  1  3  0       (9 - key) / 2.25
+    counts     3  1  1  2
+    starts     0  3  4  5
+    grouped    8  9  9' | 5 | 3 | 1  2   in any order within a bucket
+    ranked     9  9' 8  | 5 | 3 | 2  1
+
+If the candidates are spread over the buckets, the time is linear in their number. If one bucket has too many of them,
+`rank` sorts all candidates, or compares each with all. To spread the candidates, the buckets cut the range of their
+distances from the best one:
+
+  * A distance is a difference of keys, and keys grow like logarithms of the elements. In a range around 0, most keys
+    belong to tiny numbers. So if both signs occur, magnitudes below 2^-16 of the largest one count as 0.
+  * Many 16-bit candidates have the same key, so the index counts as well: V * difference of keys + index.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax_base._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax_base._src.gpu.ptx.values import Value
+from pallas_softmax_base._src.topk import packed_ptx
+from pallas_softmax_base._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
+
+# We kept no times for the limits of this file: take them as estimates.
+_COUNTED = 96  # up to this many candidates, counting is faster than buckets
+_COMPARED = 256  # up to this many candidates, counting is faster than sorting
+_AT_ONCE = 4  # candidates that a thread compares with its own at once
+
+
+def rank(p: CtaProgram, candidates: CandidateList) -> None:
+    """Writes the k best candidates in order. The number of candidates and their spread select the method:
+
+    up to 96 candidates                counting
+    more, at most 32 in each bucket    buckets
+    more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
+    """
+    with p.block() as finish:
+        with p.block() as count:
+            count(candidates.n <= _COUNTED)
+            with p.block() as crowded:
+                rank_by_buckets(p, candidates, otherwise=crowded)
+                finish()
+            if candidates.capacity > _COMPARED:
+                _rank_by_sorting(p, candidates)
+                finish()
+            else:
+                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
+        _rank_by_counting(p, candidates)
+    p.barrier()
+
+
+def _rank_by_counting(p: CtaProgram, candidates: CandidateList) -> None:
+    """Ranks each candidate by counting the better ones:
+
+    for own = thread, thread + 128, ... below n:
+        rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
+        write entry `own` at its rank, if the rank is below k
+    """
+    last = candidates.at(p, candidates.n)
+    with p.each(p.thread, candidates.n, WARPGROUP) as own:
+        value = p.load(candidates.at(p, own), "u64")
+        rank, at = p.var(0, "u32"), p.var(candidates.address)
+        with p.repeat() as again:
+            for other in p.load_vector(at, "u64", _AT_ONCE):
+                p.increase(rank, 1, when=other > value)
+            p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
+            again(at < last)
+        store_winners(p, candidates.ranked, [value], rank, candidates.k)
+
+
+def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
+    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds capacity / 128 neighbours.
+
+    sort the values of each thread                            a run of one thread
+    for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
+        for stride = run / 2, ..., 2, 1 threads:
+            exchange with thread ^ stride: the lower thread keeps the larger value of each pair
+        sort the values of each thread, which are bitonic now
+
+    Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
+    execute the same comparisons.
+    """
+    own = candidates.at(p, p.thread)
+    # The initial order is free. Loads of entries 128 apart have no bank conflicts.
+    values = [
+        p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, candidates.capacity, WARPGROUP)
+    ]
+    run = p.var(1, "u32")
+
+    def set_values(new):
+        """Sets the values to the new ones, complemented in odd runs."""
+        ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
+        for value, new_value in zip(values, new):
+            p.set(value, new_value ^ ones)
+
+    set_values(values)
+    set_values(packed_ptx.best(p, values, len(values)))
+    with p.repeat() as next_run:
+        p.set(run, run << 1)
+        set_values(values)
+        stride = p.var(run >> 1)
+        with p.repeat() as next_stride:
+            _exchange(p, candidates, values, stride, own)
+            p.set(stride, stride >> 1)
+            next_stride(stride.differs(0))
+        set_values(packed_ptx.sorted_bitonic(p, values))
+        next_run(run < WARPGROUP)
+    store_winners(p, candidates.ranked, values, p.thread * len(values), candidates.k)
+
+
+def _exchange(
+    p: CtaProgram, candidates: CandidateList, values: list[Value], stride: Value, own: Value
+) -> None:
+    """Exchanges values with thread ^ stride, a power of two. The lower thread keeps the larger value of each pair.
+
+    Threads of one warp exchange by shuffles. Threads of different warps exchange through the list, where `own` is the
+    address of this thread's first entry.
+    """
+    upper = (p.thread & stride).differs(0)
+
+    def keep(value: Value, other: Value) -> None:
+        p.set(value, p.select((value < other) ^ upper, other, value))
+
+    with p.block() as exchanged:
+        with p.block() as through_list:
+            through_list(stride >= LANES)
+            for value in values:
+                keep(value, p.shuffle(value, "bfly", stride))
+            exchanged()
+        p.barrier()
+        for i, value in enumerate(values):
+            p.store(own, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
+        p.barrier()
+        partner = candidates.at(p, p.thread ^ stride)
+        for i, value in enumerate(values):
+            keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i))
+
+
+# --- Ranking by buckets
+
+_BATCH = 4  # candidates that a thread handles together
+_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
+_OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
+_INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
+
+# A candidate's bucket word has two 16-bit numbers, the upper half and the lower half:
+#     from `_count_in_buckets`   | candidates counted before it in its bucket | number of its bucket    |
+#     from `_group_by_bucket`    | candidates in its bucket                   | where its bucket starts |
+_HALF, _LOWER = 16, 0xFFFF
+
+_ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
+_ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
+
+
+def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callable[[Value], None]) -> None:
+    """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
+
+    otherwise(condition) jumps out where a bucket has too many candidates, with the list unchanged.
+    """
+    each = candidates.capacity // WARPGROUP
+    mine = p.at(candidates.buckets, p.thread, 4 * each)  # the thread's counters
+    p.store(mine, *[0] * each)
+    values, greatest, least = _load_and_bracket(p, candidates, each)
+    distance, distances = _distances(p, greatest, least, candidates.dtype, candidates.vocab)
+    # The bucket is distance * factor / 2^32, where the factor is capacity * 2^32 / distances, but at most 2^32 - 1.
+    reciprocal = p.op("rcp.approx.ftz", "f32", distances)
+    factor = p.convert(reciprocal * (candidates.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+    bucket_words = _count_in_buckets(p, candidates, values, distance, factor)
+    _start_buckets(p, candidates, mine, each, otherwise)
+    _group_by_bucket(p, candidates, values, bucket_words)
+    for have, batch in _batches(p, candidates, each):
+        _rank_in_buckets(p, candidates, have, values[batch], bucket_words[batch])
+
+
+def _batches(p: CtaProgram, candidates: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
+    """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
+
+    Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
+    empty for all of them.
+    """
+    thread, n = p.thread.bits("s32"), candidates.n.bits("s32")
+    with p.block() as leave:
+        for first in range(0, each, _BATCH):
+            remaining = n - WARPGROUP * first
+            leave(remaining <= 0)
+            some = slice(first, min(first + _BATCH, each))
+            yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
+
+
+def _load_and_bracket(
+    p: CtaProgram, candidates: CandidateList, each: int
+) -> tuple[list[Value], Value, Value]:
+    """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
+    greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
+    own = candidates.at(p, p.thread)
+    values = []
+    for have, batch in _batches(p, candidates, each):
+        turns = range(batch.start, batch.stop)
+        values += [p.load(own, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i) for i in turns]
+        for has, value in zip(have, values[batch]):
+            _, key = p.split(value)
+            p.update(greatest, "max", key, when=has)
+            p.update(least, "min", key, when=has)
+    greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
+    greater, smaller = p.of_warps(greatest_and_least, candidates.ranked, lane=0)
+    return values, p.reduce("max", greater), p.reduce("min", smaller)
+
+
+def _distances(
+    p: CtaProgram, greatest: Value, least: Value, dtype, vocab: int | None
+) -> tuple[Callable[[Value], Value], Value]:
+    """Returns a function from a candidate to its distance from the best one, and the number of distances, a float.
+
+    Distances are below 2^32. A better candidate must not have a larger distance; otherwise distances are free. Keys
+    from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
+
+        key        least ... last           | last ... first | first ... greatest
+        distance   to_zero + (last - key)   | to_zero        | greatest - key
+
+    Here to_zero is greatest - first, or greatest - last if the best key is below `last`.
+    """
+    largest = p.max(greatest - _ZERO_KEY, _ZERO_KEY - 1 - least).bits("s32")
+    small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
+    # +0 and -0 always count as 0. Small magnitudes count as 0 if both signs occur.
+    small = p.select((least < _ZERO_KEY) & (greatest >= _ZERO_KEY), small, 0)
+    first, last = small + _ZERO_KEY, _ZERO_KEY - 1 - small
+
+    def nearest(key: Value) -> Value:
+        return p.max(p.min(key, first), last)
+
+    to_zero, indices, shift = greatest - nearest(greatest), 1, 0
+    if vocab is not None and jnp.dtype(dtype).itemsize == 2:
+        shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
+        indices = (vocab - 1 >> shift) + 1
+
+    def distance(candidate: Value) -> Value:
+        complement, key = p.split(candidate)
+        at = nearest(key)
+        between = to_zero - (key - at)
+        if indices == 1:
+            return between
+        # Among candidates that count as 0, a better key may have a higher index. So their indices are not added.
+        return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
+
+    last_distance = to_zero - (least - nearest(least))
+    return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
+
+
+def _count_in_buckets(
+    p: CtaProgram,
+    candidates: CandidateList,
+    values: list[Value],
+    distance: Callable[[Value], Value],
+    factor: Value,
+) -> list[Value]:
+    """Counts the candidates by bucket. Returns their bucket words (see the comment at `_HALF`)."""
+    bucket_words = [p.fresh("u32") for _ in values]
+    for have, batch in _batches(p, candidates, len(values)):
+        before = []
+        for has, value, word in zip(have, values[batch], bucket_words[batch]):
+            p.set(word, p.multiply_high(distance(value), factor))
+            before.append(p.take_from(p.at(candidates.buckets, word, 4), 1, when=has))
+        for word, number in zip(bucket_words[batch], before):
+            p.update(word, "or", number << _HALF)
+    p.barrier()
+    return bucket_words
+
+
+def _start_buckets(
+    p: CtaProgram, candidates: CandidateList, mine: Value, each: int, otherwise: Callable[[Value], None]
+) -> None:
+    """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
+
+    The starts are running sums. The warps exchange their sums in the memory of the winners.
+    """
+    counts = p.load_vector(mine, "u32", each)
+    start, total = p.scan(p.reduce("add", counts))
+    held = p.over_lanes("max", p.reduce("max", counts))
+    (words,) = p.of_warps([total | held << _HALF], candidates.ranked, lane=LANES - 1)
+    held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
+    p.add_lower_warps(start, totals)
+    otherwise(p.reduce("max", held) > _IN_BUCKET)
+    starts = []
+    for count in counts:
+        starts.append((count << _HALF) + start)
+        start = start + count
+    p.store(mine, *starts)
+    p.barrier()
+
+
+def _group_by_bucket(
+    p: CtaProgram, candidates: CandidateList, values: list[Value], bucket_words: list[Value]
+) -> None:
+    """Writes the candidates back to the list, grouped by bucket, and updates their bucket words."""
+    for have, batch in _batches(p, candidates, len(values)):
+        before = [word >> _HALF for word in bucket_words[batch]]
+        for has, word in zip(have, bucket_words[batch]):
+            p.load_into([word], p.at(candidates.buckets, word & _LOWER, 4), when=has)
+        for has, value, word, number in zip(have, values[batch], bucket_words[batch], before):
+            p.store(candidates.at(p, (word & _LOWER) + number), value, when=has)
+    p.barrier()
+
+
+def _rank_in_buckets(
+    p: CtaProgram,
+    candidates: CandidateList,
+    have: list[Value],
+    values: list[Value],
+    bucket_words: list[Value],
+) -> None:
+    """Compares each candidate with all others in its bucket, and writes it at its rank.
+
+    Buckets that start at rank k or later are skipped.
+    """
+    ranks = [p.var(word & _LOWER) for word in bucket_words]
+    addresses = [p.var(candidates.at(p, rank)) for rank in ranks]
+    have = [has & (rank < candidates.k) for has, rank in zip(have, ranks)]
+    counts = [p.select(has, word >> _HALF, 0) for has, word in zip(have, bucket_words)]
+    most, turn = p.reduce("max", counts), p.var(0, "u32")
+    with p.block() as leave:
+        leave(most.equals(0))
+        with p.repeat() as again:
+            inside, others = [], []
+            for count, address in zip(counts, addresses):
+                inside.append(turn < count)
+                others.append(p.load(address, "u64", when=inside[-1]))
+                p.increase(address, CANDIDATE_BYTES)
+            for value, other, rank, within in zip(values, others, ranks, inside):
+                p.increase(rank, 1, when=within & (other > value))
+            p.increase(turn, 1)
+            again(turn < most)
+        for value, count, rank in zip(values, counts, ranks):
+            store_winners(p, candidates.ranked, [value], rank, candidates.k, when=count > 0)

@@ -1,0 +1,164 @@
+"""The kernel of softmax fused with top-k for short rows in registers, with several rows per CTA.
+
+Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`), and the
+normalizers of the lanes are combined by ⊕.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.folding import Mask
+from pallas_softmax_base._src.gpu import tiles
+from pallas_softmax_base._src.gpu.interpreter import twin
+from pallas_softmax_base._src.gpu.kernel import gpu_kernel
+from pallas_softmax_base._src.gpu.layout import Tile
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.topk.candidates import probability
+from pallas_softmax_base._src.topk.merging_ptx import take_program, take_words_program
+from pallas_softmax_base._src.topk.packed_ptx import insert_in_tile
+from pallas_softmax_base._src.topk.plan import merged_tile
+from pallas_softmax_base._src.topk.xla import TopK
+
+
+def softmax_topk(
+    plan: Tile,
+    mask: Mask | None,
+    log: bool,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    values_gmem,
+    indices_gmem,
+    m_gmem,
+    d_gmem,
+) -> None:
+    """The kernel: a CTA holds one tile of rows in registers, and writes their winners and normalizers.
+
+    Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write.
+    """
+    (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+    winners = merged_tile(plan, k)  # how the winners lie over the same lanes
+    tiles.prefetch(x_gmem, plan, row)
+    # `elements` are x as the search takes them: the bits of 16-bit logits, the sort keys of others.
+    x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
+
+    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row)
+    tiles.store(m_gmem, plan, row, m)
+    tiles.store(d_gmem, plan, row, d)
+
+    if x_gmem.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
+        key, index = best_keys_and_indices(plan, vocab, k, elements)
+    else:
+        index = best_indices(plan, vocab, k, elements)
+        key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+
+    m, d, scale = (tiles.spread(a, plan, winners) for a in (m, d, scale))
+    value = probability(key, x_gmem.dtype, Normalizer(m, d), scale, log=log, masked=mask is not None)
+    tiles.store(values_gmem, winners, row, value)
+    tiles.store(indices_gmem, winners, row, index)
+
+
+def topk_rows(
+    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype
+) -> tuple[TopK, Normalizer]:
+    """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
+    rows = x.shape[0]
+    values, indices, m, d = gpu_kernel(
+        functools.partial(softmax_topk, plan, mask, log),
+        grid={"row": -(-rows // plan.rows)},
+        out_type=[
+            jax.ShapeDtypeStruct((rows, k), dtype),
+            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        ],
+        name="softmax_topk",
+        approximate=True,
+    )(x, 1 / temperature, None if mask is None else mask.array)
+    return TopK(values, indices), Normalizer(m, d)
+
+
+def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: int) -> tuple[Any, Any]:
+    """Returns a tile of logits, with -inf for masked ones, and the same elements as the search takes them.
+
+    Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
+    """
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=last_row)
+    elements, lowest = search_input(x)
+    if mask is not None:
+        keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=last_row)
+        elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
+        x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+    return x, elements
+
+
+def search_input(x) -> tuple[Any, int]:
+    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
+    if x.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(x, jnp.int16), -1
+    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
+
+
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row) -> tuple[Any, Any, Any]:
+    """Returns m, d and the scale of each row of a tile, spread over the tile."""
+    broadcast = functools.partial(tiles.broadcast, tile=plan)
+    m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
+    x = x.astype(jnp.float32)
+    if scale_gmem.shape[0] > 1:
+        row_scale = tiles.load(scale_gmem, plan, row)
+    else:
+        row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
+    total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
+    return *map(broadcast, total), row_scale
+
+
+def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
+    """Reads the winners again, from the cache, and returns their keys."""
+    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))
+    if mask is None:
+        return key
+    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
+    return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
+
+
+def _best_indices_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_best_indices_in_jax)
+def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
+    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
+
+    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
+    """
+    return insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
+
+
+def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
+    """Returns keys and indices of the k best of each row, as two tiles like the result of `best_indices`.
+
+    `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
+    """
+    word = _best_words(tile, vocab, k, bits)
+    return word >> 16, ~word & 0xFFFF
+
+
+def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
+    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+    best = ~lax.sort(~words)[:, :k]
+    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+@twin(_best_words_in_jax)
+def _best_words(tile: Tile, vocab: int, k: int, bits):
+    """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
+    return insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)

@@ -1,0 +1,102 @@
+"""Top-k of a softmax as Triton kernels: one finds the winners of parts of rows, another merges them.
+
+Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax_base._src.folding import fold_topk
+from pallas_softmax_base._src.gpu.checks import not_contiguous
+from pallas_softmax_base._src.normalizers import Normalizer
+from pallas_softmax_base._src.topk.xla import TopK
+from pallas_softmax_base._src.triton import checks
+from pallas_softmax_base._src.triton.launch import launch
+from pallas_softmax_base._src.triton.masks import mask_arguments
+from pallas_softmax_base._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_in, merge_warps, plan_topk
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
+    """Returns how the rows of a call lie over the programs of a kernel."""
+    if reason := checks.unsupported(call, capability) or not_contiguous(call):
+        return Refusal(reason)
+    if call.k is None or not 1 <= call.k <= MAX_K:
+        return Refusal(f"k={call.k} is not from 1 to {MAX_K}")
+    slabs = plan_topk(call.rows, call.vocab, call.k, call.dtype)
+    if slabs.parts > MAX_PARTS:
+        return Refusal(f"k={call.k} of a row of {call.vocab}: more than {MAX_PARTS} parts")
+    reason = checks.missing()
+    return slabs if reason is None else Refusal(reason)
+
+
+def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype):
+    """Computes the k winners of each row; `plan` says how rows lie over programs."""
+    x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
+    rows, vocab = x.shape
+    mask_array, mask_constants = mask_arguments(mask, x)
+    constants = {
+        "ROWS": rows,
+        "K": k,
+        "LOG": log,
+        "SCALAR": temperatures.shape == (1,),
+        "SLOTS": plan.slots,
+        "WHERE": mask_constants["WHERE"],
+    }
+    found = _launch_slabs(plan, (x, mask_array, temperatures), dtype, constants, mask_constants["MASK"])
+    lists = plan.parts
+    while lists > 1:
+        found, lists = _launch_merge(lists, (x, temperatures), found, dtype, constants)
+    values, indices, (m, d) = found
+    return TopK(unfold(values), unfold(indices)), Normalizer(unfold(m), unfold(d))
+
+
+def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):
+    """Launches the kernel that finds the winners of each part of each row; returns what `_topk_results` describes."""
+    from pallas_softmax_base._src.topk.triton_kernels import topk_kernel
+
+    rows, vocab = inputs[0].shape
+    constants = constants | {
+        "V": vocab,
+        "MASK": mask_terms,
+        "PARTS": plan.parts,
+        "LENGTH": plan.length,
+        "GROUPS": plan.groups,
+        "VEC": plan.vec,
+        "LEVELS": plan.levels,
+    }
+    results = _topk_results(plan.parts, dtype, constants)
+    return launch(topk_kernel, inputs, results, (rows, plan.parts), plan.warps, **constants)
+
+
+def _launch_merge(lists: int, inputs, found, dtype, constants):
+    """Launches the kernel that merges the lists of winners of each row; returns fewer lists, and their number."""
+    from pallas_softmax_base._src.topk.triton_kernels import merge_kernel
+
+    _, candidates, normalizers = found
+    fan_in = merge_fan_in(lists, constants["SLOTS"])
+    parts = -(-lists // fan_in)
+    constants = constants | {"LISTS": lists, "FAN_IN": fan_in, "PARTS": parts}
+    results = _topk_results(parts, dtype, constants)
+    arrays, grid = (*inputs, candidates, normalizers), (constants["ROWS"], parts)
+    merged = launch(merge_kernel, arrays, results, grid, merge_warps(fan_in, constants["SLOTS"]), **constants)
+    return merged, parts
+
+
+def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of the kernels' results. The winners of each row are in `parts` lists.
+
+    A single list is the result: values and indices (rows, k). Several lists hold candidates of 64 bits, two
+    int32 for each slot, in the place of the indices, and there are no values yet. The normalizers are (2, rows,
+    parts), m and d.
+    """
+    rows, k, slots = constants["ROWS"], constants["K"], constants["SLOTS"]
+    normalizers = jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)
+    if parts == 1:
+        values = jax.ShapeDtypeStruct((rows, k), dtype)
+        return [values, jax.ShapeDtypeStruct((rows, k), jnp.int32), normalizers]
+    no_values = jax.ShapeDtypeStruct((), dtype)
+    return [no_values, jax.ShapeDtypeStruct((rows, parts, slots, 2), jnp.int32), normalizers]
+
+
+KERNEL = Kernel(plan, topk, checks.slower)

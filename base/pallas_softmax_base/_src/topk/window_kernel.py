@@ -1,0 +1,284 @@
+"""The kernel of softmax fused with top-k for longer rows, with each row or part of a row in a CTA's shared memory.
+
+The logits are read once from device memory. An example of how a CTA finds the k best of its part, for k = 3 and groups
+of 4:
+
+    arrive      5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
+    group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
+
+    bound       5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
+                elements of all are >= 5
+
+    collect     5 | 9 | 8 6 7     the candidates: the elements >= 5. Only groups with group_keys >= 5 are searched.
+
+    rank        9 8 7             the 3 best of the candidates, in order
+
+Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
+another bound. There are two kinds of failure:
+
+  * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
+    concentrated in a few groups.
+  * Fewer than k elements reach the bound. One cause is that group maxima count a NaN as the highest key, and a masked
+    element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
+    chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
+
+The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
+holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
+
+    key     low                 middle                high
+             |--------------------|--------------------|         at least k elements reach low,
+             >= k elements        how many?            < k       fewer than k reach high + 1
+
+If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
+candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
+
+If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
+drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of the list of candidates.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.folding import Mask
+from pallas_softmax_base._src.gpu import blocks, window_arrival
+from pallas_softmax_base._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax_base._src.gpu.interpreter import interpret, twin
+from pallas_softmax_base._src.gpu.kernel import gpu_kernel
+from pallas_softmax_base._src.gpu.layout import aligned_view
+from pallas_softmax_base._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax_base._src.gpu.ptx.elements import Elements
+from pallas_softmax_base._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax_base._src.gpu.ptx.program import Program
+from pallas_softmax_base._src.gpu.window import Window
+from pallas_softmax_base._src.gpu.window_arrival import Part
+from pallas_softmax_base._src.normalizers import LOG2_E, Normalizer, shift
+from pallas_softmax_base._src.topk import candidates, merge_kernel
+from pallas_softmax_base._src.topk.candidates import Request, WinnerLists, lists_type, write_winners
+from pallas_softmax_base._src.topk.plan import REDUCTION_BYTES, group_words, listed_items, ordering_words
+from pallas_softmax_base._src.topk.search_ptx import search_program
+from pallas_softmax_base._src.topk.xla import TopK
+
+
+def softmax_topk(
+    window: Window,
+    mask: Mask | None,
+    rows: int,
+    request: Request,
+    x_gmem,
+    scale_gmem,
+    mask_gmem,
+    *lists_gmem,
+    groups_smem,
+    arrived,
+    lists_smem,
+    x_smem,
+) -> None:
+    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer.
+
+    If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
+    """
+    part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
+    memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
+    scale = scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0]
+
+    normalizer = _arrive(window, part, memory, arrived, scale)  # copies; also writes the group_keys
+    ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
+    number = part.place.row * window.count + part.place.index  # of the list
+    final = window.count == 1  # no merge follows: write values instead of keys
+    write_winners(WinnerLists(*lists_gmem), number, ranked_smem, normalizer, scale, request, final)
+
+
+class SearchMemory(NamedTuple):
+    """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
+
+    # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
+    x: Any
+    # int32, the largest key of each group. A NaN counts as the highest key. Later the winners, unless compact.
+    group_keys: Any
+    candidates: Any  # the list of candidates, int32; in a compact window a list of positions, int16
+    hits: Any  # scratch of the same dtype: the numbers of the groups that reach the bound
+    counts: Any  # (128,) int32: the numbers of candidates and of groups in `hits`; the rest is scratch
+
+
+def topk_rows(
+    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype
+) -> tuple[TopK, Normalizer]:
+    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
+
+    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
+    The values have the `dtype`; with `log`, they are logs of probabilities.
+    """
+    request = Request(k, x.dtype, mask is not None, log, dtype)
+    scale = 1 / temperature
+    lists = _launch(x, mask, scale, plan, request)
+    return merge_kernel.merge_lists(lists, scale, plan.count, request)
+
+
+def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
+    """Returns a list of winners for each part of each row."""
+    (rows, vocab), k, final = x.shape, request.k, window.count == 1
+    if interpret():
+        window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
+    item = jnp.int16 if window.compact else jnp.int32
+    return gpu_kernel(
+        functools.partial(softmax_topk, window, mask, rows, request),
+        grid={"row": rows} if final else {"row": rows, "part": window.count},
+        out_type=lists_type(rows * window.count, request, final),
+        scratch_types={
+            "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
+            "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
+            "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
+            "x_smem": plgpu.SMEM((window.size,), x.dtype),
+        },
+        name="softmax_topk",
+        approximate=True,
+        reduction_bytes=REDUCTION_BYTES,
+    )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
+
+
+def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
+    """Returns the shared memory of the search, in pieces."""
+    group_keys_smem, counts_smem = split(groups_smem, group_words(window, k), WARPGROUP)
+    candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
+    return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
+
+
+def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale) -> Normalizer:
+    """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
+    window_arrival.start_copies(window, part, memory.x, arrived)
+    window_arrival.fill_edges(window, part, memory.x)
+    _clear_list(memory)
+
+    def take_step(i, carry, count, copied):
+        lane, keep = carry
+        # Its loads are in flight during this step.
+        next_keep = window_arrival.mask_of_step(window, part, i + 1)
+        if copied:
+            plgpu.barrier_wait(arrived.at[i])
+        if part.mask is not None:
+            window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
+        masked = part.mask is not None
+        lane = _add_step(window, memory, i, count, lane, scale * LOG2_E, masked)
+        return lane, next_keep
+
+    empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
+    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0)
+    if window.full:
+        full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
+        carry = lax.fori_loop(0, window.full, full_step, carry)
+    if window.rest:
+        carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
+    return normalizers.combine_lanes(carry[0], scale=scale)
+
+
+# --- The search
+
+
+@twin(lambda memory: None)
+def _clear_list(memory: SearchMemory) -> None:
+    """Empties the list of candidates."""
+    p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
+    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
+
+
+def _add_step_in_jax(
+    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, log2_scale, masked
+):
+    """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
+    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = shift(m)
+    terms = jnp.exp2((x - s[None, :, None]) * log2_scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * log2_scale) + jnp.sum(terms, (0, 2)))
+
+
+@twin(_add_step_in_jax)
+def _add_step(
+    window: Window,
+    memory: SearchMemory,
+    step,
+    count: int,
+    lane: Normalizer,
+    log2_scale,
+    masked: bool,
+) -> Normalizer:
+    """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
+
+    Thread t has vector t of every block. All its elements share one rescaling of d:
+
+    new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
+    s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
+    new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
+
+    `lane` has the normalizer of each thread (128,) before the step. `log2_scale` is log2(e) / temperature. If there is
+    a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
+    """
+    element, p = Elements(memory.x.dtype), Program()
+    m, d, log2_scale_, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
+    block_bytes = window.block * element.itemsize
+    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
+    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(count)]
+    # If some elements are masked, their floats differ from the words.
+    floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = []
+    for i, start in enumerate(range(0, count, window.group_blocks)):
+        group = slice(start, start + window.group_blocks)
+        value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
+        largest.append(value)
+    p.set(new_m, p.max(p.reduce("max", largest), m))
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+    terms = []
+    for b, words in enumerate(vectors):
+        for x in floats[b] if floats else element.floats(p, words, marked=False):
+            terms.append(p.exp2((x - s) * log2_scale_))
+    rescale = p.exp2((m - s) * log2_scale_)
+    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    new = insert_ptx(
+        p,
+        {"x": memory.x, "group_keys": memory.group_keys},
+        {"step": step, "scale": log2_scale},
+        {"m": lane.m, "d": lane.d},
+        {"new_m": "f32", "new_d": "f32"},
+    )
+    return Normalizer(*new)
+
+
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
+    inside = (position >= part.low) & (position < part.high)
+    candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    return memory.group_keys
+
+
+@twin(_find_winners_in_jax)
+def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
+    """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
+
+    All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
+    """
+    program = search_program(window, jnp.dtype(memory.x.dtype), k)
+    insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
+    return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
+
+
+def split(ref, *sizes: int) -> list:
+    """Splits a one-dimensional array: returns references to consecutive ranges with these lengths."""
+    return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]

@@ -1,0 +1,216 @@
+"""Top-k of a softmax, its derivatives and its merge in plain JAX: the reference for their kernels.
+
+    logits        of any rank, floats or integers; a row is the last axis
+    where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
+    temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
+    mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
+
+Arithmetic is in float32, or in the dtype of the logits if that is wider.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+from jax.custom_batching import custom_vmap
+from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.masks import logits_of, mask_at, masked, sum_over
+from pallas_softmax_base._src.normalizers import Normalizer, widen
+
+
+class TopK(NamedTuple):
+    """The winners of each row, best first.
+
+    Attributes:
+      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
+      indices: int32, the positions of the winners in the row; the same shape.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+
+
+export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax_base.TopK")
+
+
+def topk(logits, where, temperature, *, k, log, dtype):
+    """Returns the k winners of the last axis, as `TopK`, and the normalizer of logits / temperature.
+
+    The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
+    rounds x first. It is the first winner. If the first winner is -NaN, d is NaN anyway.
+    With `log`, the values are logs of probabilities.
+    """
+    x = logits_of(normalizers.to_float(logits, (-1,), where), where)
+    indices = best_order(logits, where, k)
+    winners = jnp.take_along_axis(x, indices, -1)
+    some = isinstance(k, int) and k > 0  # a symbolic k may be 0
+    m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
+    d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
+    normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+    kept = None if where is None else mask_at(where, logits, indices)
+    return TopK(_values(winners, kept, normalizer, temperature, log, dtype), indices), normalizer
+
+
+def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
+    """Returns the winners of rows, like `topk`, given the n winners of each part of a row.
+
+    `won` and `indices` (..., parts * n) are their logits and their indices in the row, best first, part after part.
+    `kept` says which of them are not masked; None for all. `parts` are m (of integer logits, the largest one) and d of
+    each part, (..., parts) each.
+    """
+    tops, d = parts
+    normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
+    order = best_order(won, kept, k)
+    kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
+    winners = normalizers.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
+    values = _values(winners, kept, normalizer, temperature, log, dtype)
+    return TopK(values, jnp.take_along_axis(indices, order, -1)), normalizer
+
+
+def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
+    """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
+    scaled = (winners - normalizer.m) / temperature
+    p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+    return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
+
+
+def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
+    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
+
+    Returns dx, and the derivative with respect to the temperature, (..., 1). It is elementwise, except at the winners,
+    which are written afterwards: one read and one write. The residuals are the logits, the temperature T, m, d and the
+    winners' indices in the whole row. g and g_d are the cotangents of the winners' values, and of d, which the second
+    derivative asks for.
+    """
+    logits, temperature, m, d, indices = residuals
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
+    own = None  # which winners lie in this device's shard of the row
+    if mesh_axes:
+        indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
+
+    def at_winners(a):
+        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
+
+    kept = None if where is None else at_winners(jnp.broadcast_to(where, logits.shape))
+    scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
+    scaled_won, p_won = _scaled_and_softmax(at_winners(x), kept, m, d, temperature)
+    g = masked(masked(g, own, 0), kept, 0)
+    direct = widen(g) if log else widen(g) * masked(p_won, own, 0)  # what reaches a winner by its own value
+    rest = g_d * d - sum_over(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
+
+    everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
+    dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
+    dx = put(everywhere.astype(dtype), indices, won.astype(dtype))
+
+    def slope(weight, scaled):
+        """Returns the sum of weight * scaled. A weight of 0 contributes 0, even where x is -inf."""
+        return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
+
+    dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
+    return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
+
+
+def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
+    """Returns the tangents of the winners' values and of d, given the tangents of logits and temperature.
+
+    It is the transpose of `topk_grad`, and its arguments are as there. `dtype` is the dtype of the values.
+
+    With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
+    """
+    logits, temperature, m, d, indices = residuals
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
+    own = None
+    if mesh_axes:
+        indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
+
+    def at_winners(a):
+        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
+
+    scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
+    # 0 also where x is -inf, if the temperature is constant.
+    by_temperature = jnp.where(dt == 0, 0, scaled * dt)
+    ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
+    mean = sum_over(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
+    dlog_p = at_winners(ds) - mean
+    p_won = at_winners(p)
+    dvalues = dlog_p if log else jnp.where(p_won == 0, 0, p_won * dlog_p)
+    if where is not None:
+        dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
+    dvalues = masked(dvalues, own, 0)
+    dvalues = lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
+    return dvalues if dtype is None else dvalues.astype(dtype), d * mean
+
+
+def _scaled_and_softmax(x, where, m, d, temperature):
+    """Returns (x - m) / T and its softmax. Both, and their derivatives, are 0 where masked, even in fully masked rows.
+
+    Both are also 0 where x is -inf below a finite m: derivatives would multiply 0 by -inf.
+    """
+    no_mass = jnp.isneginf(x) & jnp.isfinite(m)
+    scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
+    p = masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
+    return scaled, jnp.where(no_mass, 0, p)
+
+
+def indices_in_shard(indices, vocab: int, mesh_axes):
+    """Converts indices of the row to indices of this device's shard of `vocab` elements; returns also which lie in it.
+
+    The others become different indices beyond the shard, where `put` puts nothing.
+    """
+    indices = indices - lax.axis_index(mesh_axes) * vocab
+    own = (indices >= 0) & (indices < vocab)
+    beyond = vocab + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(own, indices, beyond), own
+
+
+def put(x, indices, values):
+    """Puts the values at the indices of the last axis of x, which all differ; indices beyond it are dropped."""
+
+    def put(x, indices, values):
+        return x.at[indices].set(values, unique_indices=True, mode="drop")
+
+    arrays = [jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])) for a in (x, indices, values)]
+    if any(jax.typeof(x).sharding.spec):  # Explicit mesh axes divide it, and so it cannot be reshaped
+        for _ in x.shape[:-1]:
+            put = jax.vmap(put)
+        return put(*arrays)
+    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in arrays]
+    return jax.vmap(put)(*rows).reshape(x.shape)
+
+
+def best_order(logits, where, k):
+    """Returns the indices of the k best along the last axis, in the order of lax.top_k, masked positions last."""
+    if jnp.issubdtype(logits.dtype, jnp.integer):
+        if where is None:
+            return top_k(logits, k)[1]
+        index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        left_out = jnp.broadcast_to(~where, logits.shape)
+        return lax.sort((left_out, jnp.where(left_out, 0, ~logits), index), num_keys=3)[2][..., :k]
+    x = widen(logits) if logits.dtype.itemsize == 1 else logits
+    if where is not None:
+        last = lax.bitcast_convert_type(jnp.array(-1, f"int{8 * x.dtype.itemsize}"), x.dtype)
+        x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order
+
+    def by_value(x):
+        return top_k(x, k)[1]
+
+    def by_key(x):
+        return top_k(sort_keys.key(x), k)[1]
+
+    def on_cuda(x):
+        # XLA's kernel for k <= 16 is faster in float32; its sort, for larger k, is faster for 16-bit dtypes
+        if not isinstance(k, int) or k <= 16:
+            x = widen(x)
+        # XLA's kernel misplaces -NaN (openxla/xla issue 48119)
+        return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)
+
+    @custom_vmap  # under vmap, lax.cond would sort in both ways
+    def order(x):
+        return lax.platform_dependent(x, cuda=on_cuda, default=lambda x: by_value(widen(x)))
+
+    order.def_vmap(lambda axis_size, in_batched, x: (order(x), True))
+    return order(x)

@@ -1,0 +1,282 @@
+"""Plans of Triton kernels: how the rows of a call lie over programs. Pure functions of shape, dtype and k.
+
+A program is a thread block of CUDA: `warps` warps of 32 threads, which hold arrays in their registers. All
+programs of a launch do the same work on different rows, or on different parts of rows. There are three plans.
+
+`Block` is for short rows of softmax: a program reads `rows` whole rows at once, each padded to `width` elements.
+
+    program 0   row 0  | x x x x x x x x x . . . . . . . |   x: an element, one of V
+                row 1  | x x x x x x x x x . . . . . . . |   .: padding, which is neither read nor written
+    program 1   row 2  | x x x x x x x x x . . . . . . . |
+                row 3  | x x x x x x x x x . . . . . . . |
+                       |<----------- width ------------->|
+
+`Long` is for longer rows of softmax. A row is cut into `parts` of `length` elements; the last part may be shorter. A
+program walks over its part in steps of depth x width elements. It keeps a running normalizer (m, d) for each of the
+`width` columns, adds each step to them, and merges them by ⊕ at the end. To write the result it reads the part once
+more.
+
+    row    |<-------------------------------- V -------------------------------->|
+           |<----- length ----->|<----- length ----->|<----- length ----->| last |    `parts` parts, a program each
+
+    part   |h|  step  |  step  |  step  |  step  |  step  |  step  |  step  |t|
+           |h|<------ middle: vectors of 16 bytes, which are aligned ------>|t|
+
+    step   | 0 1 2 ... width - 1 |    `depth` lines, one behind the other in memory
+           | 0 1 2 ... width - 1 |
+
+The head `h` and the tail `t` together are the edge. There is an edge only if V is not a multiple of the vector: rows
+then start anywhere. The edge is shorter than two vectors, and is read element by element.
+
+`Slabs` is for top-k. A row is cut into parts as above, and a part into slabs of groups x vec elements. A group is a
+column of the slabs: the same `vec` neighbours in each of them.
+
+    part     group 0   group 1   group 2         group `groups` - 1
+    slab 0   | x x x x | x x x x | x x x x | ... | x x x x |    vec = 4 elements, which one thread loads at once
+    slab 1   | x x x x | x x x x | x x x x | ... | x x x x |
+    slab 2   | x x x x | x x x x | x x x x | ... | x x x x |
+
+One pass over the slabs keeps the best element of each group, and (m, d). The k groups with the best of these elements
+contain all k winners. A program reads these groups again, cut into smaller groups, and takes the k best of the smaller
+groups. It repeats this until a group is one element. `Slabs.levels` lists these levels. With several parts, a second
+kernel merges their winners.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_softmax_base._src.gpu.layout import power_of_two
+
+# --- Limits of the kernels ----------------------------------------------------------------------------
+
+MAX_K = 256  # winners; for more, the unrolled sorting network takes minutes to compile
+MAX_PARTS = 65_535  # parts of a row: the largest second dimension of a CUDA grid
+MAX_INDEX = 2**31 - 2**20  # rows, or elements of a row; indices must fit an int32 with padding
+VECTOR_BYTES = 16  # bytes that one thread loads at once
+
+# --- Measured constants of the plans ------------------------------------------------------------------
+# We chose these constants by measurements on one H100. benchmarks/results/triton (softmax) and
+# benchmarks/results/triton_topk have the resulting speeds. Constants that mention registers also rest on reports of
+# ptxas: for compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers (tests/triton/test_compiled.py).
+
+# Elements of a thread in a Block. Rows of up to 16,384 elements then reach at least 93% of a copy's bandwidth.
+BLOCK_THREAD_ELEMENTS = 32
+
+# The longest rows, in elements, that are planned as a Block. Registers limit them: each of a program's 1,024 threads
+# has 64 registers, and 32,768 elements take half of them. The compiler drops padding only in whole vectors of all
+# threads: 4,096 elements, or 8,192 in 16-bit dtypes. So a limit below 32,768 is a multiple of these numbers.
+MAX_BLOCK_EXPONENTIALS = 32_768  # logsumexp, and softmax, where exponentials replace the logits
+MAX_BLOCK_32_BITS = 28_672  # others: at 32,768 log_softmax spills 28 bytes per thread, softmax_grad 52
+MAX_BLOCK_16_BITS = 24_576  # others: at 32,768 log_softmax spills 36 bytes per thread, softmax_grad 40
+MAX_BLOCK_MASKED = 16_384  # with a mask: softmax_grad spills 52 bytes per thread already at 20,480
+
+# With at most FEW_ROWS rows, one program per row would leave most of the GPU idle, so rows are cut into parts. A launch
+# then has about LAUNCHED_PROGRAMS programs, two for each of the H100's 132 multiprocessors. 64 rows of 128,256 elements
+# then reach 69% of a copy's bandwidth in float32, the same as 1,024 whole rows.
+FEW_ROWS = 64
+LAUNCHED_PROGRAMS = 256
+MIN_LONG_PART = 4_096  # elements
+DEEP_PART = 16_384  # elements of a part; in longer parts, steps of four lines are faster
+
+# Memory bounds top-k of up to FEW_WINNERS. The sorting of candidates bounds top-k of more winners, so these plans have
+# more and smaller groups.
+FEW_WINNERS, SOME_WINNERS = 16, 64
+MIN_SLABS_PART = 4_096  # elements, for few winners: (1, 128256) with k = 5 takes 7.5 µs in float32
+MIN_SLABS_PART_SORTED = 16_384  # elements, for more winners, since each part sorts its own
+MAX_PART_CANDIDATES = 2_048  # candidates of all parts of a row, for one program to merge
+FEW_WINNERS_SLABS = 25  # slabs of a part, for few winners; with more slabs, twice the groups are faster
+MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise MAX_CANDIDATES is the limit
+
+# Registers limit the candidates, of 8 bytes each, that a program sorts at once.
+MAX_CANDIDATES = 8_192  # in winning groups that are read again
+MERGED_CANDIDATES = 4_096  # in lists that are merged
+SLAB_ELEMENTS = 4_096  # elements of the widest slab; each has a candidate and a pair (m, d)
+MAX_GROUPS = 1_024
+MIN_GROUPS = 128  # groups of a part, however short
+LEVEL_RATIO = 8  # number of smaller groups that a level cuts a group into
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A program holds whole rows in registers."""
+
+    rows: int  # number of rows of a program, a power of two
+    width: int  # number of elements that each row is padded to, a power of two
+    warps: int  # number of warps of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Long:
+    """A program walks over a part of a row in steps."""
+
+    parts: int  # number of parts of a row, which is the number of its programs
+    # Number of elements of a part, a multiple of depth x width; the last part of a row may have fewer.
+    length: int
+    depth: int  # number of lines of a step, a power of two
+    width: int  # number of elements of a line, a power of two; each keeps a normalizer of its own
+    warps: int  # number of warps of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Slabs:
+    """A program finds the winners of a part of a row, slab by slab."""
+
+    parts: int  # number of parts of a row, which is the number of its programs
+    # Number of elements of a part, a multiple of groups x vec; the last part of a row may have fewer.
+    length: int
+    slots: int  # number of winners that are kept, a power of two that is at least k
+    groups: int  # number of groups of a part, a power of two that is at least `slots`
+    vec: int  # number of neighbouring elements that a group has in each slab, a power of two
+    warps: int  # number of warps of a program
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """The levels that narrow winning groups down to winning elements: a pair (slabs, size) for each.
+
+        A level reads each winning group again, all its `slabs` x `vec` elements. It cuts the group into smaller groups
+        of `size` elements and chooses the best of them. The groups of the last level are single elements.
+        """
+        size = power_of_two(-(-self.length // (self.groups * self.vec)), 1) * self.vec
+        levels = []
+        while size > 1:
+            slabs = size // self.vec
+            # The kernel's order requires that smaller groups are whole slabs of a group, or single elements.
+            size = 1 if size <= LEVEL_RATIO else max(self.vec, size // LEVEL_RATIO)
+            levels.append((slabs, size))
+        return tuple(levels)
+
+
+# --- Softmax ------------------------------------------------------------------------------------------
+
+
+def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
+    """Returns how the rows of the softmax operation named `op` lie over programs."""
+    is_gradient = op.endswith("_grad")
+    is_16_bit = jnp.dtype(dtype).itemsize == 2
+
+    if vocab <= _max_block(op, is_16_bit, masked):
+        return _block(vocab)
+
+    parts = _long_parts(rows, vocab)
+    # Few rows: programs are small, unless parts are long enough to fill the registers of larger programs.
+    if parts > 1 and vocab > parts * DEEP_PART and not masked:
+        return _long(vocab, parts, depth=4, width=4_096, warps=16)
+    if parts > 1:
+        return _long(vocab, parts, depth=1, width=4_096, warps=8)
+
+    # Many rows: a step has as many elements as the registers hold.
+    if masked:  # the mask and its addresses take the registers that deeper steps need
+        return _long(vocab, 1, depth=1, width=4_096, warps=16)
+    if is_16_bit and not is_gradient:  # one array, loaded eight elements at a time
+        return _long(vocab, 1, depth=4, width=4_096, warps=16)
+    return _long(vocab, 1, depth=2, width=8_192, warps=32)
+
+
+def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
+    """Returns the length of the longest rows that a program holds whole, in elements."""
+    if masked:
+        return MAX_BLOCK_MASKED
+    if op in ("softmax", "logsumexp"):
+        return MAX_BLOCK_EXPONENTIALS
+    return MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
+
+
+def _block(vocab: int) -> Block:
+    """Returns the plan for short rows: programs of at least one warp and at least one row."""
+    width = power_of_two(vocab, 1)
+    warp_elements = 32 * BLOCK_THREAD_ELEMENTS
+    return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
+
+
+def _long_parts(rows: int, vocab: int) -> int:
+    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
+    if rows > FEW_ROWS:
+        return 1
+    return min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
+
+
+def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
+    """Returns the plan for long rows in at most `parts` parts, and in steps of depth x width elements."""
+    length = _part_length(vocab, parts, depth * width)
+    return Long(-(-vocab // length), length, depth, width, warps)
+
+
+# --- Top-k --------------------------------------------------------------------------------------------
+
+
+def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
+    """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
+    slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
+    vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
+    # Winning groups are read again, so their size has a limit.
+    max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
+
+    parts = _slabs_parts(rows, vocab, k, slots)
+    groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
+    slab = groups * vec
+    parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
+    length = _part_length(vocab, parts, slab)
+    return Slabs(-(-vocab // length), length, slots, groups, vec, _slabs_warps(groups, vec))
+
+
+def _slabs_parts(rows: int, vocab: int, k: int, slots: int) -> int:
+    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
+    least = MIN_SLABS_PART if k <= FEW_WINNERS else MIN_SLABS_PART_SORTED
+    return max(1, min(vocab // least, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
+
+
+def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:
+    """Returns the number of groups of a part of `part` elements.
+
+    With more groups, it takes longer to find the best groups. With fewer groups, the best groups have more elements to
+    read again.
+    """
+    widest = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
+    if k <= FEW_WINNERS:  # few groups are read again, so they may be larger and fewer
+        groups, slabs = 128, FEW_WINNERS_SLABS
+    elif k <= SOME_WINNERS:
+        groups, slabs = 512, max_slabs
+    else:
+        groups, slabs = 1_024, max_slabs
+    if vec < 4:  # loads are narrow: a program has more of them at once
+        groups *= 4
+    if in_parts:  # there are few programs: each keeps more loads in flight
+        groups *= 2
+    groups = min(widest, groups)
+    while groups < widest and groups * vec * slabs < part:  # long parts: groups would have too many elements
+        groups *= 2
+    while groups > max(MIN_GROUPS, slots) and groups * vec > part:  # short parts: some groups would be empty
+        groups //= 2
+    return groups
+
+
+def _slabs_warps(groups: int, vec: int) -> int:
+    """Returns the number of warps of a program: at most four, or at most eight if it has many groups to sort."""
+    load_warps = groups * vec // 256
+    sort_warps = groups * min(vec, 4) // 256
+    return max(1, min(4, load_warps), min(8, sort_warps))
+
+
+def lists_per_merge(slots: int) -> int:
+    """Returns the number of lists, of `slots` candidates each, that one program can merge into one list."""
+    return max(2, MERGED_CANDIDATES // slots)
+
+
+def merge_fan_in(lists: int, slots: int) -> int:
+    """Returns how many of a row's `lists` lists each program of the next merge takes: a power of two."""
+    return min(lists_per_merge(slots), power_of_two(lists, 1))
+
+
+def merge_warps(fan_in: int, slots: int) -> int:
+    """Returns the number of warps of a program that merges `fan_in` lists: one per 64 candidates, at most eight."""
+    return max(1, min(8, fan_in * slots // 64))
+
+
+# --- Softmax and top-k --------------------------------------------------------------------------------
+
+
+def _part_length(vocab: int, parts: int, step: int) -> int:
+    """Returns the length of a part, a multiple of `step`, if a row is cut into at most `parts` parts."""
+    return -(-vocab // (parts * step)) * step

@@ -1,0 +1,190 @@
+"""The online normalizer: the pair (m, d), its extension for the entropy, their operator ⊕, and merged top-k candidates.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
+
+The functions check their arguments. `_src/normalizers.py` has the arithmetic, which the kernels share.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_softmax_base._src import normalizers, sort_keys
+from pallas_softmax_base._src.normalizers import Moments, Normalizer, Sums, entropy
+
+__all__ = ["Candidates", "Moments", "Normalizer", "combine", "entropy", "identity", "merge", "reduce", "scan"]
+
+
+class Candidates(NamedTuple):
+    """Winners of a part of the row: `values` (..., n) and their int32 `indices` (..., n) in the row."""
+
+    values: jax.Array
+    indices: jax.Array
+
+
+def identity(
+    shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32, *, of: type[Sums] = Normalizer
+) -> Sums:
+    """Returns the normalizer of the empty set, neutral under `combine`: m = -inf, and sums of 0.
+
+    Args:
+      shape: shape of each field.
+      dtype: dtype of each field.
+      of: `Normalizer` or `Moments`.
+    """
+    zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])
+    return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
+
+
+def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
+    """The operator ⊕ (paper, equation 4): returns the normalizers of the unions of sets of logits.
+
+    It is associative and commutative. t merges as exp(m' - m) (t' + (m' - m) d'), where m' is the part's maximum.
+
+    Args:
+      a: `Normalizer`s or `Moments` of sets of logits, one for each element of the fields.
+      b: the same of other sets. Its fields broadcast to the fields of `a`.
+      scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale).
+
+    Raises:
+      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; or a field is not a floating or
+        complex array.
+    """
+    if not isinstance(a, Normalizer | Moments):
+        raise TypeError(f"online.combine: a must be a Normalizer or Moments, got {a!r}")
+    if type(b) is not type(a):
+        wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
+        raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
+    _check_sums(a=a, b=b)
+    return normalizers.combine(a, b, scale=scale)
+
+
+def _check_sums(**sums: Sums) -> None:
+    """Raises unless all fields are Python numbers, or floating or complex arrays."""
+    for argument, pair in sums.items():
+        for field, value in zip(pair._fields, pair):
+            if not isinstance(value, int | float | complex):
+                _check_floats("combine", f"{argument}.{field}", value)
+
+
+def _check_floats(function: str, name: str, value) -> None:
+    """Raises unless `value` is a floating or complex array or number. Lists are refused, like in jax.numpy."""
+    wanted = f"online.{function}: {name} must be a floating or complex array"
+    if isinstance(value, int | float | complex):
+        value = np.asarray(value)
+    to_array = None if hasattr(value, "dtype") else getattr(value, "__jax_array__", None)
+    value = to_array() if to_array else value
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{wanted}, got {value!r} ({type(value).__name__})")
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise TypeError(f"{wanted}, got {value.dtype.name}")
+
+
+def _check_of(function: str, of) -> None:
+    if of is not Normalizer and of is not Moments:
+        raise TypeError(f"online.{function}: of must be Normalizer or Moments, got {of!r}")
+
+
+def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
+    """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
+
+    Args:
+      x: logits of a floating dtype. The sums have the same dtype, so convert 16-bit logits to float32 first.
+      axis: the axis of a row.
+      of: `Normalizer` or `Moments`.
+
+    Returns:
+      Normalizers with the shape and dtype of `x` in each field. Element i along `axis` covers the elements 0 to i.
+
+    Raises:
+      TypeError: `x` is not an array of a floating dtype, `axis` is not an int, or `of` is neither `Normalizer` nor
+        `Moments`.
+      ValueError: `axis` is out of range.
+    """
+    _check_of("scan", of)
+    x, axes = _row_axes("scan", x, (axis,))
+    return lax.associative_scan(normalizers.combine, _of_each(x, of), axis=axes[0])
+
+
+def _of_each(x: jax.Array, of: type[Sums]) -> Sums:
+    """Returns the normalizer of each logit by itself: m is the logit, d is 1 if it is finite, and t is 0."""
+    d = jnp.exp(x - normalizers.shift(x))
+    return of._make((x, d, 0 * d)[: len(of._fields)])
+
+
+def reduce(
+    x: ArrayLike,
+    axis: int | Sequence[int] = -1,
+    where: jax.Array | None = None,
+    *,
+    chunk: int = normalizers.CHUNK,
+    of: type[Sums] = Normalizer,
+) -> Sums:
+    """Returns the normalizer of each row of `x` along `axis`.
+
+    Long rows are cut into chunks. Each chunk is reduced directly. `lax.associative_scan` runs only over the chunks'
+    normalizers, never over the elements.
+
+    Args:
+      x: logits of a floating or a complex dtype.
+      axis: the axis or axes of a row.
+      where: boolean, broadcastable to `x`; False leaves the logit out.
+      chunk: the largest number of elements along an axis that are reduced directly, at least 1.
+      of: `Normalizer` or `Moments`.
+
+    Returns:
+      Normalizers with the shape of `x` in each field, except size 1 along `axis`. Their dtype is float32 for 8-bit and
+      16-bit floats, else the dtype of `x`. A row without elements gives `identity`.
+
+    Raises:
+      TypeError: `x` is not an array of a floating or a complex dtype, `where` is not an array, `axis` or `chunk` is
+        not an integer, or `of` is neither `Normalizer` nor `Moments`.
+      ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not broadcast to `x`; or
+        `chunk` is 0 or negative.
+    """
+    _check_of("reduce", of)
+    x, axes = _row_axes("reduce", x, axis)
+    if not isinstance(chunk, int | np.integer):
+        raise TypeError(f"online.reduce: chunk must be an integer, got {chunk!r}")
+    if chunk < 1:
+        raise ValueError(f"online.reduce: chunk must be at least 1, got {chunk}")
+    x = normalizers.widen(x)
+    if where is not None:
+        if not hasattr(where, "dtype") and not isinstance(where, bool):
+            raise TypeError(
+                f"online.reduce: where must be a boolean array, got {where!r} ({type(where).__name__})"
+            )
+        where = jnp.asarray(where)
+        sizes = zip(where.shape[::-1], x.shape[::-1])
+        if where.dtype != jnp.bool_ or where.ndim > x.ndim or any(n not in (1, full) for n, full in sizes):
+            raise ValueError(
+                f"online.reduce: where must be boolean and broadcast to the shape {x.shape}, got {jax.typeof(where)}"
+            )
+        x = jnp.where(where, x, -jnp.inf)
+    return normalizers.reduce(x, axes, chunk=chunk, of=of)
+
+
+def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
+    _check_floats(function, "x", x)
+    x = jnp.asarray(x)
+    try:
+        return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
+    except TypeError:
+        raise TypeError(
+            f"online.{function}: axis must be an int or a sequence of ints, got {axis!r}"
+        ) from None
+    except OverflowError:
+        raise ValueError(f"online.{function}: axis {axis} is out of bounds for {x.ndim} dimensions") from None
+
+
+def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
+    """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index."""
+    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
+    *_, values, indices = lax.sort((~sort_keys.key(values), indices, values, indices), num_keys=2)
+    return Candidates(values[..., :k], indices[..., :k])

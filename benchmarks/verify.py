@@ -1,0 +1,220 @@
+"""How fast is verify? python -m benchmarks.verify --flagfile=configs/verify.flags
+
+A step of speculative decoding: --batch sequences with --drafts drafts each, which a draft model drew. The draft model's
+logits are the target's, with normal noise of standard deviation 0.5. The filters are:
+
+none   a temperature only
+top_p  the best entries that together have 0.9 of the mass
+
+The draft is accepted with probability min(1, p / q). So the drafts give the expected number of accepted ones, and its
+standard deviation. The check of every contender compares the number with these, to 5 standard deviations, and each
+token with the drafts, the filters and the residual max(p - q, 0).
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+
+import pallas_softmax
+from benchmarks.support import driver, flags, timing
+from benchmarks.support.contenders import Call, Contender, jax_call, named, prepare_torch
+from benchmarks.support.result import Record, View
+
+TEMPERATURE, P = 0.8, 0.9
+FILTERS = {"none": {}, "top_p": {"top_p": P}}
+PEERS = {
+    "sample": "our sample of the same rows: one token at every position",
+    "jax": "the formula in plain JAX, with a sort for top_p",
+    "flashinfer": "FlashInfer's softmax, top_p_renorm_probs and chain_speculative_sampling",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of speculative decoding."""
+
+    batch: int
+    drafts: int
+    vocab: int
+    dtype: str
+    function: str  # the filters
+    seed: int
+
+
+def inputs(step: Step) -> dict[str, jax.Array]:
+    """Returns the drafts, the target's logits, and the log-probabilities of the drafts."""
+    keys = jax.random.split(jax.random.key(step.seed), 3)
+    x = jax.random.normal(keys[0], (step.batch, step.drafts + 1, step.vocab), step.dtype)
+    noise = 0.5 * jax.random.normal(keys[1], (step.batch, step.drafts, step.vocab))
+    log_q = jax.nn.log_softmax(x[:, :-1].astype(jnp.float32) / TEMPERATURE + noise)
+    drafts = jax.random.categorical(keys[2], log_q).astype(jnp.int32)
+    return {"draft_tokens": drafts, "logits": x, "draft_log_probs": log_q}
+
+
+def plain_log_p(x: jax.Array, top_p: float = 1.0) -> jax.Array:
+    """Returns log p of the filtered target, in plain JAX."""
+    x = x.astype(jnp.float32) / TEMPERATURE
+    if top_p < 1:
+        best_first = jnp.sort(x, -1, descending=True)
+        p = jax.nn.softmax(best_first)
+        count = jnp.sum(jnp.cumsum(p, -1) - p < top_p, -1, keepdims=True)
+        x = jnp.where(x >= jnp.take_along_axis(best_first, count - 1, -1), x, -jnp.inf)
+    return jax.nn.log_softmax(x)
+
+
+def at_tokens(log_p: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(log_p, tokens[..., None], -1)[..., 0]
+
+
+def by_jax(key: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> jax.Array:
+    """Returns the tokens, padded with -1."""
+    keys, drafts = jax.random.split(key), draft_tokens
+    log_p = plain_log_p(logits, top_p)
+    u = jax.random.uniform(keys[0], drafts.shape)
+    good = jnp.log(u) < at_tokens(log_p[:, :-1], drafts) - at_tokens(draft_log_probs, drafts)
+    accepted = jnp.sum(jnp.cumprod(good, -1), -1, dtype=jnp.int32)
+    q = jnp.pad(jnp.exp(draft_log_probs), [(0, 0), (0, 1), (0, 0)])  # 0 after the last draft
+    here = accepted[:, None, None]
+    p, q = (jnp.take_along_axis(a, here, 1)[:, 0] for a in (jnp.exp(log_p), q))
+    new = jax.random.categorical(keys[1], jnp.log(jnp.maximum(p - q, 0)))
+    place = jnp.arange(drafts.shape[-1] + 1)
+    padded = jnp.pad(drafts, [(0, 0), (0, 1)])
+    after = jnp.where(place == accepted[:, None], new[:, None], -1)
+    return jnp.where(place < accepted[:, None], padded, after)
+
+
+def by_flashinfer(x: Any, drafts: Any, q: Any, filters: dict[str, float]) -> tuple[Any, None]:
+    from flashinfer import sampling  # pyright: ignore[reportMissingImports]
+
+    rows = x.reshape(-1, x.shape[-1]).float()
+    p = sampling.softmax(rows, TEMPERATURE)
+    if filters:
+        p = sampling.top_p_renorm_probs(p, filters["top_p"])
+    tokens = sampling.chain_speculative_sampling(q, drafts, p.reshape(x.shape))[0]
+    return tokens, None
+
+
+def ours(name: str, key: jax.Array, given: dict[str, jax.Array], filters: dict[str, float]) -> jax.Array:
+    options = {"temperature": TEMPERATURE, "implementation": named(name)}
+    return pallas_softmax.verify(key, **given, **filters, **options).tokens
+
+
+def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, float]) -> Any:
+    return pallas_softmax.sample(key, given["logits"], temperature=TEMPERATURE, **filters)
+
+
+@functools.partial(jax.jit, static_argnames="top_p")
+def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> dict[str, Any]:
+    """Returns what `check` compares: per draft its probability of acceptance; per row what its new token was."""
+    log_p = plain_log_p(logits, top_p)
+    ratio = at_tokens(log_p[:, :-1], draft_tokens) - at_tokens(draft_log_probs, draft_tokens)
+    accepted = jnp.sum(tokens >= 0, -1) - 1
+    lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # a contender may round the cutoff otherwise
+    here = jnp.maximum(accepted, 0)[:, None]
+    new = jnp.take_along_axis(tokens, here, 1)
+    log_p, log_q = (
+        jnp.take_along_axis(a, jnp.minimum(here, a.shape[1] - 1)[..., None], 1)[:, 0]
+        for a in (lenient, draft_log_probs)
+    )
+    picked = [jnp.take_along_axis(a, jnp.maximum(new, 0), -1)[:, 0] for a in (log_p, log_q)]
+    return {
+        "accept": jnp.exp(jnp.minimum(ratio, 0)),
+        "accepted": accepted,
+        "log_p": picked[0],
+        "log_q": picked[1],
+    }
+
+
+def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -> None:
+    """Raises AssertionError if no step could give these tokens."""
+    found = {name: np.asarray(a, float) for name, a in facts(jnp.asarray(tokens), **given, **filters).items()}
+    tokens, drafts, accepted = np.asarray(tokens), np.asarray(given["draft_tokens"]), found["accepted"]
+    place = np.arange(tokens.shape[1])
+    assert (accepted >= 0).all() and ((tokens >= 0) == (place <= accepted[:, None])).all(), "a place of -1"
+    assert (tokens < given["logits"].shape[-1]).all(), "no token"
+    same = (tokens[:, :-1] == drafts) | (place[:-1] >= accepted[:, None])
+    assert same.all(), "an accepted draft changed"
+    assert np.isfinite(found["log_p"]).all(), "a token that the filters leave out"
+    rejected = accepted < drafts.shape[1]
+    assert (found["log_p"] > found["log_q"] - 1e-2)[rejected].all(), "a token outside of the residual"
+    first = np.cumprod(found["accept"], -1)  # the probability that at least so many are accepted
+    counts = np.arange(1, drafts.shape[1] + 1)
+    mean, square = first.sum(-1), (first * (2 * counts - 1)).sum(-1)
+    bound = 5 * np.sqrt(np.sum(square - mean**2)) + 1
+    assert abs(accepted.sum() - mean.sum()) <= bound, f"{accepted.sum()} accepted, expected {mean.sum():.1f}"
+
+
+def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Call:
+    """Makes the call of a contender and checks its tokens."""
+    name, filters = record.contender, FILTERS[record.case.function]
+    if name == "flashinfer":
+        if not timing.on_gpu():
+            raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
+        import torch  # pyright: ignore[reportMissingImports]
+
+        drafts, q = (torch.from_dlpack(a) for a in (given["draft_tokens"], jnp.exp(given["draft_log_probs"])))
+        draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
+        call = prepare_torch(Contender(name, False, draw, prepare_torch), "forward", (given["logits"],), None)
+    elif name == "sample":
+        call = jax_call(functools.partial(by_sample, filters=filters), key, given)
+    elif name == "jax":
+        call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
+    else:
+        call = jax_call(functools.partial(ours, name, filters=filters), key, given)
+    driver.describe(record, call)
+    record.add(extra_mb=call.extra_mb)
+    result = call.run()
+    call.wait(result)
+    if name == "sample":
+        return call
+    tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
+    try:
+        check(tokens, given, filters)
+    except AssertionError as error:
+        raise driver.Wrong(str(error)) from None
+    record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
+    return call
+
+
+def _run(step: Step, chosen: Any) -> list[Record]:
+    key, given = jax.random.key(step.seed + 1), inputs(step)
+    records = [Record(step, name, ours=True) for name in chosen.implementations]
+    records += [Record(step, name, ours=False) for name in chosen.peers]
+    for record in records:
+        record.add(bytes=given["logits"].nbytes)
+    driver.measure(records, lambda record: _prepare(record, key, given), chosen)
+    return records
+
+
+def make_steps(chosen: Any) -> list[Step]:
+    lists = chosen.batch, chosen.drafts, chosen.vocab, chosen.dtype, chosen.filters
+    return [Step(*values, chosen.seed) for values in itertools.product(*lists)]
+
+
+VIEW = View(
+    ("ran", "status", "accepted", "p50_us", "share_of_read", "speedup", "first_result_s"),
+    baselines=("jax",),
+)
+BENCHMARK = driver.Benchmark("verify", make_steps, _run, VIEW, lambda cases: ("read",))
+
+
+def define_flags() -> None:
+    flags.define("vocab", "dtype", "implementations", "seed", "repeats", batch="How many sequences.")
+    flags.define_list("drafts", flags.INTEGERS, "5", "How many drafts each sequence has.")
+    flags.define_list(
+        "filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the target."
+    )
+    flags.define_peers(PEERS, default=("sample", "jax"))
+
+
+main = functools.partial(driver.main, BENCHMARK)
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

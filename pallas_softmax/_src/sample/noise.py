@@ -1,0 +1,112 @@
+"""The noise of `jax.random.categorical`: what `jax.random.gumbel` has at a place of an array.
+
+With threefry keys, the noise of an element is a function of the key and of the place alone. So four words stand for the
+noise of a row, and it can be computed at chosen elements:
+
+    words       uint32 (..., 4): the two words of the key, then the high and the low word of the place of the
+                row's first element. Places count the elements of the array of noise; they have 64 bits.
+    stride      the distance between the places of neighbours in a row
+
+The GPU's kernel has the same function in PTX. With other generators, JAX makes the noise of the whole array.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+
+MODES = ("low", "high", "highest")
+_TINY = np.finfo(np.float32).tiny
+
+
+def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
+    """Returns whether words stand for the noise of these keys, in an array of this shape and dtype."""
+    threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    static = all(isinstance(n, int) for n in shape)
+    return bool(threefry and static and mode == "low" and jnp.dtype(dtype) == jnp.float32)
+
+
+def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
+    """Returns the words of each row along an axis, as four arrays with size 1 in place of the row, which comes last.
+
+    Args:
+      key: one key, or one for each row: then the noise of a row is an array of its own.
+      shape: the shape of the array of noise.
+      axis: the axis of a row.
+    """
+    batch = shape[:axis] + shape[axis + 1 :]
+    data = jnp.broadcast_to(jax.random.key_data(key), (*batch, 2))
+    high, low = (jnp.zeros(batch, jnp.uint32),) * 2
+    if key.ndim == 0:
+        before, after = (math.prod(s) for s in (shape[:axis], shape[axis + 1 :]))
+        # arrays (before, after): row (i, j) starts at i * V * after + j
+        i, j = (lax.broadcasted_iota(jnp.uint32, (before, after), dimension) for dimension in (0, 1))
+        high, low = (a.reshape(batch) for a in _place((0, 0), i, shape[axis] * after, j))
+    return [a[..., None] for a in (data[..., 0], data[..., 1], high, low)]
+
+
+def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
+    """Returns the stride of the rows along an axis, with the arguments of `words`."""
+    return math.prod(shape[axis + 1 :]) if key.ndim == 0 else 1
+
+
+def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
+    """Returns the noise, float32, of the elements with these indices in their rows (..., n); words are (..., 4)."""
+    bits = bits_at(words, index, stride)
+    ones = lax.shift_right_logical(bits, np.uint32(9)) | np.uint32(0x3F800000)
+    uniform = jnp.maximum(lax.bitcast_convert_type(ones, jnp.float32) - 1, _TINY)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
+    """Returns the words of `jax.random.bits` at these elements."""
+    key0, key1, *start = jnp.split(words, 4, -1)
+    high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
+    arrays = vary_together(*jnp.broadcast_arrays(key0, key1, high, low))
+    bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
+    return vary_together(bits, arrays)[0]  # the primitive's type does not vary over mesh axes
+
+
+def advance(words: jax.Array, index, stride: int) -> jax.Array:
+    """Returns the words of rows that begin at an index of these rows."""
+    key0, key1, *start = jnp.split(words, 4, -1)
+    index = jnp.asarray(index).astype(jnp.uint32)
+    return jnp.concatenate([key0, key1, *_place(start, index, stride, np.uint32(0))], -1)
+
+
+def _place(start, index, stride: int, offset):
+    """Returns the two words of start + index * stride + offset; `start` has two words, the others have one."""
+    by_high, by_low = (np.uint32(part) for part in divmod(stride, 2**32))
+    high, low = start
+    high = high + index * by_high + _high_of_product(index, by_low)
+    for term in (index * by_low, offset):
+        low = low + term
+        high = high + (low < term).astype(jnp.uint32)
+    return high, low
+
+
+def _high_of_product(a, b: np.uint32):
+    """Returns the high word of a * b. `lax.mulhi` has no form that XLA divides over a mesh."""
+    if b == 1:
+        return np.uint32(0)
+    (a1, a0), (b1, b0) = ((n >> np.uint32(16), n & np.uint32(0xFFFF)) for n in (a, b))
+    middle = a1 * b0 + (a0 * b0 >> np.uint32(16))
+    low_middle = (middle & np.uint32(0xFFFF)) + a0 * b1
+    return a1 * b1 + (middle >> np.uint32(16)) + (low_middle >> np.uint32(16))
+
+
+def of_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:
+    """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
+    if key.ndim == 0:
+        return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)
+
+    def of_row(key):
+        return jax.random.gumbel(key, (shape[axis],), dtype, mode)
+
+    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, of_row)(key)

@@ -1,0 +1,78 @@
+"""The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the place of an element, and -log(-log(u)).
+
+    place   the number of an element in the array of noise, 64 bits
+    word    the bits of `jax.random.bits` at that place: both halves of threefry2x32(key, place), combined by xor
+    1 + u   a float32 with the upper 23 bits of the word as its fraction
+    noise   -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
+
+The logarithm is that of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
+"""
+
+import numpy as np
+
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
+
+MOST = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
+
+_TINY = float(np.finfo(np.float32).tiny)
+_ONE = 0x3F800000  # the bits of 1.0
+_PARITY = 0x1BD11BDA
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_LN2 = 0.6931471824645996
+_TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
+_EXPONENT = 0xFF800000
+# From the highest power to the lowest, in Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
+_SERIES = (
+    0xBE055027,
+    0x3E1039F6,
+    0xBDF8CDCC,
+    0x3E0F2955,
+    0xBE2AD8B9,
+    0x3E4CED0B,
+    0xBE7FFF22,
+    0x3EAAAA78,
+    0xBF000000,
+)
+
+
+def words_at(p: Program, key: tuple[Value, Value], places: list[Value]) -> list[Value]:
+    """Returns the word of each place ("u64"). Their instructions alternate, so that none waits for the last one."""
+    keys = [*key, p.bitwise3(lambda a, b, c: a ^ b ^ c, *key, p.var(_PARITY, "u32"))]
+    halves = [p.split(place)[::-1] for place in places]
+    halves = [(x + keys[0], y + keys[1]) for x, y in halves]
+    for i in range(5):
+        for by in _ROTATIONS[i % 2]:
+            halves = [(x + y, y) for x, y in halves]
+            halves = [(x, p.rotate_left(y, by) ^ x) for x, y in halves]
+        first, second = keys[(i + 1) % 3], keys[(i + 2) % 3] + (i + 1)
+        halves = [(x + first, y + second) for x, y in halves]
+    return [x ^ y for x, y in halves]
+
+
+def one_plus_uniform(word: Value) -> Value:
+    """Returns 1 + u as a float from 1 to 2 - 2^-23."""
+    return ((word >> 9) | _ONE).bits("f32")
+
+
+def gumbel(p: Program, one_plus_u: Value) -> Value:
+    """Returns the noise of 1 + u."""
+    u = p.max(one_plus_u - 1.0, _TINY)
+    return _log(p, _log(p, u) * -1.0) * -1.0
+
+
+def _log(p: Program, x: Value) -> Value:
+    """Returns log(x) of a positive normal number, accurate to one unit in the last place."""
+    bits = x.bits("u32")
+    exponent = (bits - _TWO_THIRDS) & _EXPONENT
+    f = (bits - exponent).bits("f32") - 1.0
+    series = p.var(_float(_SERIES[0]), "f32")
+    for bits in _SERIES[1:]:
+        series = p.multiply_add(series, f, _float(bits))
+    log_of_m = p.multiply_add(f * series, f, f)
+    return p.multiply_add(p.convert(exponent.bits("s32"), "f32") * 2.0**-23, _LN2, log_of_m)
+
+
+def _float(bits: int) -> float:
+    """Returns the float32 with these bits."""
+    return float(np.uint32(bits).view(np.float32))

@@ -1,0 +1,249 @@
+"""verify: a step of speculative decoding, composed of `sample` and of the cutoff of `filter_logits`.
+
+A small model drafts S tokens; the target computes its logits at the S positions and at the next one. p is the
+distribution that `sample` draws from, and q the one that a draft was drawn from:
+
+    position         0     1     2     3          S = 3
+    draft           17     4    29
+    accepted?      yes    no     -                with the probability min(1, p / q) of the draft
+    tokens          17     8    -1    -1          the 8 is drawn from max(p - q, 0) of position 1
+
+Drafts that were chosen have no q, and are accepted with probability p. That is the probability that a draw from p is
+the draft. A draw that is another token has the distribution of p without the draft. So there `verify` draws from p at
+every position, and takes the draws up to the first one that differs from its draft.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike
+
+from pallas_softmax._src import arguments
+from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
+from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.sample import api
+from pallas_softmax._src.sample.rows import Cutoff, as_float
+from pallas_softmax._src.sample.xla import filtered
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class Verified(NamedTuple):
+    """The tokens that a step of speculative decoding adds to each sequence.
+
+    Attributes:
+      tokens: int32 (..., S + 1): the accepted drafts, one new token, then -1.
+      accepted: int32 (...): how many drafts were accepted.
+    """
+
+    tokens: jax.Array
+    accepted: jax.Array
+
+
+export.register_namedtuple_serialization(Verified, serialized_name="pallas_softmax.Verified")
+
+
+def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    drafts = arguments.known_labels("verify", given["draft_tokens"], "draft_tokens", _INT32_MAX)
+    return api.known_numbers(given, function="verify") | {"draft_tokens": drafts}
+
+
+@at_once("implementation", known=_known_numbers)
+def verify(
+    key: jax.Array | np.ndarray,
+    draft_tokens: ArrayLike,
+    logits: ArrayLike,
+    draft_log_probs: ArrayLike | None = None,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    implementation: ImplementationName | None = None,
+) -> Verified:
+    """Accepts or rejects draft tokens, and draws the token after them: a step of speculative decoding.
+
+    The tokens are distributed as if `sample` had drawn them from the target one by one, with the same temperature and
+    filters. At temperature 0 they are the greedy tokens. Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
+    2302.01318.
+
+    Args:
+      key: one key, as for `sample`; or an array of typed keys (...), one per row, so that a row's tokens do not depend
+        on the other rows.
+      draft_tokens: integers (..., S). A negative one ends the drafts of its row. One of V or more is rejected.
+      logits: real array (..., S + 1, V): the target's logits at the positions of the drafts, and at the next position.
+      draft_log_probs: (..., S, V), the log-probabilities that the drafts were drawn from. A draft with log-probability
+        -inf is rejected. None if the drafts were chosen, for instance by n-grams.
+      temperature: as for `sample`, and so are the filters. Each is a scalar, has one number per row (...), or one per
+        position (..., S + 1). The number of dimensions tells which.
+      top_k: integer, at least -1. None, 0, -1, and V or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing.
+      min_p: from 0 to 1; None or 0 filters nothing.
+      where: boolean, broadcastable to `logits`. A masked position is never a token.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
+
+    Returns:
+      Verified(tokens, accepted). A position where `sample` would give -1 rejects its draft, and its token is -1.
+
+    Raises:
+      TypeError: an argument has the wrong dtype or is not an array.
+      ValueError: an argument is out of range or does not fit, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    check_name("verify", implementation)
+    drafts, x, q = _shaped(draft_tokens, logits, draft_log_probs)
+    where = None if where is None else arguments.mask("verify", where, x.shape)
+    batch, positions = x.shape[:-2], x.shape[-2]
+    key = api.typed_keys("verify", key, batch)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {name: _per_position(name, value, batch) for name, value in given.items()}
+    draw = functools.partial(api.sample, where=where, implementation=implementation)
+    if q is None:
+        keys = _each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
+        drawn = draw(keys, x, **given).indices
+        accepted = _leading(drafts == drawn[..., :-1])
+        return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
+
+    keys = _each_key(jax.random.split, key)
+    uniform = _each_key(
+        lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], q.dtype), keys[..., 0]
+    )
+    target = _Target.of(x, where, given, implementation)
+    log_p, log_q = target.log_prob(drafts), _pick(q, drafts)
+    accepted = _leading((log_q > -jnp.inf) & (jnp.log(uniform) + log_q < log_p))
+
+    last = jnp.minimum(accepted, positions - 2)  # the drafts' position, if one was rejected
+    rejected = (accepted < positions - 1) & (_at(log_q, last) > -jnp.inf)
+    log_r = target.residual(accepted, _at(q, last), rejected)
+    new = api.sample(keys[..., 1], log_r, implementation=implementation).indices
+    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, and the draft was right.
+    right = (new < 0) & rejected & jnp.isfinite(_at(log_p, last))
+    return _verified(drafts, accepted, jnp.where(right, _at(drafts, last), new))
+
+
+class _Target(NamedTuple):
+    """The target's distributions at all positions, (..., S + 1, V) or (..., S + 1, 1).
+
+    Attributes:
+      logits: as passed.
+      where: as passed; or None.
+      temperature: of each position.
+      cut: what the filters keep.
+    """
+
+    logits: jax.Array
+    where: jax.Array | None
+    temperature: jax.Array
+    cut: Cutoff
+
+    @staticmethod
+    def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
+        """Returns the distributions of these logits."""
+        rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
+
+    def log_probs(self, positions=None) -> jax.Array:
+        """Returns log p of the logits; `positions` are their places in the rows, if these are not whole rows."""
+        log_p = filtered(self.logits, self.where, self.temperature, self.cut, positions=positions)
+        greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
+        return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
+
+    def log_prob(self, drafts: jax.Array) -> jax.Array:
+        """Returns log p of each draft (..., S); -inf for a draft that is no token."""
+        at_drafts = jax.tree.map(lambda a: a[..., :-1, :], self)
+        picked = at_drafts._replace(
+            logits=_pick(at_drafts.logits, drafts)[..., None],
+            where=None if self.where is None else _pick(at_drafts.where, drafts)[..., None],
+        )
+        log_p = picked.log_probs(positions=drafts[..., None])[..., 0]
+        return jnp.where(_is_token(drafts, self.logits), log_p, -jnp.inf)
+
+    def residual(self, position: jax.Array, log_q: jax.Array, rejected: jax.Array) -> jax.Array:
+        """Returns log max(p - q, 0) at one position of each row, (..., V); log p where no draft was rejected."""
+        log_p = jax.tree.map(lambda a: _at(a, position), self).log_probs()
+        left = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0)
+        return jnp.where(rejected[..., None], jnp.log(left), log_p)
+
+
+def _shaped(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the drafts (int32, -1 for one that is negative), the logits, and the log-probabilities of the drafts."""
+    x, _ = api.checked_rows("verify", logits, -1)
+    if x.ndim < 2 or not x.shape[-2]:
+        raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
+    shape = (*x.shape[:-2], x.shape[-2] - 1)
+    drafts = arguments.array("verify", "draft_tokens", draft_tokens)
+    if not jnp.issubdtype(drafts.dtype, jnp.integer):
+        raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
+    if drafts.shape != shape:
+        raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
+    drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
+    if draft_log_probs is None or shape[-1] == 0:
+        return drafts, x, None
+    q = arguments.array("verify", "draft_log_probs", draft_log_probs)
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"verify: draft_log_probs must be floating, got {q.dtype.name}")
+    if q.shape != (*shape, x.shape[-1]):
+        raise ValueError(
+            f"verify: draft_log_probs must have the shape {(*shape, x.shape[-1])}, got {q.shape}"
+        )
+    return drafts, x, q.astype(as_float(x).dtype)
+
+
+def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
+    """Returns a parameter for each position, where there was one per row."""
+    if value is None or jnp.ndim(value) == 0:
+        return value
+    if jnp.ndim(value) not in (len(batch), len(batch) + 1):
+        raise ValueError(
+            f"verify: {name} must be a scalar, one per row {batch}, or one per position, got shape {jnp.shape(value)}"
+        )
+    return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
+
+
+def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verified:
+    """Returns the first tokens of each row, as many as were accepted, then the new one, then -1."""
+    tokens = jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, 1)])
+    position = lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
+    after = jnp.where(position == accepted[..., None], new[..., None], -1)
+    return Verified(jnp.where(position < accepted[..., None], tokens, after), accepted)
+
+
+def _leading(accepted: jax.Array) -> jax.Array:
+    """Returns how many of the first ones are True in each row."""
+    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), -1), -1, dtype=jnp.int32)
+
+
+def _at(a: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
+    index = position[..., None]
+    if a.ndim == index.ndim:
+        return jnp.take_along_axis(a, index, -1)[..., 0]
+    return jnp.take_along_axis(a, index[..., None], -2)[..., 0, :]
+
+
+def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
+    nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
+    if any(
+        jax.typeof(a).sharding.spec[-1:]
+    ):  # JAX gathers nothing along an axis that Explicit mesh axes divide
+        at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
+        return jnp.max(jnp.where(at_draft, a, nothing), -1)
+    index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
+    picked = jnp.take_along_axis(a, index, -1)[..., 0]
+    return jnp.where(_is_token(drafts, a), picked, nothing)
+
+
+def _is_token(drafts: jax.Array, a: jax.Array) -> jax.Array:
+    return (drafts >= 0) & (drafts < a.shape[-1])
+
+
+def _each_key(function: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+    """Returns function(key) of each key of an array."""
+    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, function)(key)

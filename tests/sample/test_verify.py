@@ -1,0 +1,229 @@
+"""verify: the distribution of its tokens, greedy rows, drafts that are no tokens, parameters, keys, and bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import pallas_softmax as ps
+from pallas_softmax import verify
+from tests.support.covering import slow
+from tests.support.draws import chi_square
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KEY = jax.random.key(3)
+S, V = 3, 5
+RNG = np.random.default_rng(0)
+TARGET = (1.5 * RNG.standard_normal((S + 1, V))).astype(np.float32)
+LOG_Q = np.asarray(jax.nn.log_softmax(RNG.standard_normal((S, V)).astype(np.float32)))
+
+
+def drafts_of(rows, log_q):
+    """Returns drafts (rows, S), drawn from the distributions of the draft model, or its best tokens."""
+    if log_q is None:
+        return np.tile(TARGET[:-1].argmax(-1).astype(np.int32), (rows, 1))
+    return jax.random.categorical(jax.random.key(7), jnp.asarray(log_q), shape=(rows, S))
+
+
+@pytest.mark.parametrize("given", [{}, slow({"top_k": 3}), {"top_p": 0.7, "temperature": 0.8}], ids=str)
+@pytest.mark.parametrize("log_q", [LOG_Q, None], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("each_row", [slow(False), True], ids=["one key", "keys per row"])
+def test_tokens_have_the_distribution_of_the_target(given, log_q, each_row):
+    """Each token that is there, whatever comes before it, is a draw from the filtered target at its position."""
+    rows = 20_000
+    key = jax.random.split(KEY, rows) if each_row else KEY
+    x = np.broadcast_to(TARGET, (rows, S + 1, V))
+    q = None if log_q is None else np.broadcast_to(log_q, (rows, S, V))
+    tokens, accepted = (np.asarray(a) for a in verify(key, drafts_of(rows, log_q), x, q, **given))
+    p = np.asarray(jax.nn.softmax(ps.filter_logits(TARGET, **given)), np.float64)
+    for position in range(S + 1):
+        there = tokens[:, position][tokens[:, position] >= 0]
+        np.testing.assert_array_equal(tokens[:, position] >= 0, position <= accepted)
+        if len(there) > 500:
+            assert chi_square(np.bincount(there, minlength=V), p[position] / p[position].sum()) < 5
+    assert (accepted > 0).mean() > 0.1
+
+
+@pytest.mark.slow
+def test_all_drafts_of_the_target_itself_are_accepted():
+    rows, log_p = 1000, np.asarray(jax.nn.log_softmax(TARGET))
+    drafts = jax.random.categorical(jax.random.key(5), log_p[:-1], shape=(rows, S))
+    q = np.broadcast_to(log_p[:-1], (rows, S, V))
+    tokens, accepted = verify(KEY, drafts, np.broadcast_to(TARGET, (rows, S + 1, V)), q)
+    assert (accepted == S).mean() > 0.999  # the rest: probabilities that are rounded in two ways
+    assert (np.asarray(tokens) >= 0).all(-1)[np.asarray(accepted) == S].all()
+
+
+def test_chosen_drafts_are_accepted_where_sample_draws_them():
+    drawn = ps.sample(KEY, TARGET).indices
+    for wrong in range(S + 1):
+        drafts = drawn[:-1].at[wrong:].add(1) % V
+        tokens, accepted = verify(KEY, drafts, TARGET)
+        assert accepted == wrong
+        np.testing.assert_array_equal(tokens, jnp.where(jnp.arange(S + 1) <= wrong, drawn, -1))
+
+
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+def test_temperature_0_takes_the_greedy_tokens(q):
+    best = TARGET.argmax(-1)
+    for wrong in range(S + 1):
+        drafts = np.where(np.arange(S) < wrong, best[:-1], (best[:-1] + 1) % V)
+        tokens, accepted = verify(KEY, drafts, TARGET, q, temperature=0.0)
+        assert accepted == wrong
+        np.testing.assert_array_equal(tokens, np.where(np.arange(S + 1) <= wrong, best, -1))
+
+
+@pytest.mark.parametrize(
+    ("q", "bad"),
+    [
+        (LOG_Q, -1),
+        slow(None, -1),
+        slow(None, V),
+        slow(LOG_Q, -7),
+        slow(LOG_Q, V),
+        slow(LOG_Q, 2**40),
+        slow(LOG_Q, "impossible"),
+    ],
+    ids=["drawn--1", "chosen--1", "chosen-V", "drawn--7", "drawn-V", "drawn-wide", "drawn-impossible"],
+)
+def test_drafts_that_are_no_tokens_end_the_row(q, bad):
+    """The token in the place of such a draft is a draw from the target itself."""
+    drafts = TARGET.argmax(-1)[:-1].astype(np.int64)
+    drafts[1] = 2 if bad == "impossible" else bad
+    if bad == "impossible":
+        q = LOG_Q.copy()
+        q[1, 2] = -np.inf
+    keys, x = jax.random.split(KEY, 3000), np.broadcast_to(TARGET, (3000, S + 1, V))
+    q = None if q is None else np.broadcast_to(q, (3000, S, V))
+    tokens, accepted = (np.asarray(a) for a in verify(keys, np.broadcast_to(drafts, (3000, S)), x, q))
+    assert {1} <= set(accepted) <= {0, 1}
+    second = tokens[accepted == 1, 1]
+    p = np.asarray(jax.nn.softmax(TARGET[1]), np.float64)
+    assert chi_square(np.bincount(second, minlength=V), p / p.sum()) < 5
+
+
+@pytest.mark.parametrize("q", [None, np.zeros((S, V), np.float32) - np.log(V)], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    ("logit", "given"),
+    [(np.nan, {}), slow(np.inf, {}), slow(None, {"top_p": np.array([1, 7.0, 1, 1])})],
+    ids=str,
+)
+def test_a_position_without_a_distribution_gives_minus_1(q, logit, given):
+    x = TARGET.copy()
+    x[:, 0] = 30  # so that all good drafts are accepted
+    if logit is not None:
+        x[1, 3] = logit
+    q = None if q is None else np.where(np.arange(V) == 0, np.log(0.5), q - 1).astype(np.float32)
+    tokens, accepted = jax.jit(verify)(KEY, np.zeros(S, int), x, q, **given)  # traced
+    assert accepted == 1
+    np.testing.assert_array_equal(tokens, [0, -1, -1, -1])
+
+
+def test_a_row_with_nothing_kept_gives_minus_1():
+    tokens, accepted = verify(KEY, np.zeros(S, int), TARGET, LOG_Q, where=np.zeros(V, bool))
+    assert accepted == 0
+    np.testing.assert_array_equal(tokens, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+def test_parameters_are_per_row_or_per_position(q):
+    rows = 4
+    x, drafts = np.broadcast_to(TARGET, (rows, S + 1, V)), drafts_of(rows, None)
+    q = None if q is None else np.broadcast_to(q, (rows, S, V))
+    keys = jax.random.split(KEY, rows)
+    per_row = {"temperature": np.array([0, 0.5, 1, 2]), "top_k": np.array([1, 2, 3, -1])}
+    per_position = {name: np.broadcast_to(a[:, None], (rows, S + 1)) for name, a in per_row.items()}
+    got, same = verify(keys, drafts, x, q, **per_row), verify(keys, drafts, x, q, **per_position)
+    jax.tree.map(np.testing.assert_array_equal, got, same)
+    for i in range(rows):  # a row does not depend on the others
+        alone = verify(
+            keys[i : i + 1], drafts[i : i + 1], x[i : i + 1], None if q is None else q[i : i + 1],
+            **{name: a[i] for name, a in per_row.items()},
+        )  # fmt: skip
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[0]), got, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+def test_vmap_and_jit(q):
+    rows = 3
+    keys = jax.random.split(KEY, rows)
+    x, drafts = TARGET + np.arange(rows, dtype=np.float32)[:, None, None] / 8, drafts_of(rows, None)
+    mapped = jax.jit(jax.vmap(functools.partial(verify, draft_log_probs=q)))(keys, drafts, x)
+    for i in range(rows):
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b),
+            mapped,
+            verify(keys[i], drafts[i], x[i], q),
+        )
+
+
+@pytest.mark.slow
+def test_a_setting_of_the_noise_makes_another_program():
+    """A program that was compiled before jax_high_dynamic_range_gumbel changed is not used after."""
+    keys, x = jax.random.split(KEY, 100), np.broadcast_to(TARGET, (100, S + 1, V))
+    drafts = np.zeros((100, S), int)
+    before = verify(keys, drafts, x).tokens
+    changed = jax.config.jax_high_dynamic_range_gumbel
+    try:
+        jax.config.update("jax_high_dynamic_range_gumbel", not changed)
+        after = verify(keys, drafts, x)
+        each = jax.vmap(lambda key: jax.random.split(key, S + 1))(keys)
+        drawn = jax.vmap(jax.vmap(jax.random.categorical))(each, x)
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", changed)
+    assert (after.tokens != before).any()
+    np.testing.assert_array_equal(after.tokens[:, 0], drawn[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export_round_trip(q, symbolic):
+    """One module for the CPU and CUDA; with a symbolic batch it holds no kernel."""
+    rows, v = 4, 512
+    x = np.tile(TARGET, (rows, 1, v // V + 1))[..., :v]
+    arrays = [jax.random.key_data(KEY), np.zeros((rows, S), np.int32), x]
+    arrays += [] if q is None else [np.asarray(jax.nn.log_softmax(x[:, :-1]))]
+    (n,) = export.symbolic_shape("n") if symbolic else (rows,)
+    shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]) if a.ndim > 1 else a.shape, a.dtype) for a in arrays]
+    f = jax.jit(functools.partial(verify, top_p=0.9))
+    stored = export.export(f, platforms=("cpu", "cuda"))(*shapes)
+    loaded = export.deserialize(bytearray(stored.serialize()))
+    got = loaded.call(*arrays)
+    assert isinstance(got, ps.Verified)
+    jax.tree.map(np.testing.assert_array_equal, got, f(*arrays))
+    assert ("mosaic_gpu" in loaded.mlir_module()) != symbolic
+
+
+@pytest.mark.slow
+def test_no_drafts():
+    tokens, accepted = verify(KEY, np.zeros((2, 0), int), TARGET[None, :1].repeat(2, 0), np.zeros((2, 0, V)))
+    np.testing.assert_array_equal(tokens, ps.sample(KEY, TARGET[None, :1].repeat(2, 0)).indices)
+    np.testing.assert_array_equal(accepted, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"draft_tokens": np.zeros(S)}, TypeError, "draft_tokens must be integers, got float"),
+        ({"draft_tokens": np.zeros(S + 1, int)}, ValueError, r"draft_tokens must have the shape \(3,\), got \(4,\)"),
+        ({"draft_log_probs": LOG_Q[:-1]}, ValueError, r"draft_log_probs must have the shape \(3, 5\), got \(2, 5\)"),
+        ({"draft_log_probs": LOG_Q > 0}, TypeError, "draft_log_probs must be floating, got bool"),
+        ({"logits": TARGET[0]}, ValueError, r"logits must have a shape \(..., S \+ 1, V\), got \(5,\)"),
+        ({"temperature": np.ones((1, 1, 1))}, ValueError, "temperature must be a scalar, one per row"),
+        ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"top_p": 2.0}, ValueError, "top_p"),
+        ({"key": jax.random.split(KEY, 2)}, ValueError, "key must be one key or have the batch shape"),
+        ({"implementation": "cuda"}, ValueError, "implementation"),
+    ],
+)  # fmt: skip
+def test_bad_input(change, error, match):
+    given = {"key": KEY, "draft_tokens": np.zeros(S, int), "logits": TARGET, "draft_log_probs": LOG_Q}
+    with pytest.raises(error, match=f"^verify: .*{match}"):
+        verify(**{**given, **change})
