@@ -19,7 +19,7 @@ from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, sample
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
 from pallas_softmax._src.stats.api import TokenStats, token_stats
-from pallas_softmax._src.topk.api import fused_topk
+from pallas_softmax._src.topk.api import fused_topk, top_k
 from pallas_softmax._src.topk.xla import TopK
 
 __version__ = "0.1.0"
@@ -49,4 +49,5 @@ __all__ = [
     "sample",
     "softmax",
     "token_stats",
+    "top_k",
 ]

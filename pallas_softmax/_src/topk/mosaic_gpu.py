@@ -1,18 +1,22 @@
 """Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk.xla import TopK, within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
@@ -51,6 +55,26 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
     return jax.tree.map(unfold, winners_and_normalizer)
 
 
+def plan_select(call: Call, capability: tuple[int, int]) -> Any:
+    """Returns how the rows of a top-k without a softmax lie over the GPU: like those of `plan`."""
+    if call.dtype in INTEGERS_AS_FLOATS:
+        if call.masked or call.lengths:  # the least integer would count as masked
+            return Refusal(f"no kernel for {call.dtype} with where or lengths")
+        call = dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype])
+    return plan(call, capability)
+
+
+def select(plan, operand, where, lengths, *, k, sorted):
+    """Returns what `xla.select` returns."""
+    where = within(where, lengths, operand)
+    integers = jnp.issubdtype(operand.dtype, jnp.integer)
+    x, mask, _, unfold = fold_topk(sort_keys.as_floats(operand) if integers else operand, where, None)
+    kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
+    winners, _ = kernel.topk_rows(x, mask, None, k, plan, log=False, dtype=x.dtype)
+    values = sort_keys.from_floats(winners.values, operand.dtype) if integers else winners.values
+    return TopK(unfold(values), unfold(winners.indices))
+
+
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     """Returns how the rows of the gradient lie over the GPU."""
     if reason := checks.unsupported(call, capability) or checks.not_contiguous(call):
@@ -86,14 +110,16 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
     """Returns what `xla.merge` returns."""
     x, _, temperature, unfold = fold_topk(won, None, temperature)
     kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
+    normalizers = Normalizer(*parts) if parts else None
     winners_and_normalizer = merge_kernel.merge_rows(
-        x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
+        x, kept, indices, normalizers, temperature, k, log=log, dtype=dtype
     )
     return jax.tree.map(unfold, winners_and_normalizer)
 
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
+    "top_k": Kernel(plan_select, select, slower),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }
