@@ -26,6 +26,7 @@ THREAD_ELEMENTS = 16  # of a block; two blocks are in registers, one of them sti
 CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
 LEAST_CAPACITY = 2_048
 BUCKETS = 256  # of a round of `narrow`
+PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
 # The sample should have this many of the k best, so that it bounds them well. The margin is in standard deviations.
 SAMPLED_WINNERS, MARGIN = 64, 4.5

@@ -26,12 +26,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pallas_softmax._src.sort_keys import lowest_key
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
-from pallas_softmax._src.topk.select_plan import BUCKETS, CHUNK, THREAD_ELEMENTS, SelectPlan
+from pallas_softmax._src.topk.select_plan import BUCKETS, CHUNK, PREFETCHED, THREAD_ELEMENTS, SelectPlan
 
 _ENTRY = 8  # bytes of an entry
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
@@ -63,15 +64,32 @@ class SelectProgram(CtaProgram):
         self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
         vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
         self.vectors = vectors
-        first, self.end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
-        self.first = self.var(first)
+        self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
+        self.end = self.var(end)
         # Blocks between these vectors have elements of the row only.
         self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
-        self.whole_to = self.min((self.length + self.lead) >> _log2(self.vec), self.end)
+        self.whole_to = self.var(self.min(self.whole_vectors(), end))
         self.own = self.warp * (LANES * self.loads) + self.lane  # the thread's first vector in a block
-        self.floor, self.n = self.var(_LOWEST, "s32"), self.var(0, "u32")
+        self.lowest = lowest_key(dtype)
+        self.floor, self.n = self.var(self.lowest, "s32"), self.var(0, "u32")
 
     # --- Elements
+
+    def whole_vectors(self) -> Value:
+        """Returns the number of vectors before the first one with elements beyond the row."""
+        return (self.length + self.lead) >> _log2(self.vec)
+
+    def take_row(self) -> None:
+        """Gives the whole row to this CTA, the first of the cluster."""
+        self.set(self.end, self.vectors)
+        self.set(self.whole_to, self.whole_vectors())
+
+    def prefetch(self, at: Value, blocks: int) -> None:
+        """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
+        address = self.base + self.multiply_wide(at, ACCESS_BYTES)
+        number = self.max((self.whole_to - at).bits("s32"), 0)
+        size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
+        self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{address}], {size};"
 
     def read_block(self, words: list[Value], at: Value) -> None:
         """Loads the thread's words of the block that starts at vector `at`."""
@@ -128,8 +146,9 @@ class SelectProgram(CtaProgram):
 
     def find(
         self, visit: Callable[[Callable[..., None]], None], low: Value, high: Value, rank: Value, enough: Value
-    ) -> tuple[KeyRange, Value]:
-        """Returns a range that has key number `rank` of some keys from low to high, and the number of keys above it.
+    ) -> tuple[KeyRange, Value, Value]:
+        """Returns a range that has key number `rank` of some keys from low to high, and two numbers: of keys above the
+        range, and of keys that reach it.
 
         At most `enough` keys reach the range, unless it is a single key. visit(see) calls see(key, when) for each key.
         """
@@ -157,14 +176,17 @@ class SelectProgram(CtaProgram):
             return bucket
 
         narrow(self, keys, BUCKETS, one_round, stop=lambda: reach <= enough)
-        return keys, above
+        return keys, above, reach
 
     def sample(self) -> None:
-        """Sets the floor to just below a sampled element that few more than k elements should reach."""
+        """Sets the floor to just below a sampled element that few more than k elements should reach.
+
+        If many sampled elements equal that one, the floor is the element itself.
+        """
         plan, words = self.plan, []
         runs = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         together = self.vectors >> _log2(_SECTOR_VECTORS)
-        end, self.end = self.end, self.vectors  # of the whole row
+        end, self.end = self.end, self.vectors  # the sample is of the whole row
         for i in range(plan.sample_vectors):
             run = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
             first = (run * together >> _log2(runs)) << _log2(_SECTOR_VECTORS)
@@ -180,9 +202,10 @@ class SelectProgram(CtaProgram):
         # Each thread has an element that reaches the least of the threads' largest elements.
         low = self.select(rank <= plan.threads, largest, least)
         low, high = self.extremes(low, largest)
-        found, _ = self.find(lambda see: [see(key) for key in keys], low, high, rank, rank + (rank >> 3))
-        bound = found.high - found.extent.bits("s32")
-        self.set(self.floor, self.max(bound, _LOWEST + 1) - 1)
+        enough = rank + (rank >> 3)
+        found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
+        self.set(self.floor, found.high - found.extent.bits("s32"))
+        self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
 
     def extremes(self, low: Value, high: Value) -> tuple[Value, Value]:
         """Returns the least `low` and the greatest `high` of all threads."""
@@ -196,42 +219,45 @@ class SelectProgram(CtaProgram):
         """Returns the address of an entry."""
         return self.at(self.list, number, _ENTRY)
 
-    def stream(self, arriving: list[Value]) -> None:
-        """Lists the elements of the part above the floor. The words of the first block are `arriving`."""
-        words = [self.fresh("s32") for _ in arriving]
-        at = self.var(self.first)
+    def stream(self, *, ties: bool = False) -> None:
+        """Lists the elements of the part above the floor; or `ties` of the floor, until there are k entries."""
+        at, words = self.var(self.first), [self.fresh("s32") for _ in range(4 * self.loads)]
         with self.loop() as leave:
             leave(at >= self.end)
-            for word, new in zip(words, arriving):
-                self.set(word, new)
-            self.read_block(arriving, at + self.block_vectors)
-            before, upto = self.count(words)
+            if ties:
+                leave(self.n >= self.plan.k)
+            self.read_block(words, at)
+            before, upto = self.count(words, ties)
             lower, added = self.over_cta(self.total(upto))
             with self.block() as done:
-                with self.when(self.n + added <= self.plan.room):
-                    self.append(words, at, self.n + lower, before, upto)
-                    self.increase(self.n, added)
-                    done()
-                self.append_by_warps(words, at)
+                if not ties:
+                    with self.when(self.n + added > self.plan.room):
+                        self.append_by_warps(words, at)
+                        done()
+                self.append(words, at, self.n + lower, before, upto, ties)
+                self.increase(self.n, added)
             self.increase(at, self.block_vectors)
         self.barrier()
+        if ties:
+            self.update(self.n, "min", self.plan.k)
 
-    def hits(self, words: Sequence[Value]) -> list[tuple[Value, Value, Value]]:
-        """Returns for each element its bits, and two numbers, the first of which is larger if it is above the floor.
+    def tests(self, words: Sequence[Value], ties: bool) -> list[Callable[[], Value]]:
+        """Returns a function for each element, which returns whether it is above the floor, or equal to it.
 
         If the floor is negative, all bits except the signs are inverted. This turns negative elements into their keys,
         and leaves the others above the floor.
         """
-        flip = self.floor.sign() & self.element.flip
-        if not self.element.halves:
-            return [(word, word ^ flip, self.floor) for word in words]
-        limit, out = self.floor << 16 | 0xFFFF, []
+        flip, halves = self.floor.sign() & self.element.flip, self.element.halves
+        limit, tests = self.floor << 16 | 0xFFFF if halves else self.floor, []
         for word in words:
             flipped = word ^ flip
-            out += [(word, flipped << 16, limit), (word, flipped, limit)]
-        return out
+            for x in (flipped << 16, flipped) if halves else (flipped,):
+                if ties and halves:
+                    x = x | 0xFFFF
+                tests.append(functools.partial(x.equals if ties else x.__gt__, limit))
+        return tests
 
-    def count(self, words: Sequence[Value]) -> tuple[Value, Value]:
+    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
         """Returns how many elements are above the floor in the lower lanes, and up to this lane.
 
         The numbers have a field for each vector of a thread: 4 of 8 bits, or 2 of 16 bits.
@@ -239,8 +265,8 @@ class SelectProgram(CtaProgram):
         counts = []
         for j in range(self.loads):
             counts.append(self.var(0, "u32"))
-            for _, flipped, limit in self.hits(words[4 * j : 4 * j + 4]):
-                self.increase(counts[-1], 1 << j * (32 // self.loads), when=flipped > limit)
+            for test in self.tests(words[4 * j : 4 * j + 4], ties):
+                self.increase(counts[-1], 1 << j * (32 // self.loads), when=test())
         return self.scan(self.reduce("add", counts))
 
     def field(self, counts: Value, j: int) -> Value:
@@ -253,20 +279,21 @@ class SelectProgram(CtaProgram):
         """Returns the sum of all fields."""
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
-    def append(self, words, at: Value, n: Value, before: Value, upto: Value) -> None:
-        """Writes the warp's elements above the floor to entries n, n + 1, ..."""
+    def append(self, words, at: Value, n: Value, before: Value, upto: Value, ties: bool = False) -> None:
+        """Writes the warp's elements that count to entries n, n + 1, ... Of ties, only up to entry k."""
         of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
-        first = (at + self.own) * self.vec - self.lead
+        first, end = (at + self.own) * self.vec - self.lead, self.list + _ENTRY * self.plan.k
         for j in range(self.loads):
             entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
             with self.when(self.field(own, j).differs(0)):
-                hits = self.hits(words[4 * j : 4 * j + 4])
-                for e, (word, flipped, limit) in enumerate(hits):
-                    above = flipped > limit
+                vector = words[4 * j : 4 * j + 4]
+                elements = [(word, e) for word in vector for e in range(self.vec // 4)]
+                for i, ((word, e), test) in enumerate(zip(elements, self.tests(vector, ties))):
+                    counts = test()
                     if self.element.halves:
-                        word = word & 0xFFFF0000 if e % 2 else word << 16
-                    self.store(entry, word, index + e, when=above)
-                    self.increase(entry, _ENTRY, when=above)
+                        word = word & 0xFFFF0000 if e else word << 16
+                    self.store(entry, word, index + i, when=counts & (entry < end) if ties else counts)
+                    self.increase(entry, _ENTRY, when=counts)
             n = n + self.field(of_warp, j)
 
     def append_by_warps(self, words, at: Value) -> None:
@@ -299,7 +326,7 @@ class SelectProgram(CtaProgram):
 
         visit(see)
         rank = self.var(k, "u32")
-        found, above = self.find(visit, *self.extremes(low, high), rank, rank)
+        found, above, _ = self.find(visit, *self.extremes(low, high), rank, rank)
         room = rank - above  # for entries in the range that was found
         wins, ties = self.var(0, "u32"), self.var(0, "u32")
         with self.each(0, self.n, step) as first:
@@ -335,8 +362,6 @@ class SelectProgram(CtaProgram):
 
     def count_lists(self) -> Value:
         """Returns the number of entries in the list of each CTA, in the lane with its number."""
-        if self.ctas == 1:
-            return self.select(self.first_lane, self.n, 0)
         here, exists = self.scratch + self.plan.counts, self.lane < self.ctas
         gathered = self.at(self.scratch + self.plan.gathered, self.lane, 4)
         self.store(here, self.n, when=self.thread.equals(0))
@@ -347,13 +372,10 @@ class SelectProgram(CtaProgram):
         self.barrier()
         return self.load(gathered, "u32", when=exists, default=0)
 
-    def gather(self, counts: Value) -> None:
-        """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best.
-
-        `counts` are the results of `count_lists`.
-        """
+    def gather(self) -> None:
+        """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""
+        counts = self.count_lists()
         appended, base = self.var(1, "u32"), self.var(self.shuffle(counts, "idx", 0))
-        is_first = self.part.equals(0)
         with self.loop() as leave:
             _, upto = self.scan(self.select(self.lane >= appended, counts, 0))
             fitting = self.count_ones(self.ballot(base + upto <= self.plan.capacity))
@@ -366,13 +388,14 @@ class SelectProgram(CtaProgram):
                     self.store(self.at(there, number, _ENTRY), *entry, space="shared::cluster")
             self += _SYNC
             self.increase(base, self.shuffle(upto, "idx", last - 1))
-            with self.when(is_first):
-                self.set(self.n, base)
-                self.compact_if_long()
             leave(last >= self.ctas)
+            with self.when(self.part.equals(0)):
+                self.set(self.n, base)
+                self.compact()
             self.set(base, self.plan.k)
             self.set(appended, last)
             self += _SYNC
+        self.set(self.n, base, when=self.part.equals(0))
 
     def compact_if_long(self) -> None:
         """Keeps at most k entries."""
@@ -418,28 +441,27 @@ class SelectProgram(CtaProgram):
 def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
     """Returns the program. `fill` has the bits of masked winners, in the upper half for 16 bits; None: all ones."""
     p = SelectProgram(plan, dtype, masked, fill)
-    arriving = [p.fresh("s32") for _ in range(4 * p.loads)]
-    p.read_block(arriving, p.first)
+    if not masked:
+        p.prefetch(p.first, PREFETCHED)
     with p.when(p.length > plan.capacity):
         p.sample()
-    start = p.var(p.floor)
-    counts = p.fresh("u32")
+    gathered = p.var(False, "pred")
     with p.loop() as leave:
-        p.stream(arriving)
-        p.set(counts, p.count_lists())
-        leave((p.over_lanes("add", counts) >= plan.k) | start.equals(_LOWEST))
-        p.set(start, _LOWEST)
-        p.set(p.floor, _LOWEST)
+        p.stream()
+        if plan.ctas > 1:
+            with p.when(~gathered):
+                p.gather()
+            p.set(gathered, True)
+            leave(p.part.differs(0))
+            p.take_row()
+        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
+        p.stream(ties=True)
+        leave(p.n >= plan.k)
+        p.set(p.floor, p.lowest)  # the sample misled
         p.set(p.n, 0)
-        p.read_block(arriving, p.first)
-        p.sync_cluster()  # all have read the counts
-    if plan.ctas == 1:
+    with p.when(p.part.equals(0)):
         p.compact_if_long()
         p.write_results()
-    else:
-        p.gather(counts)
-        with p.when(p.part.equals(0)):
-            p.write_results()
     return p
 
 
