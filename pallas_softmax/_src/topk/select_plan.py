@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
+    FULL_CLUSTERS,
     LANES,
     MAX_CLUSTER,
     RESERVED_SMEM_BYTES,
@@ -93,7 +94,7 @@ def plan_select(
         return None
     most = min(MAX_CLUSTER[capability[0]], max(1, vocab // MIN_PART), max(1, ALL_CTAS // rows))
     ctas = 1 << most.bit_length() - 1
-    alone = rows * ctas * RESIDENT <= 2 * ALL_CTAS
+    alone = rows * ctas <= ALL_CTAS // RESIDENT and (ctas < 16 or rows <= FULL_CLUSTERS)
     warpgroups = MANY_WARPGROUPS if alone else 2
     capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
     if ctas == 1:

@@ -157,8 +157,10 @@ class SelectProgram(CtaProgram):
 
         def one_round(bucket_of):
             self.barrier()
-            clears = self.thread < BUCKETS
-            self.store(self.at(histogram, self.thread, 4), self.var(0, "u32"), when=clears)
+            zero = self.var(0, "u32")
+            for first in range(0, BUCKETS, self.plan.threads):
+                clears = self.thread < BUCKETS - first
+                self.store(self.at(histogram, self.thread, 4), zero, offset=4 * first, when=clears)
             self.barrier()
 
             def see(key, when=None):
