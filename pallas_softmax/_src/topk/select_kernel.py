@@ -1,17 +1,15 @@
 """The kernel of `top_k` for many winners: selects the k best of each row in one read, without putting them in order.
 
-`select_ptx.py` has the program, and `select_plan.py` how rows lie over the GPU. Winners are in the order of their
-indices; masked ones, and those beyond the length of a row, come last.
+`select_ptx.py` has the program, and `select_plan.py` how rows lie over the GPU.
 """
 
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
@@ -28,20 +26,21 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sort
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k do, the
     others come last, in the order of their indices, with the value `fill`; by default -inf. `lengths` is (rows,) or
-    (1,) int32, or None. Without `sorted`, the winners are in the order of their indices.
+    (1,) int32, or None. Without `sorted`, the same winners come in the same order in each run.
     """
-    rows, complete = x.shape[0], mask is None and lengths is None
     if mask is not None and mask.array.shape[1] == 1:  # a row counts as a whole or not at all
-        kept = mask.array[mask.row(jnp.arange(rows)), 0]
+        kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
     fill = np.array(-np.inf if fill is None else fill, x.dtype)
-    lowest = complete or sorted  # absent elements get the lowest key, which a sort puts last
-    values, indices = _launch(x, mask, lengths, k, plan, None if lowest else fill)
+    keeps_all = lowest_last = mask is None and lengths is None
+    if sorted:
+        lowest_last = True  # so that the order puts the others last
+    values, indices = _launch(x, mask, lengths, k, plan, None if lowest_last else fill)
     if not sorted:
         return TopK(values, indices)
-    # TODO order in the kernel
     order, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
-    return TopK(values if complete else jnp.where(order == ~0 + 0, fill, values), indices)
+    is_other = ~order == sort_keys.lowest_key(x.dtype)
+    return TopK(values if keeps_all else jnp.where(is_other, fill, values), indices)
 
 
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:

@@ -121,7 +121,9 @@ class SelectProgram(CtaProgram):
 
     def is_masked(self, index: Value, within: Value) -> Value:
         """Returns whether the mask leaves out an element of the row."""
-        at = self.operand("mask", "u64") + self.multiply_wide(self.operand("mask_row", "u32"), self.plan.vocab)
+        at = self.operand("mask", "u64") + self.multiply_wide(
+            self.operand("mask_row", "u32"), self.plan.vocab
+        )
         keep = self.var(1, "u8")
         self.load_into([keep], at + self.convert(index, "u64"), when=within, space="global")
         return self.convert(keep, "u32").equals(0)
@@ -145,7 +147,12 @@ class SelectProgram(CtaProgram):
     # --- Finding a key
 
     def find(
-        self, visit: Callable[[Callable[..., None]], None], low: Value, high: Value, rank: Value, enough: Value
+        self,
+        visit: Callable[[Callable[..., None]], None],
+        low: Value,
+        high: Value,
+        rank: Value,
+        enough: Value,
     ) -> tuple[KeyRange, Value, Value]:
         """Returns a range that has key number `rank` of some keys from low to high, and two numbers: of keys above the
         range, and of keys that reach it.
