@@ -115,8 +115,8 @@ def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
     """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
 
     `where` is None, or a boolean of the rank of the logits that broadcasts to them. `temperature` has one element, or
-    the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one. None
-    stays.
+    the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one.
+    None stays.
     """
     *batch, vocab = logits.shape
     if temperature is not None and temperature.size > 1:

@@ -254,11 +254,12 @@ def test_the_abstract_device_decides(kind, chosen):
         ps.log_softmax,
         lambda x, **named: ps.logsumexp(x, -1, **named),
         topk,
+        lambda x, **named: ps.top_k(x, 5, **named),
         lambda x, **named: ps.route(x, 5, **named),
         ps.token_stats,
         lambda x, **named: ps.sample(jax.random.key(0), x, **named),
     ],
-    ids=["softmax", "log_softmax", "logsumexp", "fused_topk", "route", "token_stats", "sample"],
+    ids=["softmax", "log_softmax", "logsumexp", "fused_topk", "top_k", "route", "token_stats", "sample"],
 )
 def test_each_function_is_lowered_for_blackwell(function, kind):
     x = jax.ShapeDtypeStruct((8, 512), jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax
-from pallas_softmax import fused_topk, log_softmax, logsumexp, route, sample, softmax, token_stats
+from pallas_softmax import fused_topk, log_softmax, logsumexp, route, sample, softmax, token_stats, top_k
 from tests.support.calls import OPERATIONS
 
 ROOT = Path(pallas_softmax.__file__).parent
@@ -153,6 +153,7 @@ KERNEL_CALLS = {
     "log_softmax": log_softmax,
     "logsumexp": lambda x: logsumexp(x, -1),
     "fused_topk": lambda x: fused_topk(x, 5),
+    "top_k": lambda x: top_k(x, 5),
     "sample": lambda x: sample(jax.random.key(0), x),
     "token_stats": token_stats,
     "route": lambda x: route(x[:, :256], 8),

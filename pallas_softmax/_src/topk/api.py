@@ -16,6 +16,7 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.jax_internals import as_weak_as
 from pallas_softmax._src.topk.operation import SELECT, TOPK
 from pallas_softmax._src.topk.xla import TopK
 
@@ -123,8 +124,8 @@ def top_k(
       axis: the axis of a row; in the result it has size k.
       is_stable: for `jax.lax.top_k`'s sake. Of equal entries, the one with the lower index always comes first.
       where: boolean, broadcastable to `operand`. A masked position is chosen only when fewer than k are unmasked.
-      lengths: integers that broadcast to the shape of `operand` without `axis`: only so many entries of a row count, its
-        first ones, as if `where` were False after them. A negative length is 0.
+      lengths: integers that broadcast to the shape of `operand` without `axis`: only the first so many entries of a row
+        count, as if `where` were False after them. A negative length is 0.
       sorted: whether the winners must be in order. With False, which is faster for a large k, they may be in any order.
       axis_name: as for `fused_topk`. Lengths count in the whole row, like the indices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
@@ -145,10 +146,12 @@ def top_k(
     """
     name = "top_k"
     operand = arguments.array(name, "operand", operand)
-    if jnp.issubdtype(operand.dtype, jnp.complexfloating):  # a TypeError elsewhere, a ValueError in jax.lax.top_k
+    if jnp.issubdtype(
+        operand.dtype, jnp.complexfloating
+    ):  # a TypeError elsewhere, a ValueError in jax.lax.top_k
         raise ValueError(f"{name}: operand must be real, got {operand.dtype.name}")
-    dtype = operand.dtype
-    x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if dtype == bool else operand, axis)
+    dtype, is_bool = operand.dtype, operand.dtype == jnp.bool_
+    x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.count_in_row(name, "k", _as_int(k), length)
@@ -162,15 +165,17 @@ def top_k(
     call = dataclasses.replace(call, inner=1, sorted=keywords["sorted"], lengths=lengths is not None)
     if jnp.issubdtype(x.dtype, jnp.integer):  # without derivatives
         values, indices = as_rows(choose(call, implementation), *arrays, **keywords)
-        values = values > 0 if dtype == bool else jnp.maximum(values, jnp.iinfo(dtype).min).astype(dtype)
+        values = values > 0 if is_bool else jnp.maximum(values, jnp.iinfo(dtype).min).astype(dtype)
     else:
         values, indices = evaluate(choose_all(call, implementation, **keywords), *arrays)
-    return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
+    return TopK(*(as_weak_as(jnp.moveaxis(a, -1, axis), operand) for a in (values, indices)))
 
 
 def _as_int(k) -> Any:
     """Returns k, as an int if it is a bool or a float with the value of an integer: `jax.lax.top_k` takes these."""
-    is_whole = isinstance(k, bool | np.bool_) or (isinstance(k, float | np.floating) and float(k).is_integer())
+    is_whole = isinstance(k, bool | np.bool_) or (
+        isinstance(k, float | np.floating) and float(k).is_integer()
+    )
     return int(k) if is_whole else k
 
 

@@ -28,7 +28,9 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     if where is not None:
         position = _marked(position, mask_at(where, logits, indices))
     lists = won, position, (top, d)
-    return _merged(run_shard, merge, lists, where is not None, temperature, mesh_axes, k=k, log=log, dtype=dtype)
+    return _merged(
+        run_shard, merge, lists, where is not None, temperature, mesh_axes, k=k, log=log, dtype=dtype
+    )
 
 
 def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):

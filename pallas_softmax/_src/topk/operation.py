@@ -1,4 +1,4 @@
-"""Top-k, of a softmax and of numbers as they are, their derivatives, and the merge of several devices' winners, as objects."""
+"""Top-k, of a softmax and without one, their derivatives, and the merge of several devices' winners, as objects."""
 
 import functools
 

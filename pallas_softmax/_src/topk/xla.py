@@ -90,7 +90,9 @@ def _kept_winners(residuals, where, lengths):
     kept = None if lengths is None else indices < lengths
     if where is None:
         return kept
-    of_mask = jnp.take_along_axis(jnp.broadcast_to(where, operand.shape), indices, -1, mode="fill", fill_value=False)
+    of_mask = jnp.take_along_axis(
+        jnp.broadcast_to(where, operand.shape), indices, -1, mode="fill", fill_value=False
+    )
     return of_mask if kept is None else of_mask & kept
 
 
@@ -101,7 +103,7 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
     """
     operand, indices, lengths = _of_shard(*residuals, lengths, mesh_axes)
     g = masked(g, _kept_winners((operand, indices), where, lengths), 0)
-    return (put(jnp.zeros_like(operand), indices, g),)
+    return (put(jnp.zeros_like(operand, operand.dtype), indices, g),)
 
 
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
@@ -118,7 +120,11 @@ def _of_shard(operand, indices, lengths, mesh_axes):
         return operand, indices, lengths
     vocab = operand.shape[-1]
     first = lax.axis_index(mesh_axes) * vocab
-    return operand, indices_in_shard(indices, vocab, mesh_axes)[0], None if lengths is None else lengths - first
+    return (
+        operand,
+        indices_in_shard(indices, vocab, mesh_axes)[0],
+        None if lengths is None else lengths - first,
+    )
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
