@@ -1,14 +1,11 @@
 """The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_select
+from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
 from tests.support.lowering import array, kernel_names, lowered
@@ -67,7 +64,7 @@ def test_few_steps():
     ("v", "k", "dtype"), first(1, [(2500, 700, "float32"), (2048, 2048, "bfloat16")]), ids=str
 )
 def test_kernel(v, k, dtype, in_order):
-    plan = plan_select(4, v, k, dtype, HOPPER)
+    plan = plan_selection(4, v, k, dtype, HOPPER)
     rows = rows_of(v, k, jnp.dtype(dtype))
     x = np.stack([rows[name] for name in ("normal", "special", "rounded", "constant")])
     where = np.random.default_rng(1).random((4, v)) < 0.5
@@ -97,7 +94,7 @@ def test_kernel(v, k, dtype, in_order):
     ids=str,
 )
 def test_lowering(rows, v, k, dtype, masked):
-    plan = plan_select(rows, v, k, dtype, HOPPER)
+    plan = plan_selection(rows, v, k, dtype, HOPPER)
 
     def f(x, where, lengths):
         return select.select_rows(x, k, plan, where, lengths, interpret=None)
@@ -114,7 +111,7 @@ def test_plans(capability):
         for v in (MIN_VOCAB, 5001, 8192, 131072, 1_048_576, 10_000_000):
             for k in (129, 512, 2048, MAX_SELECTED):
                 for dtype in DTYPES:
-                    plan = plan_select(rows, v, k, dtype, capability)
+                    plan = plan_selection(rows, v, k, dtype, capability)
                     if plan is None:
                         assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
                         continue

@@ -14,13 +14,16 @@ from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
-from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_grad_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk.select_plan import SelectPlan, plan_selection
 from pallas_softmax._src.topk.xla import TopK, within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
+
+MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
 def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
@@ -56,21 +59,36 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
 
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k without a softmax lie over the GPU: like those of `plan`."""
+    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns."""
     if call.dtype in INTEGERS_AS_FLOATS:
         if call.masked or call.lengths:  # the least integer would count as masked
             return Refusal(f"no kernel for {call.dtype} with where or lengths")
         call = dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype])
-    return plan(call, capability)
+    ordering = plan(call, capability)
+    is_better = isinstance(ordering, Refusal) or not (call.sorted or isinstance(ordering, Tile))
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason or not is_better or (call.k or 0) < MIN_SELECTED:
+        return ordering
+    return plan_selection(call.rows, call.vocab, call.k or 0, call.dtype, capability) or ordering
+
+
+def slower_select(call: Call) -> str | None:
+    """Returns why XLA is faster; None if it is not. It is not where winners need no order."""
+    return slower(call) if call.sorted else None
 
 
 def select(plan, operand, where, lengths, *, k, sorted):
     """Returns what `xla.select` returns."""
-    where = within(where, lengths, operand)
     integers = jnp.issubdtype(operand.dtype, jnp.integer)
-    x, mask, _, unfold = fold_topk(sort_keys.as_floats(operand) if integers else operand, where, None)
-    kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    winners, _ = kernel.topk_rows(x, mask, None, k, plan, log=False, dtype=x.dtype)
+    x = sort_keys.as_floats(operand) if integers else operand
+    if isinstance(plan, SelectPlan):
+        x, mask, _, unfold = fold_topk(x, where, None)
+        lengths = None if lengths is None else jnp.broadcast_to(lengths, (*operand.shape[:-1], 1)).reshape(-1)
+        winners = select_kernel.select_rows(x, mask, lengths, k, plan, sorted=sorted)
+    else:
+        x, mask, _, unfold = fold_topk(x, within(where, lengths, operand), None)
+        kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
+        winners, _ = kernel.topk_rows(x, mask, None, k, plan, log=False, dtype=x.dtype)
     values = sort_keys.from_floats(winners.values, operand.dtype) if integers else winners.values
     return TopK(unfold(values), unfold(winners.indices))
 
@@ -119,7 +137,7 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(plan_select, select, slower),
+    "top_k": Kernel(plan_select, select, slower_select),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }

@@ -1,4 +1,4 @@
-"""How the rows of a selection lie over the GPU: `plan_select`, a pure function of shape, dtype and device."""
+"""How the rows of a selection lie over the GPU: `plan_selection`, a pure function of shape, dtype and device."""
 
 import dataclasses
 import math
@@ -85,7 +85,7 @@ class SelectPlan:
         return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
 
 
-def plan_select(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> SelectPlan | None:
+def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> SelectPlan | None:
     """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):

@@ -3,7 +3,7 @@
     sample     about k * m / n of m sampled elements are winners, so a sampled element of a somewhat higher rank is a
                bound for the k best of all n elements: few more than k reach it
     stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`
-    compact    if the list is full: keep its k best, and raise the floor to the last of them
+    compact    if the list is full: keep its k best, and raise the floor to the least of them
     gather     CTA 0 appends the lists of the other CTAs of the cluster, and compacts again
     write      the list is in the order of the indices
 
@@ -12,13 +12,16 @@
     compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
     list                           8 9 7
 
-If the sample misled, fewer than k elements are above its floor. Then everything starts again, with the lowest floor. The
-lists are always in the order of the row, so among ties at the last key, the first ones win, and an element after a full
-list must exceed its last key. So the result is exact for every row; rows in unusual orders take more time.
+If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
+list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample misled,
+and everything starts again with the lowest floor.
+
+A list is in the order of the row. So among ties at the last key the first ones win, and an element after a compacted
+list must exceed its last key. The result is exact for every row; rows in unusual orders take more time.
 
 An entry is a word with the bits of the element, in its upper half if it has 16 bits, and its index. Elements with the
-lowest key, a NaN with all bits set, are never listed; masked elements, and those outside of the row, get this key. If
-the list ends with fewer than k entries, `_fill` adds the lowest indices that it lacks.
+lowest key, a NaN with all bits set, are never listed. Masked elements, and those outside of the row, get this key. If
+the list ends with fewer than k entries, the lowest indices that it lacks come last.
 """
 
 import functools
@@ -26,12 +29,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pallas_softmax._src.sort_keys import lowest_key
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
-from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sort_keys import lowest_key
 from pallas_softmax._src.topk.select_plan import BUCKETS, CHUNK, PREFETCHED, THREAD_ELEMENTS, SelectPlan
 
 _ENTRY = 8  # bytes of an entry
