@@ -1,22 +1,19 @@
 """Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk.operands import plan_by, select_by
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
-from pallas_softmax._src.topk.xla import TopK, within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
@@ -48,31 +45,11 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype):
-    """Returns what `xla.topk` returns."""
+    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
     return jax.tree.map(unfold, winners_and_normalizer)
-
-
-def plan_select(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k without a softmax lie over the GPU: like those of `plan`."""
-    if call.dtype in INTEGERS_AS_FLOATS:
-        if call.masked or call.lengths:  # the least integer would count as masked
-            return Refusal(f"no kernel for {call.dtype} with where or lengths")
-        call = dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype])
-    return plan(call, capability)
-
-
-def select(plan, operand, where, lengths, *, k, sorted):
-    """Returns what `xla.select` returns."""
-    where = within(where, lengths, operand)
-    integers = jnp.issubdtype(operand.dtype, jnp.integer)
-    x, mask, _, unfold = fold_topk(sort_keys.as_floats(operand) if integers else operand, where, None)
-    kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    winners, _ = kernel.topk_rows(x, mask, None, k, plan, log=False, dtype=x.dtype)
-    values = sort_keys.from_floats(winners.values, operand.dtype) if integers else winners.values
-    return TopK(unfold(values), unfold(winners.indices))
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
@@ -119,7 +96,7 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(plan_select, select, slower),
+    "top_k": Kernel(functools.partial(plan_by, plan), functools.partial(select_by, topk), slower),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }
