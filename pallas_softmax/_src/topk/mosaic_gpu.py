@@ -11,13 +11,17 @@ from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
-from pallas_softmax._src.topk.operands import plan_by, select_by
+from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk.operands import floats_of, plan_by
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk.select_plan import SelectPlan, plan_selection
+from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
+
+MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
 def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
@@ -50,6 +54,32 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
     return jax.tree.map(unfold, winners_and_normalizer)
+
+
+def plan_select(call: Call, capability: tuple[int, int]) -> Any:
+    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns."""
+    ordering = plan(call, capability)
+    is_better = isinstance(ordering, Refusal) or not (call.sorted or isinstance(ordering, Tile))
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason or not is_better or (call.k or 0) < MIN_SELECTED:
+        return ordering
+    return plan_selection(call.rows, call.vocab, call.k or 0, call.dtype, capability) or ordering
+
+
+def slower_select(call: Call) -> str | None:
+    """Returns why XLA is faster; None if it is not. It is not where winners need no order."""
+    return slower(call) if call.sorted else None
+
+
+def select(plan, operand, where, lengths, *, k, sorted):
+    """Returns what `xla.select` returns."""
+    x, winners_of = floats_of(operand)
+    if not isinstance(plan, SelectPlan):
+        return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
+    rows, mask, _, unfold = fold_topk(x, where, None)
+    lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
+    found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted)
+    return winners_of(jax.tree.map(unfold, found))
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
@@ -96,7 +126,7 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(functools.partial(plan_by, plan), functools.partial(select_by, topk), slower),
+    "top_k": Kernel(functools.partial(plan_by, plan_select), select, slower_select),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }

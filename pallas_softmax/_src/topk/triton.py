@@ -12,8 +12,8 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu.checks import not_contiguous
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.operands import plan_by, select_by
-from pallas_softmax._src.topk.xla import TopK
+from pallas_softmax._src.topk.operands import floats_of, plan_by
+from pallas_softmax._src.topk.xla import TopK, within
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch
 from pallas_softmax._src.triton.masks import mask_arguments
@@ -54,6 +54,12 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype):
     values, indices, (m, d) = found
     normalizer = Normalizer(unfold(m), unfold(d)) if normalized else None
     return TopK(unfold(values), unfold(indices)), normalizer
+
+
+def select(plan: Slabs, operand, where, lengths, *, k, sorted):
+    """Returns what `xla.select` returns."""
+    x, winners_of = floats_of(operand)
+    return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
 
 
 def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):
@@ -106,5 +112,5 @@ def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
 
 KERNELS = {
     "topk": Kernel(plan, topk, checks.slower),
-    "top_k": Kernel(functools.partial(plan_by, plan), functools.partial(select_by, topk), checks.slower),
+    "top_k": Kernel(functools.partial(plan_by, plan), select, checks.slower),
 }
