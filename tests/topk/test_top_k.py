@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax import export, lax
 
 from pallas_softmax import TopK, explain, fused_topk, top_k
+from tests.kernels.test_random_rows import adversarial_logits, random_logits, random_shapes
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import cover, first, first_values, pairs, slow
@@ -326,3 +327,16 @@ def test_kernels_of_integers():
 
 def test_the_winners_of_fused_topk_are_the_same():
     np.testing.assert_array_equal(top_k(X, 9).indices, fused_topk(X, 9).indices)
+
+
+@pytest.mark.slow
+def test_random_rows():
+    """20,000 random and adversarial rows of 100 shapes, in plain JAX; a third has lengths, and a half a mask."""
+    for shape, (rng, v, k, dtype, pattern, _, rows, _) in enumerate(random_shapes(100, 2048, longest=3000)):
+        for call in range(-(-200 // rows)):
+            x = (adversarial_logits if call % 2 else random_logits)(rng, rows, v, dtype)
+            where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+            lengths = rng.integers(-9, v + 9, rows).astype(np.int32) if shape % 3 == 0 else None
+            kept = None if where is None else np.broadcast_to(where, x.shape)
+            kept = kept if lengths is None else oracle.within(x, lengths, kept)
+            same(top_k(x, k, where=where, lengths=lengths), oracle.top_k(x, k, kept))

@@ -1,23 +1,21 @@
 """Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk.operands import floats_of, plan_by
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
 from pallas_softmax._src.topk.select_plan import SelectPlan, plan_selection
-from pallas_softmax._src.topk.xla import TopK, within
+from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
@@ -51,7 +49,7 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype):
-    """Returns what `xla.topk` returns."""
+    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
@@ -60,10 +58,6 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns."""
-    if call.dtype in INTEGERS_AS_FLOATS:
-        if call.masked or call.lengths:  # the least integer would count as masked
-            return Refusal(f"no kernel for {call.dtype} with where or lengths")
-        call = dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype])
     ordering = plan(call, capability)
     is_better = isinstance(ordering, Refusal) or not (call.sorted or isinstance(ordering, Tile))
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
@@ -79,18 +73,13 @@ def slower_select(call: Call) -> str | None:
 
 def select(plan, operand, where, lengths, *, k, sorted):
     """Returns what `xla.select` returns."""
-    integers = jnp.issubdtype(operand.dtype, jnp.integer)
-    x = sort_keys.as_floats(operand) if integers else operand
-    if isinstance(plan, SelectPlan):
-        x, mask, _, unfold = fold_topk(x, where, None)
-        lengths = None if lengths is None else jnp.broadcast_to(lengths, (*operand.shape[:-1], 1)).reshape(-1)
-        winners = select_kernel.select_rows(x, mask, lengths, k, plan, sorted=sorted)
-    else:
-        x, mask, _, unfold = fold_topk(x, within(where, lengths, operand), None)
-        kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-        winners, _ = kernel.topk_rows(x, mask, None, k, plan, log=False, dtype=x.dtype)
-    values = sort_keys.from_floats(winners.values, operand.dtype) if integers else winners.values
-    return TopK(unfold(values), unfold(winners.indices))
+    x, winners_of = floats_of(operand)
+    if not isinstance(plan, SelectPlan):
+        return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
+    rows, mask, _, unfold = fold_topk(x, where, None)
+    lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
+    found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted)
+    return winners_of(jax.tree.map(unfold, found))
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
@@ -137,7 +126,7 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(plan_select, select, slower_select),
+    "top_k": Kernel(functools.partial(plan_by, plan_select), select, slower_select),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }

@@ -1,6 +1,7 @@
 """Top-k, of a softmax and without one, their derivatives, and the merge of several devices' winners, as objects."""
 
 import functools
+from collections.abc import Callable
 
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
@@ -15,10 +16,14 @@ def _mosaic_gpu(name: str) -> Kernel:
     return KERNELS[name]
 
 
-def _triton() -> Kernel:
-    from pallas_softmax._src.topk.triton import KERNEL
+def _triton(name: str) -> Kernel:
+    from pallas_softmax._src.topk.triton import KERNELS
 
-    return KERNEL
+    return KERNELS[name]
+
+
+def _kernels(name: str) -> dict[str, Callable[[], Kernel]]:
+    return {"mosaic_gpu": functools.partial(_mosaic_gpu, name), "triton": functools.partial(_triton, name)}
 
 
 TOPK_GRAD = RowOperation(
@@ -49,7 +54,7 @@ TOPK = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk"), "triton": _triton},
+    kernels=_kernels("topk"),
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
     result_names=("values", "indices", "m", "d"),
@@ -82,7 +87,7 @@ SELECT = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.select,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "top_k")},
+    kernels=_kernels("top_k"),
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
     gradient=SELECT_GRAD,
     tangent=SELECT_TANGENT,
