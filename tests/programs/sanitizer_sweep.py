@@ -21,6 +21,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
+from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.route import kernels as route
@@ -29,6 +30,7 @@ from tests.softmax import kernels as softmax
 from tests.support import bounds, cases, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
 from tests.topk import kernels as topk
+from tests.topk import select
 
 TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
 # (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches.
@@ -53,6 +55,12 @@ TOPK = [
     (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
     (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
+]
+# Selections, of the first rows that `select.rows_of` has: one CTA, and clusters whose lists overflow.
+SELECT = [
+    (SelectPlan(5003, 300, 1, 2, 2048, 1), "float32", False),
+    (SelectPlan(9001, 700, 4, 1, 2112, 1), "bfloat16", True),
+    (SelectPlan(9000, 2048, 2, 2, 6144, 1), "float16", False),
 ]
 
 # (rows, V, dtype, k) of the gradient of top-k.
@@ -147,6 +155,14 @@ def mosaic_gpu():
         values, indices = jax.jit(functools.partial(as_they_are, dtype=x.dtype))(x, where=where)[0]
         np.testing.assert_array_equal(indices, best)
         np.testing.assert_array_equal(values, oracle.top_k(x, k, where)[0])
+    for plan, dtype, masked in SELECT:
+        rows = select.rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+        x = np.stack([rows[name] for name in ("normal", "ascending", "constant", "special")])
+        where = np.arange(plan.vocab)[None] % 3 > 0 if masked else None
+        lengths = np.array([plan.vocab, 4000, 200, plan.vocab]) if masked else None
+        select.assert_rows(
+            select.select_rows(x, plan.k, plan, where, lengths, interpret=None), x, plan.k, where, lengths
+        )
     for rows, v, dtype, k in TOPK_GRAD:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         d = np.sum(np.exp(oracle.wide(x) - oracle.wide(x).max(1, keepdims=True)), 1).astype("float32")

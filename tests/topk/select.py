@@ -9,6 +9,7 @@ from pallas_softmax._src.topk import select_kernel
 from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.topk.select_ptx import select_program
 from tests.support import ptx
+from tests.support.calls import DTYPES
 from tests.support.kernels import INTERPRET
 
 
@@ -110,6 +111,7 @@ def kept_of(x, where=None, lengths=None):
     return kept if lengths is None else kept & (np.arange(x.shape[1]) < np.asarray(lengths)[:, None])
 
 
+LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
 # One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
 PLANS = [
     (SelectPlan(8192, 2048, 1, 2, 6144, 1), "float32"),
@@ -120,3 +122,11 @@ PLANS = [
     (SelectPlan(70000, 100, 16, 2, 2048, 4), "float32"),
     (SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"),
 ]
+
+
+def assert_rows(got, x, k, where=None, lengths=None):
+    """Asserts that the winners of all rows are right, in any order."""
+    kept = kept_of(x, where, lengths)
+    fill = np.array(-np.inf, x.dtype) if where is not None or lengths is not None else LOWEST[x.dtype.name]
+    for i, row in enumerate(x):
+        assert_selected(got.values[i], got.indices[i], row, k, kept[i], fill, f"row {i}")

@@ -11,11 +11,10 @@ from tests.support.covering import first, first_values
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
-from tests.topk.select import PLANS, assert_selected, kept_of, machine_select, rows_of
+from tests.topk.select import LOWEST, PLANS, assert_rows, assert_selected, kept_of, machine_select, rows_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]
-LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("name", first_values(3, NAMES))
@@ -75,16 +74,15 @@ def test_kernel(v, k, dtype, in_order):
         (None, [0, k - 1, v, v + 3]),
         (where[:1], [9, v, k, -1]),
     ):
-        values, indices = select.select_rows(x, k, plan, mask, lengths, sorted=in_order)
+        got = select.select_rows(x, k, plan, mask, lengths, sorted=in_order)
+        assert_rows(got, x, k, mask, lengths)
         kept = kept_of(x, mask, lengths)
-        fill = LOWEST[dtype] if mask is None and lengths is None else np.array(-np.inf, x.dtype)
         for i, row in enumerate(x):
-            assert_selected(values[i], indices[i], row, k, kept[i], fill, str(i))
             if in_order:
                 keys = np.where(
                     kept[i], np.asarray(select.sort_keys.key(jnp.asarray(row))).astype(int), -(2**31)
                 )
-                np.testing.assert_array_equal(indices[i], np.lexsort((np.arange(v), -keys))[:k])
+                np.testing.assert_array_equal(got.indices[i], np.lexsort((np.arange(v), -keys))[:k])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -104,6 +102,24 @@ def test_lowering(rows, v, k, dtype, masked):
     assert kernel_names(text) == ["top_k_select"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "v", "ctas", "warpgroups"),
+    [
+        (1, 131072, 16, 4),
+        (8, 131072, 8, 4),
+        (64, 32768, 2, 4),
+        (64, 1_048_576, 2, 4),
+        (100, 131072, 1, 4),
+        (256, 131072, 1, 2),
+        (4096, 8192, 1, 2),
+        (1, 8192, 1, 4),
+    ],
+)
+def test_few_and_many_rows(rows, v, ctas, warpgroups):
+    plan = plan_selection(rows, v, 2048, "float32", HOPPER)
+    assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_plans(capability):
     """Every list has room for the winners and a chunk, and for what the sample's bound lets through."""
@@ -120,4 +136,4 @@ def test_plans(capability):
                     a, b = plan.rank(itemsize)
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)
-                    assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 528)
+                    assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)

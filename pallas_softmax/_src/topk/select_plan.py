@@ -18,10 +18,21 @@ from pallas_softmax._src.gpu.hardware import (
 MAX_SELECTED = 4_096  # winners
 MIN_VOCAB = 2_048  # elements of a row
 
-# Enough CTAs to fill an H100: four on each multiprocessor, so that one CTA searches its list while others read.
-ALL_CTAS, RESIDENT = 4 * 132, 4
-MIN_PART = 4_096  # elements of a CTA, at least, if several CTAs share a row
-MANY_WARPGROUPS = 4  # of a CTA that has a multiprocessor to itself
+# Times on an H100, float32, k = 2,048, in microseconds, by the CTAs of a row and the warpgroups of a CTA:
+#
+#     rows x V          16, 4   8, 4   8, 2   4, 4   4, 2   2, 4   2, 2   1, 2
+#     1 x 131,072         8.8
+#     8 x 131,072                9.5
+#     64 x 32,768                      16.5   17.1   12.4          11.4
+#     64 x 131,072                     25.6          19.0   17.2   22.6
+#     64 x 1,048,576                  122.9  143.8  116.6  112.2
+#     256 x 131,072                                  64.9          72.2   63.0
+#
+# So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
+# four CTAs share a multiprocessor: some search while others read.
+MULTIPROCESSORS = 132
+FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
+MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: one block
 
 THREAD_ELEMENTS = 16  # of a block; two blocks are in registers, one of them still arriving
 CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
@@ -90,10 +101,10 @@ def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, 
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
-    most = min(MAX_CLUSTER[capability[0]], max(1, vocab // MIN_PART), max(1, ALL_CTAS // rows))
-    ctas = 1 << most.bit_length() - 1
-    alone = rows * ctas <= ALL_CTAS // RESIDENT and (ctas < 16 or rows <= FULL_CLUSTERS)
-    warpgroups = MANY_WARPGROUPS if alone else 2
+    full_clusters = 16 if rows <= FULL_CLUSTERS else 8
+    most = min(MAX_CLUSTER[capability[0]], full_clusters, vocab // MIN_PART, MULTIPROCESSORS // rows)
+    ctas = 1 << max(most, 1).bit_length() - 1
+    warpgroups = MANY_WARPGROUPS if rows * ctas <= MULTIPROCESSORS else FEW_WARPGROUPS
     capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
