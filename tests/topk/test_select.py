@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]
 
 
-@pytest.mark.parametrize("name", first_values(3, NAMES))
-@pytest.mark.parametrize(("plan", "dtype"), first(3, PLANS), ids=str)
+@pytest.mark.parametrize("name", first_values(2, NAMES))
+@pytest.mark.parametrize(("plan", "dtype"), first(2, PLANS), ids=str)
 def test_program(plan, dtype, name):
     x = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))[name]
     for i, rng in enumerate((None, np.random.default_rng(0))):
@@ -27,7 +27,7 @@ def test_program(plan, dtype, name):
 
 
 @pytest.mark.parametrize("kind", ["length", "mask", "both"])
-@pytest.mark.parametrize(("plan", "dtype"), first(2, PLANS), ids=str)
+@pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS[1:]), ids=str)
 def test_masked_program(plan, dtype, kind):
     """Some rows have fewer elements than winners. Elements that do not take part come last."""
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)

@@ -124,10 +124,13 @@ class ListProgram(CtaProgram):
         rank, high = self.var(self.plan.k, "u32"), self.var(self.greatest)
 
         def visit(see):
-            with self.each(self.thread * 2, self.n, 2 * self.plan.threads) as entry:
-                bits, _, other, _ = self.load_vector(self.entry(entry), "s32", 4)
-                see(self.min(self.key(bits), high))
-                see(self.min(self.key(other), high), entry + 1 < self.n)
+            pairs = 2 * self.plan.threads  # entries that all threads load together
+            with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
+                for first in (0, pairs):
+                    words, number = [self.fresh("s32") for _ in range(4)], entry + first
+                    self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=number < self.n)
+                    see(self.min(self.key(words[0]), high), number < self.n)
+                    see(self.min(self.key(words[2]), high), number + 1 < self.n)
 
         with self.loop() as leave:
             found, above, _ = self.find(visit, self.floor, high, rank, rank)

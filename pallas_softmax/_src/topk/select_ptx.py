@@ -138,8 +138,12 @@ class SelectProgram(ListProgram):
         rank = self.convert(rank, "u32")
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
-        # Each thread has an element that reaches the least of the threads' largest elements.
-        low = self.select(rank <= plan.threads, largest, least)
+        # Each thread, or each group of lanes, has an element that reaches the least of their largest elements. There must
+        # be as many groups as `rank`; larger groups leave fewer elements to search.
+        low = self.var(self.select(rank <= plan.threads, largest, least))
+        for bit in range(_log2(LANES)):
+            larger = self.shuffle(low, "bfly", 1 << bit)
+            self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
         of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
         lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
         low, high = self.reduce("min", lows), self.reduce("max", highs)
