@@ -126,11 +126,12 @@ class ListProgram(CtaProgram):
         def visit(see):
             pairs = 2 * self.plan.threads  # entries that all threads load together
             with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
-                for first in (0, pairs):
-                    words, number = [self.fresh("s32") for _ in range(4)], entry + first
-                    self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=number < self.n)
-                    see(self.min(self.key(words[0]), high), number < self.n)
-                    see(self.min(self.key(words[2]), high), number + 1 < self.n)
+                beyond = entry + pairs < self.n
+                for first, inside in ((0, None), (pairs, beyond)):
+                    words = [self.fresh("s32") for _ in range(4)]
+                    self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=inside)
+                    see(self.min(self.key(words[0]), high), inside)
+                    see(self.min(self.key(words[2]), high), entry + (first + 1) < self.n)
 
         with self.loop() as leave:
             found, above, _ = self.find(visit, self.floor, high, rank, rank)

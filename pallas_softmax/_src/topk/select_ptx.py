@@ -138,8 +138,8 @@ class SelectProgram(ListProgram):
         rank = self.convert(rank, "u32")
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
-        # Each thread, or each group of lanes, has an element that reaches the least of their largest elements. There must
-        # be as many groups as `rank`; larger groups leave fewer elements to search.
+        # Each thread, or each group of lanes, has an element that reaches the least of their largest elements. There
+        # must be `rank` groups; larger groups leave fewer elements to search.
         low = self.var(self.select(rank <= plan.threads, largest, least))
         for bit in range(_log2(LANES)):
             larger = self.shuffle(low, "bfly", 1 << bit)
