@@ -85,7 +85,7 @@ def lowest_value(dtype):
 
 
 def _kept_winners(residuals, where, lengths):
-    """Returns which winners are not masked; on a mesh, among those of the shard. None if all are."""
+    """Returns which winners are not masked, on a mesh among the winners in the shard; None if all are."""
     operand, indices = residuals
     kept = None if lengths is None else indices < lengths
     if where is None:
