@@ -42,7 +42,7 @@ class SelectPlan:
     scratch starts with two sets of one word for each warp; then there are more words, and the histogram:
 
         byte     0       64      128     192        256        320      384       512
-                 sums    sums    turns   counts     gathered   -        extremes  histogram
+                 sums    sums    turns   counts     gathered   picked   extremes  histogram
     """
 
     vocab: int
@@ -52,7 +52,7 @@ class SelectPlan:
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
 
-    turns, counts, gathered, extremes, histogram = 128, 192, 256, 384, 512
+    turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
     scratch_bytes = histogram + 4 * BUCKETS
 
     @property

@@ -38,7 +38,7 @@ from pallas_softmax._src.sort_keys import lowest_key
 from pallas_softmax._src.topk.select_plan import BUCKETS, CHUNK, PREFETCHED, THREAD_ELEMENTS, SelectPlan
 
 _ENTRY = 8  # bytes of an entry
-_LOWEST, _HIGHEST = -(2**31), 2**31 - 1
+_ENTRIES = 2  # that a thread handles at once
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
 _TOGGLE = 64  # bytes between the two sets of sums of warps
 _SYNC = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"  # also shows writes to other CTAs
@@ -73,8 +73,9 @@ class SelectProgram(CtaProgram):
         self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
         self.own = self.warp * (LANES * self.loads) + self.lane  # the thread's first vector in a block
-        self.lowest = lowest_key(dtype)
+        self.lowest, self.highest = lowest_key(dtype), ~lowest_key(dtype)
         self.floor, self.n = self.var(self.lowest, "s32"), self.var(0, "u32")
+        self.greatest = self.var(self.highest, "s32")  # of the sample
 
     # --- Elements
 
@@ -163,16 +164,10 @@ class SelectProgram(CtaProgram):
         At most `enough` keys reach the range, unless it is a single key. visit(see) calls see(key, when) for each key.
         """
         keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
-        histogram = self.scratch + self.plan.histogram
+        histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
+        each = BUCKETS // LANES
 
         def one_round(bucket_of):
-            self.barrier()
-            zero = self.var(0, "u32")
-            for first in range(0, BUCKETS, self.plan.threads):
-                clears = self.thread < BUCKETS - first
-                self.store(self.at(histogram, self.thread, 4), zero, offset=4 * first, when=clears)
-            self.barrier()
-
             def see(key, when=None):
                 bucket, inside = bucket_of(key)
                 counts = inside if when is None else inside & when
@@ -180,15 +175,27 @@ class SelectProgram(CtaProgram):
 
             visit(see)
             self.barrier()
-            each = BUCKETS // LANES
-            sums = self.load_vector(self.at(histogram, self.lane, 4 * each), "u32", each)
-            bucket, rest = bucket_that_reaches(self, sums, rank - above)
-            self.set(above, rank - rest)
-            self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
+            with self.when(self.warp.equals(0)):
+                sums = self.load_vector(self.at(histogram, self.lane, 4 * each), "u32", each)
+                bucket, rest = bucket_that_reaches(self, sums, rank - above)
+                self.set(above, rank - rest)
+                self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
+                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)
+                self.clear_histogram()
+            self.barrier()
+            bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
+            self.set(above, new_above)
+            self.set(reach, new_reach)
             return bucket
 
         narrow(self, keys, BUCKETS, one_round, stop=lambda: reach <= enough)
         return keys, above, reach
+
+    def clear_histogram(self) -> None:
+        """Clears the histogram, by one warp."""
+        at = self.at(self.scratch + self.plan.histogram, self.lane, ACCESS_BYTES)
+        for first in range(0, 4 * BUCKETS, LANES * ACCESS_BYTES):
+            self.store(at, 0, 0, 0, 0, offset=first)
 
     def sample(self) -> None:
         """Sets the floor to just below a sampled element that few more than k elements should reach.
@@ -213,17 +220,14 @@ class SelectProgram(CtaProgram):
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
         # Each thread has an element that reaches the least of the threads' largest elements.
         low = self.select(rank <= plan.threads, largest, least)
-        low, high = self.extremes(low, largest)
+        of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
+        lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
+        low, high = self.reduce("min", lows), self.reduce("max", highs)
+        self.set(self.greatest, high)
         enough = rank + (rank >> 3)
         found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
         self.set(self.floor, found.high - found.extent.bits("s32"))
         self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
-
-    def extremes(self, low: Value, high: Value) -> tuple[Value, Value]:
-        """Returns the least `low` and the greatest `high` of all threads."""
-        of_warp = [self.over_lanes("min", low), self.over_lanes("max", high)]
-        lows, highs = self.of_warps(of_warp, self.scratch + self.plan.extremes, lane=0)
-        return self.reduce("min", lows), self.reduce("max", highs)
 
     # --- The list
 
@@ -313,7 +317,7 @@ class SelectProgram(CtaProgram):
         with self.each(0, self.warps) as turn:
             of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
             with self.when(self.n > self.plan.room - CHUNK):
-                self.compact()
+                self.compact_list()
             with self.when(self.warp.equals(turn)):
                 before, upto = self.count(words)
                 self.append(words, at, self.n, before, upto)
@@ -321,54 +325,61 @@ class SelectProgram(CtaProgram):
             self.barrier()
             self.increase(self.n, self.load(of_turn, "u32"))
 
-    def compact(self) -> None:
-        """Keeps the k best of more than k entries, in the same order, and raises the floor."""
-        k, step = self.plan.k, 2 * self.plan.threads
-        low, high = self.var(_HIGHEST, "s32"), self.var(_LOWEST, "s32")
+    def last_key(self) -> tuple[KeyRange, Value]:
+        """Returns a range of keys whose greatest ones, and all keys above it, are k entries; and how many are above."""
+        rank, high = self.var(self.plan.k, "u32"), self.var(self.greatest)
 
         def visit(see):
-            with self.each(self.thread * 2, self.n, step) as entry:
+            with self.each(self.thread * 2, self.n, 2 * self.plan.threads) as entry:
                 bits, _, other, _ = self.load_vector(self.entry(entry), "s32", 4)
-                see(self.key(bits))
-                see(self.key(other), entry + 1 < self.n)
+                see(self.min(self.key(bits), high))
+                see(self.min(self.key(other), high), entry + 1 < self.n)
 
-        def see(key, when=None):
-            self.update(low, "min", key, when)
-            self.update(high, "max", key, when)
+        with self.loop() as leave:
+            found, above, _ = self.find(visit, self.floor, high, rank, rank)
+            # Greater keys than `high` counted as `high`.
+            leave((found.high < high) | high.equals(self.highest))
+            self.set(high, self.highest)
+        return found, above
 
-        visit(see)
-        rank = self.var(k, "u32")
-        found, above, _ = self.find(visit, *self.extremes(low, high), rank, rank)
-        room = rank - above  # for entries in the range that was found
-        wins, ties = self.var(0, "u32"), self.var(0, "u32")
-        with self.each(0, self.n, step) as first:
-            number = self.multiply_add(self.thread, 2, first)
-            words = [self.fresh("s32") for _ in range(4)]
-            self.load_into(words, self.entry(number), when=number < self.n)
-            entries, counts = [], self.var(0, "u32")
-            for i in range(2):
-                key = self.key(words[2 * i])
-                wins_i = (number + i < self.n) & (key > found.high)
-                ties_i = (number + i < self.n) & (found.distance(key) <= found.extent)
-                self.increase(counts, 1, when=wins_i)
-                self.increase(counts, 1 << 16, when=ties_i)
-                entries.append((wins_i, ties_i))
-            before, upto = self.scan(counts)
-            lower, all_ = self.over_cta(upto)  # now all have loaded their entries
-            before = before + lower
-            win, tie = wins + (before & 0xFFFF), ties + (before >> 16)
-            for i, (wins_i, ties_i) in enumerate(entries):
-                to = self.entry(win + self.min(tie, room))
-                kept = wins_i | (ties_i & (tie < room))
-                self.store(to, words[2 * i], words[2 * i + 1], when=kept)
-                win, tie = self.var(win), self.var(tie)
-                self.increase(win, 1, when=wins_i)
-                self.increase(tie, 1, when=ties_i)
+    def compact(self, put: Callable[..., None]) -> None:
+        """Passes the k best of more than k entries to put(number, bits, index, when), in the same order.
+
+        An entry's new number is not greater than its old one, and is passed when the old entry has been read.
+        """
+        found, above = self.last_key()
+        room = self.plan.k - above  # for entries in the range that was found
+        wins, ties, lower_lanes = self.var(0, "u32"), self.var(0, "u32"), self.special("lanemask_lt")
+        with self.each(0, self.n, _ENTRIES * self.plan.threads) as first:
+            number = first + self.warp * (_ENTRIES * LANES) + self.lane
+            entries, win_counts, tie_counts = [], [], []
+            for i in range(_ENTRIES):
+                exists, (bits, index) = number + LANES * i < self.n, (self.fresh("s32") for _ in range(2))
+                self.load_into([bits, index], self.entry(number), offset=_ENTRY * LANES * i, when=exists)
+                key = self.key(bits)
+                wins_i = exists & (key > found.high)
+                ties_i = exists & (found.distance(key) <= found.extent)
+                of_warp = self.ballot(wins_i), self.ballot(ties_i)
+                win_counts.append(self.count_ones(of_warp[0]))
+                tie_counts.append(self.count_ones(of_warp[1]))
+                entries.append((bits, index, wins_i, ties_i, *of_warp))
+            counts = self.reduce("add", win_counts) + (self.reduce("add", tie_counts) << 16)
+            lower, all_ = self.over_cta(counts)  # now all have read their entries
+            win, tie = wins + (lower & 0xFFFF), ties + (lower >> 16)
+            for i, (bits, index, wins_i, ties_i, wins_warp, ties_warp) in enumerate(entries):
+                own_tie = tie + self.count_ones(ties_warp & lower_lanes)
+                to = win + self.count_ones(wins_warp & lower_lanes) + self.min(own_tie, room)
+                put(to, bits, index, when=wins_i | (ties_i & (own_tie < room)))
+                win, tie = win + win_counts[i], tie + tie_counts[i]
             self.increase(wins, all_ & 0xFFFF)
             self.increase(ties, all_ >> 16)
-        self.barrier()
-        self.set(self.n, k)
         self.set(self.floor, self.max(self.floor, found.high - found.extent.bits("s32")))
+
+    def compact_list(self) -> None:
+        """Keeps the k best of more than k entries, and raises the floor."""
+        self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
+        self.barrier()
+        self.set(self.n, self.plan.k)
 
     # --- The cluster
 
@@ -403,38 +414,34 @@ class SelectProgram(CtaProgram):
             leave(last >= self.ctas)
             with self.when(self.part.equals(0)):
                 self.set(self.n, base)
-                self.compact()
+                self.compact_list()
             self.set(base, self.plan.k)
             self.set(appended, last)
             self += _SYNC
         self.set(self.n, base, when=self.part.equals(0))
 
-    def compact_if_long(self) -> None:
-        """Keeps at most k entries."""
-        with self.when(self.n > self.plan.k):
-            self.compact()
-
     # --- The results
 
     def write_results(self) -> None:
-        """Writes the values and indices of the list, and fills the rest."""
+        """Writes the values and indices of the k best of the list, and fills the rest."""
         k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
 
-        def put(number, bits, index):
+        def put(number, bits, index, when=None):
             value = self.convert(bits.bits("u32") >> 16, "u16") if self.element.halves else bits
-            self.store(values + self.multiply_wide(number, itemsize), value, space="global")
-            self.store(indices + self.multiply_wide(number, 4), index, space="global")
+            self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
+            self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
 
-        with self.each(self.thread, self.n, self.plan.threads) as number:
-            put(number, *self.load_vector(self.entry(number), "s32", 2))
-        with self.each(self.n + self.thread, k, self.plan.threads) as number:
-            index = self.missing(number - self.n)
-            bits = self.var(-1, "s32")
-            if self.fill_bits is not None:
-                self.set(bits, self.fill_bits)
-            put(number, bits, index)
+        with self.block() as done:
+            with self.when(self.n > k):
+                self.compact(put)
+                done()
+            with self.each(self.thread, self.n, self.plan.threads) as number:
+                put(number, *self.load_vector(self.entry(number), "s32", 2))
+            with self.each(self.n + self.thread, k, self.plan.threads) as number:
+                index = self.missing(number - self.n)
+                put(number, self.var(-1 if self.fill_bits is None else self.fill_bits, "s32"), index)
 
     def missing(self, number: Value) -> Value:
         """Returns index `number` of those that the list lacks. Before entry i, it lacks index - i numbers."""
@@ -455,6 +462,9 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
         p.prefetch(p.first, PREFETCHED)
+    with p.when(p.warp.equals(0)):
+        p.clear_histogram()
+    p.barrier()
     with p.when(p.length > plan.capacity):
         p.sample()
     gathered = p.var(False, "pred")
@@ -472,7 +482,6 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
         p.set(p.floor, p.lowest)  # the sample misled
         p.set(p.n, 0)
     with p.when(p.part.equals(0)):
-        p.compact_if_long()
         p.write_results()
     return p
 
