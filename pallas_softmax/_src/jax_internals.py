@@ -33,7 +33,7 @@ def stage_constants() -> contextlib.AbstractContextManager:
     )
 
 
-def as_weak_as(x: jax.Array, like: jax.Array) -> jax.Array:
+def as_weak_as(x: jax.Array, like: jax.Array) -> Any:
     """Returns `x`, with a weak type if `like` has one. No public function of JAX makes a weak type."""
     return _convert_element_type(x, x.dtype, weak_type=True) if like.weak_type else x
 

@@ -126,6 +126,15 @@ def test_random_top_k(implementation, capsys):
     count, each = (20, 250) if implementation == "triton" else (60, 350)
     total = 0
     shapes = list(random_shapes(count, MAX_K[implementation]))
+
+    def compile_it(shape):
+        _, v, k, dtype, pattern, _, rows, _ = shapes[shape]
+        where = None if pattern is None else cases.broadcast_mask(pattern, (rows, v))
+        lengths = None if shape % 3 else np.zeros(rows, np.int32)
+        top_k(implementation, np.zeros((rows, v), dtype), k, where, lengths, bool(shape % 2))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(compile_it, range(count)))
     with ThreadPoolExecutor() as pool:
         for shape, (rng, v, k, dtype, pattern, _, rows, _) in enumerate(shapes):
             is_sorted, has_lengths = bool(shape % 2), shape % 3 == 0

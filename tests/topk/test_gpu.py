@@ -117,7 +117,7 @@ def test_top_k(implementation, case, mode, many):
 @pytest.mark.parametrize(("v", "k"), [(100, 100), (1000, 7), (25000, 64), (131072, 2048)])
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "uint16", "int8", "uint8", "bool"])
 def test_top_k_of_integers(v, k, dtype):
-    """Of the whole range, with ties. As floats, some of them are NaNs, infinities and subnormal numbers."""
+    """The numbers cover the whole range. As floats, some are NaNs, infinities and subnormal numbers."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 2, (9, v)).astype(bool)
     if dtype != "bool":

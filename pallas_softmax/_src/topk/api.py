@@ -122,7 +122,7 @@ def top_k(
       operand: array of floats, integers or booleans, of any shape with at least one dimension.
       k: static int, 0 <= k <= operand.shape[axis]; or a symbolic dimension, as for `fused_topk`.
       axis: the axis of a row; in the result it has size k.
-      is_stable: for `jax.lax.top_k`'s sake. Of equal entries, the one with the lower index always comes first.
+      is_stable: accepted as in `jax.lax.top_k`. Among equal entries, the lower index comes first in any case.
       where: boolean, broadcastable to `operand`. A masked position is chosen only when fewer than k are unmasked.
       lengths: integers that broadcast to the shape of `operand` without `axis`: only the first so many entries of a row
         count, as if `where` were False after them. A negative length is 0.

@@ -183,7 +183,8 @@ def _arrive(
         carry = lax.fori_loop(0, window.full, full_step, carry)
     if window.rest:
         carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
-    return None if scale is None else normalizers.combine_lanes(carry[0], scale=scale)
+    lane, _ = carry
+    return None if lane is None else normalizers.combine_lanes(lane, scale=scale)
 
 
 # --- The search

@@ -85,7 +85,7 @@ def lowest_value(dtype):
 
 
 def _kept_winners(residuals, where, lengths):
-    """Returns which winners are not masked; on a mesh, among those of the shard. None if all are."""
+    """Returns which winners are not masked, on a mesh among the winners in the shard; None if all are."""
     operand, indices = residuals
     kept = None if lengths is None else indices < lengths
     if where is None:
@@ -101,30 +101,28 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
 
     The residuals are the operand, for its shape alone, and the winners' indices in the whole row.
     """
-    operand, indices, lengths = _of_shard(*residuals, lengths, mesh_axes)
+    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
     g = masked(g, _kept_winners((operand, indices), where, lengths), 0)
     return (put(jnp.zeros_like(operand, operand.dtype), indices, g),)
 
 
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
-    operand, indices, lengths = _of_shard(*residuals, lengths, mesh_axes)
+    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
     dvalues = jnp.take_along_axis(dx, indices, -1, mode="fill", fill_value=0)
     dvalues = masked(dvalues, _kept_winners((operand, indices), where, lengths), 0)
     return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
 
 
-def _of_shard(operand, indices, lengths, mesh_axes):
-    """Returns the arguments, with indices and lengths that count in this device's shard of each row."""
+def _of_shard(residuals, lengths, mesh_axes):
+    """Returns the residuals and the lengths, with indices and lengths that count in this device's shard of each row."""
+    operand, indices = residuals
     if not mesh_axes:
         return operand, indices, lengths
     vocab = operand.shape[-1]
     first = lax.axis_index(mesh_axes) * vocab
-    return (
-        operand,
-        indices_in_shard(indices, vocab, mesh_axes)[0],
-        None if lengths is None else lengths - first,
-    )
+    indices, _ = indices_in_shard(indices, vocab, mesh_axes)
+    return operand, indices, None if lengths is None else lengths - first
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
