@@ -56,7 +56,7 @@ TOPK = [
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
     (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
 ]
-# Selections, of the first rows that `select.rows_of` has: one CTA, and clusters whose lists overflow.
+# (plan, dtype, masked) of selections: one CTA, and clusters. Lists overflow.
 SELECT = [
     (SelectPlan(5003, 300, 1, 2, 2048, 1), "float32", False),
     (SelectPlan(9001, 700, 4, 1, 2112, 1), "bfloat16", True),

@@ -120,7 +120,10 @@ class ListProgram(CtaProgram):
     # --- The k best
 
     def last_key(self) -> tuple[KeyRange, Value]:
-        """Returns a range of keys whose greatest ones, and all keys above it, are k entries; and how many are above."""
+        """Returns a range of keys that has the k-th greatest key, and the number of entries above the range.
+
+        The range has one key, or exactly k entries reach it.
+        """
         rank, high = self.var(self.plan.k, "u32"), self.var(self.greatest)
 
         def visit(see):

@@ -34,7 +34,8 @@ MULTIPROCESSORS = 132
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: one block
 
-THREAD_ELEMENTS = 16  # of a block; two blocks are in registers, one of them still arriving
+# With more elements, a thread would have more than 64 registers, and fewer than four CTAs would run at once.
+THREAD_ELEMENTS = 16  # of a block
 CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
 LEAST_CAPACITY = 2_048
 BUCKETS = 256  # of a round of `narrow`

@@ -194,7 +194,7 @@ class SelectProgram(ListProgram):
     def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
         """Returns how many elements are above the floor in the lower lanes, and up to this lane.
 
-        The numbers have a field for each vector of a thread: 4 of 8 bits, or 2 of 16 bits.
+        The numbers have a field for each vector of a thread: 4 fields with 8 bits, or 2 fields with 16 bits.
         """
         counts = []
         for j in range(self.loads):
@@ -214,7 +214,7 @@ class SelectProgram(ListProgram):
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
     def append(self, words, at: Value, n: Value, before: Value, upto: Value, ties: bool = False) -> None:
-        """Writes the warp's elements that count to entries n, n + 1, ... Of ties, only up to entry k."""
+        """Writes the warp's elements that count to entries n, n + 1, ... Ties end at entry k."""
         of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
         first, end = (at + self.own) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
         for j in range(self.loads):
@@ -231,7 +231,7 @@ class SelectProgram(ListProgram):
             n = n + self.field(of_warp, j)
 
     def append_by_warps(self, words, at: Value) -> None:
-        """Appends a block whose elements do not all fit: warp by warp, and compacts the list if it is full."""
+        """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
         with self.each(0, self.warps) as turn:
             of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
             with self.when(self.n > self.plan.room - CHUNK):
