@@ -13,8 +13,8 @@
     list                           8 9 7
 
 If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
-list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample misled,
-and everything starts again with the lowest floor.
+list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample
+misled, and everything starts again with the lowest floor.
 
 A list is in the order of the row. So among ties at the last key the first ones win, and an element after a compacted
 list must exceed its last key. The result is exact for every row; rows in unusual orders take more time.
