@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
 from tests.support.calls import DTYPES
@@ -103,21 +104,43 @@ def test_lowering(rows, v, k, dtype, masked):
 
 
 @pytest.mark.parametrize(
-    ("rows", "v", "ctas", "warpgroups"),
+    ("rows", "v", "k", "dtype", "ctas", "warpgroups"),
     [
-        (1, 131072, 16, 4),
-        (8, 131072, 8, 4),
-        (64, 32768, 2, 4),
-        (64, 1_048_576, 2, 4),
-        (100, 131072, 1, 4),
-        (256, 131072, 1, 2),
-        (4096, 8192, 1, 2),
-        (1, 8192, 1, 4),
+        (1, 131072, 2048, "float32", 16, 4),
+        (8, 131072, 2048, "float32", 8, 4),
+        (64, 32768, 2048, "float32", 2, 4),
+        (64, 1_048_576, 2048, "bfloat16", 2, 4),
+        (100, 131072, 2048, "float32", 1, 4),
+        (256, 131072, 2048, "float32", 1, 2),
+        (256, 131072, 2048, "bfloat16", 2, 2),
+        (4096, 8192, 2048, "bfloat16", 1, 2),
+        (4096, 8192, 512, "bfloat16", 1, 1),
+        (4096, 8192, 512, "float32", 1, 2),
+        (1, 8192, 2048, "float32", 1, 4),
     ],
 )
-def test_few_and_many_rows(rows, v, ctas, warpgroups):
-    plan = plan_selection(rows, v, 2048, "float32", HOPPER)
+def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
+    plan = plan_selection(rows, v, k, dtype, HOPPER)
     assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "in_order", "kernel"),
+    [
+        (64, 32768, 2048, False, "top_k_select"),
+        (64, 32768, 2048, True, "top_k"),
+        (64, 131072, 2048, True, "top_k_select"),
+        (64, 131072, 128, False, "top_k"),
+        (64, 8192, 4096, True, "top_k_select"),
+    ],
+)
+def test_choice(rows, v, k, in_order, kernel):
+    """Winners are selected where they need no order, where many are few of a long row, or where they are too many."""
+
+    def f(x):
+        return ps.top_k(x, k, sorted=in_order, implementation="mosaic_gpu")
+
+    assert kernel_names(lowered(f, array(rows, v)))[0] == kernel
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -136,4 +159,4 @@ def test_plans(capability):
                     a, b = plan.rank(itemsize)
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)
-                    assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)
+                    assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 528)

@@ -18,20 +18,25 @@ from pallas_softmax._src.gpu.hardware import (
 MAX_SELECTED = 4_096  # winners
 MIN_VOCAB = 2_048  # elements of a row
 
-# Times on an H100, float32, k = 2,048, in microseconds, by the CTAs of a row and the warpgroups of a CTA:
+# Times on an H100, k = 2,048, in microseconds, by the CTAs of a row and the warpgroups of a CTA:
 #
-#     rows x V          16, 4   8, 4   8, 2   4, 4   4, 2   2, 4   2, 2   1, 2
-#     1 x 131,072         8.8
-#     8 x 131,072                9.5
-#     64 x 32,768                      16.5   17.1   12.4          11.4
-#     64 x 131,072                     25.6          19.0   17.2   22.6
-#     64 x 1,048,576                  122.9  143.8  116.6  112.2
-#     256 x 131,072                                  64.9          72.2   63.0
+#     rows x V                 16, 4   8, 4   8, 2   4, 2   2, 4   2, 2   1, 4   1, 2   1, 1
+#     1 x 131,072                8.2
+#     8 x 131,072                       9.2
+#     64 x 32,768                                    11.9    9.5   11.2    9.7
+#     64 x 131,072                             25.6  19.0   16.3   22.6
+#     64 x 1,048,576                          122.9 116.6  112.9
+#     256 x 131,072                                                72.2          62.6
+#     256 x 131,072, bfloat16                                      38.1          45.8
+#     4096 x 8,192, k = 512                                                      64.1   67.2
+#     the same, bfloat16                                                         53.0   43.7
 #
 # So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
-# four CTAs share a multiprocessor: some search while others read.
+# four CTAs share a multiprocessor: some search while others read. 16-bit rows take less time to read than to process,
+# so they need more warps.
 MULTIPROCESSORS = 132
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
+SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: one block
 
 # With more elements, a thread would have more than 64 registers, and fewer than four CTAs would run at once.
@@ -106,6 +111,11 @@ def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, 
     most = min(MAX_CLUSTER[capability[0]], full_clusters, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most, 1).bit_length() - 1
     warpgroups = MANY_WARPGROUPS if rows * ctas <= MULTIPROCESSORS else FEW_WARPGROUPS
+    if itemsize == 2 and warpgroups == FEW_WARPGROUPS:
+        if 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
+            warpgroups = 1
+        elif rows <= 2 * MULTIPROCESSORS and vocab >= 2 * MIN_PART:
+            ctas = 2
     capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
