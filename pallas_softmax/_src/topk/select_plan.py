@@ -27,13 +27,13 @@ MIN_VOCAB = 2_048  # elements of a row
 #     64 x 131,072                             25.6  19.0   16.3   22.6
 #     64 x 1,048,576                          122.9 116.6  112.9
 #     256 x 131,072                                                72.2          62.6
-#     256 x 131,072, bfloat16                                      38.1          45.8
+#     256 x 131,072, bfloat16                                      51.4          46.1
 #     4096 x 8,192, k = 512                                                      64.1   67.2
-#     the same, bfloat16                                                         53.0   43.7
+#     the same, bfloat16                                                         53.5   43.9
 #
 # So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
-# four CTAs share a multiprocessor: some search while others read. 16-bit rows take less time to read than to process,
-# so they need more warps.
+# four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
+# search, so more and smaller CTAs pay off.
 MULTIPROCESSORS = 132
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
@@ -111,11 +111,8 @@ def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, 
     most = min(MAX_CLUSTER[capability[0]], full_clusters, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most, 1).bit_length() - 1
     warpgroups = MANY_WARPGROUPS if rows * ctas <= MULTIPROCESSORS else FEW_WARPGROUPS
-    if itemsize == 2 and warpgroups == FEW_WARPGROUPS:
-        if 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
-            warpgroups = 1
-        elif rows <= 2 * MULTIPROCESSORS and vocab >= 2 * MIN_PART:
-            ctas = 2
+    if itemsize == 2 and warpgroups == FEW_WARPGROUPS and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
+        warpgroups = 1
     capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
