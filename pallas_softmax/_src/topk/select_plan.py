@@ -31,6 +31,7 @@ MIN_VOCAB = 2_048  # elements of a row
 #     4096 x 8,192, k = 512                                                      64.1   67.2
 #     the same, bfloat16                                                         53.5   43.9
 #
+# The columns 8, 2 and 4, 2 and 2, 2 are from earlier runs of a slightly slower program, except for 64 x 32,768.
 # So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
 # four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
 # search, so more and smaller CTAs pay off.
