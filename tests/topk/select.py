@@ -121,6 +121,8 @@ PLANS = [
     (SelectPlan(2500, 2048, 1, 2, 2528, 1), "bfloat16"),
     (SelectPlan(70000, 100, 16, 2, 2048, 4), "float32"),
     (SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"),
+    (SelectPlan(20001, 5, 2, 4, 2048, 4), "float32"),
+    (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"),
 ]
 
 

@@ -59,9 +59,30 @@ def test_few_steps():
     assert max(steps.values()) < 1.5 * steps["normal"], steps
 
 
+@pytest.mark.parametrize("k", [1, 8])
+def test_few_winners_of_a_length(k):
+    """The program reads no more than the length: what follows makes no difference, and a short length is few steps."""
+    plan = plan_selection(4096, 200_000, k, "float32", HOPPER)
+    rows = rows_of(plan.vocab, k, np.dtype("float32"))
+    fill, steps = np.array(-np.inf, np.float32), {}
+    for name, length in (
+        ("normal", 200_000),
+        ("normal", 4000),
+        ("normal", 0),
+        ("special", 3001),
+        ("constant", 9000),
+    ):
+        x = np.where(np.arange(plan.vocab) < length, rows[name], np.inf).astype(np.float32)
+        values, indices, steps[name, length] = machine_select(plan, x, length=length, fill=fill, offset=1)
+        assert_selected(values, indices, x, k, kept_of(x[None], None, [length])[0], fill, name)
+    assert steps["normal", 4000] < 0.2 * steps["normal", 200_000], steps
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
-    ("v", "k", "dtype"), first(1, [(2500, 700, "float32"), (2048, 2048, "bfloat16")]), ids=str
+    ("v", "k", "dtype"),
+    first(1, [(2500, 700, "float32"), (2048, 2048, "bfloat16"), (2100, 5, "float16")]),
+    ids=str,
 )
 def test_kernel(v, k, dtype, in_order):
     plan = plan_selection(4, v, k, dtype, HOPPER)
@@ -125,22 +146,34 @@ def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
 
 
 @pytest.mark.parametrize(
-    ("rows", "v", "k", "in_order", "kernel"),
+    ("rows", "v", "k", "in_order", "has_lengths", "kernel"),
     [
-        (64, 32768, 2048, False, "top_k_select"),
-        (64, 32768, 2048, True, "top_k"),
-        (64, 131072, 2048, True, "top_k_select"),
-        (64, 131072, 128, False, "top_k"),
-        (64, 8192, 4096, True, "top_k_select"),
+        (64, 32768, 2048, False, False, "top_k_select"),
+        (64, 32768, 2048, True, False, "top_k"),
+        (64, 131072, 2048, True, False, "top_k_select"),
+        (64, 131072, 128, False, False, "top_k"),
+        (64, 8192, 4096, True, False, "top_k_select"),
+        (64, 8192, 1, True, True, "top_k_select"),
+        (64, 32768, 2048, True, True, "top_k_select"),
+        (1, 131072, 2048, True, True, "top_k_select"),
+        (64, MIN_VOCAB, 5, False, True, "top_k_select"),
+        (64, MIN_VOCAB - 1, 5, False, True, "top_k"),
     ],
 )
-def test_choice(rows, v, k, in_order, kernel):
-    """Winners are selected where they need no order, where many are few of a long row, or where they are too many."""
+def test_choice(rows, v, k, in_order, has_lengths, kernel):
+    """Winners are selected where they need no order, where many are few of a long row, or where they are too many.
 
-    def f(x):
-        return ps.top_k(x, k, sorted=in_order, implementation="mosaic_gpu")
+    With lengths, they are selected in all rows that are not short. XLA is no better choice then.
+    """
 
-    assert kernel_names(lowered(f, array(rows, v)))[0] == kernel
+    def f(x, lengths):
+        return ps.top_k(x, k, lengths=lengths, sorted=in_order, implementation="mosaic_gpu")
+
+    x, lengths = array(rows, v), array(rows, dtype="int32") if has_lengths else None
+    assert kernel_names(lowered(f, x, lengths))[0] == kernel
+    if has_lengths:
+        (choice,) = ps.explain(lambda x, n: ps.top_k(x, k, lengths=n, sorted=in_order), x, lengths)
+        assert choice.cuda == "mosaic_gpu"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -148,7 +181,7 @@ def test_plans(capability):
     """Every list has room for the winners and a chunk, and for what the sample's bound lets through."""
     for rows in (1, 7, 8, 64, 256, 4096):
         for v in (MIN_VOCAB, 5001, 8192, 131072, 1_048_576, 10_000_000):
-            for k in (129, 512, 2048, MAX_SELECTED):
+            for k in (1, 8, 129, 2048, MAX_SELECTED):
                 for dtype in DTYPES:
                     plan = plan_selection(rows, v, k, dtype, capability)
                     if plan is None:

@@ -59,11 +59,15 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
 
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns."""
+    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns.
+
+    A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows.
+    """
     ordering, k = plan(call, capability), call.k or 0
-    is_better = not isinstance(ordering, Tile) and (not call.sorted or _sorts_selected(call, k))
+    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
+    is_better = call.lengths or (many and (not call.sorted or _sorts_selected(call, k)))
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason or k < MIN_SELECTED or not (is_better or isinstance(ordering, Refusal)):
+    if reason or not (is_better or isinstance(ordering, Refusal)):
         return ordering
     return plan_selection(call.rows, call.vocab, k, call.dtype, capability) or ordering
 
@@ -78,8 +82,8 @@ def _sorts_selected(call: Call, k: int) -> bool:
 
 
 def slower_select(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not. It is not where winners need no order."""
-    return slower(call) if call.sorted else None
+    """Returns why XLA is faster; None if it is not. It is not where winners need no order, or rows have lengths."""
+    return slower(call) if call.sorted and not call.lengths else None
 
 
 def select(plan, operand, where, lengths, *, k, sorted):
