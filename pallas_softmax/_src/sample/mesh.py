@@ -84,7 +84,7 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     divisor = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
     d = jnp.where(m == -jnp.inf, 0, shard.sum(jnp.exp((x - m) / divisor)))
     top = jnp.max(wide_logits(logits), -1, keepdims=True, where=where, initial=_lowest(logits))
-    kept = is_kept(logits, where, key, index, row)
+    kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     perturbed = jnp.where(kept, scaled(as_float(logits), temperature, temperature == 0) + noise, -jnp.inf)
     best = shard.max(perturbed)
     drawn = shard.min(jnp.where(perturbed == best, shard.indices(x.ndim), shard.vocab - 1))
