@@ -21,17 +21,17 @@ from pallas_softmax._src.topk.select_ptx import select_program
 from pallas_softmax._src.topk.xla import TopK
 
 
-def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool, fill=None) -> TopK:
+def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool) -> TopK:
     """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k do, the
-    others come last, in the order of their indices, with the value `fill`; by default -inf. `lengths` is (rows,) or
-    (1,) int32, or None. Without `sorted`, the same winners come in the same order in each run.
+    others come last, as -inf, in the order of their indices. `lengths` is (rows,) or (1,) int32, or None. Without
+    `sorted`, the same winners come in the same order in each run.
     """
     if mask is not None and mask.array.shape[1] == 1:  # a row counts as a whole or not at all
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
-    fill = np.array(-np.inf if fill is None else fill, x.dtype)
+    fill = np.array(-np.inf, x.dtype)
     keeps_all = lowest_last = mask is None and lengths is None
     if sorted:
         lowest_last = True  # so that the order puts the others last
