@@ -6,7 +6,7 @@ program, and its --help lists its flags:
 
 benchmarks.quick_start      Are five calls right, and how fast are they here?
 benchmarks.softmax          How fast are softmax, log_softmax and logsumexp?
-benchmarks.topk             How fast is fused_topk?
+benchmarks.topk             How fast are fused_topk and top_k?
 benchmarks.paper            Do the paper's figures hold?
 benchmarks.accuracy         How many ulps off are our results and XLA's?
 benchmarks.programs         How much time do whole programs save?

@@ -1,12 +1,18 @@
-"""How fast is fused_topk? python -m benchmarks.topk --flagfile=configs/topk_targets.flags."""
+"""How fast are fused_topk and top_k? python -m benchmarks.topk --flagfile=configs/topk_targets.flags.
 
+With --top_k, as in configs/select.flags, it is top_k: the winners as they are, without a softmax.
+"""
+
+import dataclasses
 import functools
 import inspect
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import app
+from absl.flags import DEFINE_boolean
 from jax import lax
 
 import pallas_softmax
@@ -27,9 +33,7 @@ def _jax_stable(x: jax.Array, k: int) -> Any:
 
 
 def _jax_unstable(x: jax.Array, k: int) -> Any:
-    if "is_stable" not in inspect.signature(lax.top_k).parameters:
-        raise NotImplementedError(f"lax.top_k of jax {jax.__version__} has no is_stable")
-    return lax.top_k(jax.nn.softmax(x), k, is_stable=False)
+    return _lax_unstable(jax.nn.softmax(x), k=k)
 
 
 def _jax_raft(x: jax.Array, k: int) -> Any:
@@ -40,6 +44,47 @@ def _jax_raft(x: jax.Array, k: int) -> Any:
 
 def _torch(x: Any, k: int) -> Any:
     return x.softmax(dim=-1).topk(k, dim=-1)
+
+
+# --- top_k, without a softmax
+
+
+def _top_k(x: jax.Array, lengths: jax.Array | None = None, **options: Any) -> Any:
+    return pallas_softmax.top_k(x, lengths=lengths, **options)
+
+
+def _fused(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> Any:
+    if lengths is not None:
+        raise NotImplementedError("fused_topk takes no lengths")
+    # probabilities are no answer here: the table shows the time
+    return None, pallas_softmax.fused_topk(x, k).indices
+
+
+def _within(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Returns the elements of each row before its length, and -inf."""
+    return x if lengths is None else jnp.where(jnp.arange(x.shape[-1]) < lengths[:, None], x, -jnp.inf)
+
+
+def _lax_stable(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> Any:
+    return lax.top_k(_within(x, lengths), k)
+
+
+def _lax_unstable(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> Any:
+    if "is_stable" not in inspect.signature(lax.top_k).parameters:
+        raise NotImplementedError(f"lax.top_k of jax {jax.__version__} has no is_stable")
+    return lax.top_k(_within(x, lengths), k, is_stable=False)
+
+
+def _torch_topk(x: Any, k: int, *, ordered: bool) -> Any:
+    return x.topk(k, dim=-1, sorted=ordered)
+
+
+def _flashinfer(x: Any, k: int, *, ordered: bool) -> Any:
+    if not x.is_cuda:
+        raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
+    from flashinfer import top_k  # pyright: ignore[reportMissingImports]
+
+    return top_k(x, k, sorted=ordered)
 
 
 def _quack(x: Any, k: int) -> Any:
@@ -60,13 +105,22 @@ PEERS = {
     "jax_raft": "jax_stable, for which XLA may take the kernels of RAFT",
     "torch": "softmax, then topk of torch",
     "quack": "softmax, then topk of QuACK",
+    "lax_stable": "with --top_k: lax.top_k",
+    "lax_unstable": "with --top_k: the same with is_stable=False",
+    "fused_topk": "with --top_k: fused_topk of the same logits",
+    "torch_topk": "with --top_k: topk of torch",
+    "flashinfer": "with --top_k: top_k of FlashInfer",
 }
 _RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
 
 
-def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, ...]) -> list[Contender]:
-    """Returns implementations and peers of top-k, ours first."""
+def contenders(
+    case: Case, implementations: tuple[str, ...], peers: tuple[str, ...], ordered: bool = True
+) -> list[Contender]:
+    """Returns implementations and peers of top-k, ours first. `ordered` is for top_k and its peers."""
     assert case.k is not None
+    if case.function == "top_k":
+        return _of_top_k(case, implementations, peers, ordered)
     functions = {
         "jax_stable": (_jax_stable, prepare_jax),
         "jax_unstable": (_jax_unstable, prepare_jax),
@@ -85,37 +139,77 @@ def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, .
     return found
 
 
+def _of_top_k(
+    case: Case, implementations: tuple[str, ...], peers: tuple[str, ...], ordered: bool
+) -> list[Contender]:
+    in_any_order = {"k": case.k, "ordered": ordered}
+    functions: dict[str, Any] = {
+        "lax_stable": (functools.partial(_lax_stable, k=case.k), prepare_jax),
+        "lax_unstable": (functools.partial(_lax_unstable, k=case.k), prepare_jax),
+        "fused_topk": (functools.partial(_fused, k=case.k), prepare_jax),
+        "torch_topk": (functools.partial(_torch_topk, **in_any_order), prepare_torch),
+        "flashinfer": (functools.partial(_flashinfer, **in_any_order), prepare_torch),
+    }
+    stable = ("lax_stable", "fused_topk")
+    found = ours(functools.partial(_top_k, k=case.k, sorted=ordered), implementations)
+    found += [
+        Contender(name, False, *functions[name], stable=name in stable) for name in peers if name in functions
+    ]
+    return [dataclasses.replace(each, of_logits=True, ordered=ordered) for each in found]
+
+
 def _run(case: Case, chosen: Any) -> list[Record]:
-    return run_case(case, contenders(case, chosen.implementations, chosen.peers), chosen)
+    ordered = getattr(chosen, "sorted", True)
+    return run_case(case, contenders(case, chosen.implementations, chosen.peers, ordered), chosen)
+
+
+def _cases(chosen: Any) -> list[Case]:
+    """Returns the cases of the flags. benchmarks.__main__ has no flags of top_k."""
+    found = make_cases(chosen, chosen.k)
+    if not getattr(chosen, "top_k", False):
+        return found
+    where = {"none": "none", "even": "lengths"}
+    return [
+        dataclasses.replace(case, function="top_k", where=where[lengths])
+        for case in found
+        for lengths in chosen.lengths
+    ]
 
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
-    baseline = "jax.nn.softmax + lax.top_k"
-    if "jax_stable" not in set(rows.contender):
+    what, of = ("top_k", "lax") if "top_k" in set(rows.function) else ("fused_topk", "jax")
+    baseline = "lax.top_k" if what == "top_k" else "jax.nn.softmax + lax.top_k"
+    if f"{of}_stable" not in set(rows.contender):
         baseline += "(is_stable=False)"
     ours = plot.ours_of(rows).speedup
     over_k = len(rows[["batch", "vocab", "dtype"]].drop_duplicates()) == 1 < rows.k.nunique()
     if over_k and ours.notna().any():
-        title = f"fused_topk is {plot.span(ours)} as fast as {baseline}"
-        plot.over_sizes(rows, document, file, "k", "jax_stable", title)
+        title = f"{what} is {plot.span(ours)} as fast as {baseline}"
+        plot.over_sizes(rows, document, file, "k", f"{of}_stable", title)
     else:
-        plot.heat(rows, document, file, baseline, "fused_topk")
+        plot.heat(rows, document, file, baseline, what)
 
 
 VIEW = View(
     ("ran", "status", "error_eps", "p50_us", "share_of_read", "speedup", "slowdown", "first_result_s"),
-    baselines=("jax_stable", "jax_unstable"),
+    baselines=("jax_stable", "jax_unstable", "lax_stable", "lax_unstable"),
     draw=_draw,
 )
-BENCHMARK = Benchmark(
-    "topk", lambda chosen: make_cases(chosen, chosen.k), _run, VIEW, lambda cases: ("copy", "read")
-)
+BENCHMARK = Benchmark("topk", _cases, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "dtype", "direction")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)
+    DEFINE_boolean("top_k", False, "Time top_k and its peers, without a softmax, instead of fused_topk.")
+    DEFINE_boolean("sorted", True, "With --top_k: whether the winners must be in order.")
+    flags.define_list(
+        "lengths",
+        flags.words(("none", "even")),
+        "none",
+        "With --top_k: none, or a length for each row, drawn evenly from 0 to V.",
+    )
 
 
 main = functools.partial(driver.main, BENCHMARK)

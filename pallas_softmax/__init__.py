@@ -20,7 +20,7 @@ from pallas_softmax._src.sample.api import Sample, filter_logits, sample
 from pallas_softmax._src.sample.verify import Verified, verify
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
 from pallas_softmax._src.stats.api import TokenStats, token_stats
-from pallas_softmax._src.topk.api import fused_topk
+from pallas_softmax._src.topk.api import fused_topk, top_k
 from pallas_softmax._src.topk.xla import TopK
 
 __version__ = "0.1.0"
@@ -52,5 +52,6 @@ __all__ = [
     "sample",
     "softmax",
     "token_stats",
+    "top_k",
     "verify",
 ]

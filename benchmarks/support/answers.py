@@ -107,7 +107,7 @@ class Answer:
         mask: np.ndarray | None = None,
     ):
         self.x, self.dy, self.function, self.mask = x, cotangent, function, mask
-        self.indices = None if k is None else oracle.topk_indices(x, k)
+        self.indices = None if k is None else oracle.topk_indices(x, k, mask)
 
     @functools.cached_property
     def output(self) -> Expected:
@@ -191,9 +191,17 @@ class Answer:
     def check_logits(self, got: np.ndarray) -> Check:
         """Checks the values of a top-k without softmax, which must be exactly the winners' logits."""
         assert self.indices is not None
-        want = np.take_along_axis(self.x, self.indices, axis=-1).astype(np.float64)
+        want = oracle.top_k(self.x, self.indices.shape[-1], self.mask)[0].astype(np.float64)
         least = np.full(want.shape, bounds.slack(F32))
         return Expected(want, least, np.abs(want), self.x.dtype).check("values", got)
+
+    def in_order(self, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the values and the indices of a top-k in any order, in order."""
+        indices = found["indices"]
+        keys = np.take_along_axis(oracle.order_key(self.x), indices, axis=-1)
+        masked = ~np.take_along_axis(oracle.unmasked(self.x, self.mask), indices, axis=-1)
+        order = np.lexsort((indices, np.where(masked, 0, -keys), masked))
+        return {name: np.take_along_axis(a, order, axis=-1) for name, a in found.items()}
 
     def check_indices(self, got: np.ndarray, stable: bool = True) -> Check:
         """Checks the indices of the winners.

@@ -34,12 +34,13 @@ class Case:
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """The shape of the mask, rows first; () without a mask."""
+        """The shape of the mask, rows first, or of the lengths; () without either."""
         shapes = {
             "none": (),
             "full": (self.batch, self.vocab),
             "vocab": (self.vocab,),
             "rows": (self.batch, 1),
+            "lengths": (self.batch,),
         }
         return shapes[self.where]
 
@@ -65,10 +66,11 @@ class Case:
         top-k                 x                            k values, k int32 indices
           backward            x                            dx
 
-        A mask is read once, at a byte per element. Direction "both" is forward plus backward.
+        A mask is read once, at a byte per element. Direction "both" is forward plus backward. With lengths, half of the
+        elements are read.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
-        row = self.vocab * itemsize
+        row = self.vocab * itemsize // (2 if self.where == "lengths" else 1)
         if self.k is not None:
             forward, backward = row + self.k * (itemsize + 4), 2 * row
         elif self.function in ("logsumexp", "token_stats"):
@@ -168,9 +170,11 @@ def cotangent(case: Case) -> jax.Array:
 
 
 def mask(case: Case) -> jax.Array | None:
-    """Returns the case's `where` in the layout of the logits, or None if it has none."""
+    """Returns the case's `where` in the layout of the logits, or its lengths, or None if it has neither."""
     if not case.mask_shape:
         return None
+    if case.where == "lengths":
+        return jax.random.randint(_key(case, "lengths"), case.mask_shape, 0, case.vocab + 1)
     kept = jax.random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
     return jnp.atleast_2d(kept).T if case.axis == 0 else kept
 
@@ -199,6 +203,10 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
             x = 8 * i / vocab - 4
         case "descending":
             x = 4 - 8 * i / vocab
+        case "shifted":
+            x = x + 1000
+        case "scaled":
+            x = x * 1e-3
         case "close":
             x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
         case "blocked":

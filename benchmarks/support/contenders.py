@@ -45,6 +45,7 @@ class Contender:
     prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array | None], Call]
     stable: bool = True  # whether ties are guaranteed to be in order of their indices
     of_logits: bool = False  # whether it is a top-k without softmax, so that its values are logits
+    ordered: bool = True  # whether its winners are in order
     asked: str = ""  # the implementation that ours must run; empty if ours may choose
 
 
@@ -121,7 +122,7 @@ def prepare_jax(
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
         y, indices = function(x, *mask)
-        return {"y": y} if indices is None else {"y": y, "indices": indices}
+        return {name: a for name, a in (("y", y), ("indices", indices)) if a is not None}
 
     def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
         return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)

@@ -26,6 +26,8 @@ LOGITS = {
     "two_values": "0 or 1",
     "ascending": "from -4 to 4",
     "descending": "from 4 to -4",
+    "shifted": "normal, plus 1000",
+    "scaled": "normal, times 0.001",
     "close": "1 and less than 2^-11 more: alike in their upper bits",
     "blocked": "normal, 256 in the middle 10 higher",
     "one_lane": "normal, four in 1024 10 higher: one thread's",

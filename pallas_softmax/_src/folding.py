@@ -111,14 +111,15 @@ def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(math.prod(batch), -1)
 
 
-def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
+def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
     """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
 
     `where` is None, or a boolean of the rank of the logits that broadcasts to them. `temperature` has one element, or
     the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one.
+    None stays.
     """
     *batch, vocab = logits.shape
-    if temperature.size > 1:
+    if temperature is not None and temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
 
     def unfold(result):
@@ -127,6 +128,6 @@ def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
     return (
         logits.reshape(-1, vocab),
         fold_mask(where, logits.shape, len(batch)),
-        temperature.reshape(-1),
+        None if temperature is None else temperature.reshape(-1),
         unfold,
     )

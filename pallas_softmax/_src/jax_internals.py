@@ -5,11 +5,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import config, core, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
 from jax._src.export import _export
 from jax._src.interpreters.mlir import build_mlir_module_helper
+from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax.interpreters import mlir
@@ -29,6 +31,11 @@ def stage_constants() -> contextlib.AbstractContextManager:
         if config.eager_constant_folding.value
         else contextlib.nullcontext()
     )
+
+
+def as_weak_as(x: jax.Array, like: jax.Array) -> Any:
+    """Returns `x`, with a weak type if `like` has one. No public function of JAX makes a weak type."""
+    return _convert_element_type(x, x.dtype, weak_type=True) if like.weak_type else x
 
 
 # ---- A custom call that XLA asks Python to partition, as in `jax.experimental.custom_partitioning`

@@ -43,6 +43,27 @@ def value_key(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.iinfo(keys.dtype).max, keys)
 
 
+INTEGERS_AS_FLOATS = {
+    **dict.fromkeys(("int8", "uint8", "int16", "uint16"), "bfloat16"),
+    **dict.fromkeys(("int32", "uint32"), "float32"),
+}
+"""For each dtype of integers that kernels take, the dtype of `as_floats`."""
+
+
+def as_floats(x: jax.Array) -> jax.Array:
+    """Returns floats in the order of the integers `x`, also as sort keys. NaNs and subnormal numbers are among them."""
+    dtype = INTEGERS_AS_FLOATS[x.dtype.name]
+    return from_key(key(x).astype(_int_dtype(dtype)), dtype)
+
+
+def from_floats(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns the integers that `as_floats` turned into `x`."""
+    signed = key(x).astype(_int_dtype(dtype))
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return signed
+    return lax.bitcast_convert_type(signed ^ jnp.iinfo(signed.dtype).min, dtype)
+
+
 def _flip_negative(bits: jax.Array) -> jax.Array:
     """Inverts all bits of negative numbers except the sign. The function is its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
@@ -58,10 +79,14 @@ def key32(x):
 
 def from_key32(key, dtype):
     """Returns the floats of this dtype that have these int32 sort keys, converted to float32."""
-    bits = _flip_negative32(key, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16:
-        return lax.bitcast_convert_type(bits << 16, jnp.float32)
-    return lax.bitcast_convert_type(bits.astype(_int_dtype(dtype)), dtype).astype(jnp.float32)
+        return lax.bitcast_convert_type(_flip_negative32(key, dtype) << 16, jnp.float32)
+    return element_of_key32(key, dtype).astype(jnp.float32)
+
+
+def element_of_key32(key, dtype):
+    """Returns the floats of this dtype that have these int32 sort keys, bit by bit."""
+    return lax.bitcast_convert_type(_flip_negative32(key, dtype).astype(_int_dtype(dtype)), dtype)
 
 
 def widened_key(key, dtype):

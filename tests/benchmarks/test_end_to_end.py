@@ -122,9 +122,11 @@ DECODING = (
 )
 PROGRAMS = "--sequence=16 --vocab=50 --tokens=32 --heads=2 --width=16 --implementations=auto,mosaic_gpu"
 LINEAR = "--batch=40 --vocab=50 --tokens=32 --width=16 --training_steps=5 --implementations=auto,mosaic_gpu"
+SELECT = "--top_k --nosorted --shapes=6x90x20"
 RUNS = [
     (softmax, DTYPES, 9),
     (topk, DTYPES, 9),
+    (topk, f"{SELECT} --lengths=none,even --peers=lax_stable,lax_unstable --logits=ties,shifted", 2 * 2 * 3),
     (softmax, f"{MASKS} --direction=both --logits=peaked --peers=jax,torch", 3 * 4 * 2 * 3),
     (
         softmax,
@@ -192,6 +194,7 @@ WRONG = [  # a function of ours, a wrong one, and a benchmark with its flags
     ("log_softmax", _off, softmax, "--function=log_softmax --direction=backward"),
     ("fused_topk", _second_passed_over, sharded, "--shapes=6x40x5 --k=5"),
     ("fused_topk", _second_passed_over, beam_search, f"{DECODING} --batch=3 --k=3"),
+    ("top_k", _second_passed_over, topk, SELECT),
     ("softmax", _off, sharded, "--shapes=6x40"),
     ("softmax", _off, accuracy, "--shapes=20x300 --implementations=xla"),
     ("sample", _first_entry, sample, "--shapes=3x60 --filters=top_k --peers=jax"),

@@ -26,6 +26,7 @@ FUNCTIONS = {
     "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}),
     "logsumexp": (ps.logsumexp, {}, {"a": X, "b": X, "where": MASK}),
     "fused_topk": (ps.fused_topk, {"k": 2}, {"logits": X, "where": MASK, "temperature": ROWS}),
+    "top_k": (ps.top_k, {"k": 2}, {"operand": X, "where": MASK, "lengths": LABELS}),
     "sample": (
         ps.sample,
         {},
@@ -74,7 +75,7 @@ def call(name, **changed):
 def plainly(name, **options):
     """Calls a function with the arrays that it needs, so that other options fit."""
     function, static, arrays = FUNCTIONS[name]
-    needed = ("key", "x", "w", "a", "logits", "labels", "draft_tokens")
+    needed = ("key", "x", "w", "a", "logits", "operand", "labels", "draft_tokens")
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
@@ -132,7 +133,9 @@ def test_factors_without_a_common_dtype_are_named():
 # --- Integers of 64 bits --------------------------------------------------------------------------------
 
 REAL = ("a", "b", "temperature", "top_p", "min_p", "token_weights", "label_smoothing", "z_loss")
-INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k")]
+INTEGERS = [
+    (name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k", "lengths")
+]
 INTEGERS.remove(("route", "bias"))
 
 
@@ -220,6 +223,12 @@ OPTIONS = {
         "log": [np.bool_(True), False, True],
         "dtype": [np.dtype(np.float32), "float16", jnp.bfloat16],
     },
+    "top_k": {
+        "k": [np.int64(1), 1, np.uint8(2)],
+        "axis": [np.int64(0), 0, -1],
+        "sorted": [np.bool_(True), False, True],
+        "is_stable": [np.bool_(False), True],
+    },
     "sample": {"axis": [np.int64(0), 0, np.int32(-1)], "mode": [np.str_("high"), "low", "high", None]},
     "filter_logits": {"axis": [np.int64(0), 0, np.int32(-1)]},
     "token_stats": {"axis": [np.int64(-1), -1, np.int32(-1)]},
@@ -281,6 +290,7 @@ def test_an_array_is_no_axis_name():
         ("linear_logsumexp", "softcap", [30, 30.0, np.float32(30), jnp.float32(30)]),
         ("linear_topk", "softcap", [20, np.float64(20)]),
         ("fused_topk", "k", [3, np.int64(3), np.int8(3)]),
+        ("top_k", "sorted", [False, np.bool_(False)]),
         ("softmax", "axis", [(0, 1), (np.int64(0), np.int32(1))]),
         ("logsumexp", "keepdims", [True, np.bool_(True)]),
         ("linear_log_probs", "workspace_bytes", [12345, np.int64(12345), 12345.0, np.float32(12345)]),
@@ -322,15 +332,17 @@ def test_strict_promotion(name, dtype, wide, strictly):
             "bias": np.arange(8),
             "labels": LABELS.astype(np.uint8),
         },
-        **{"top_k": np.int8(2), "top_p": np.float16(0.5), "min_p": np.float64(0.1)},
+        **{"lengths": np.int8(2), "top_k": np.int8(2), "top_p": np.float16(0.5), "min_p": np.float64(0.1)},
         **{"token_weights": np.arange(3), "label_smoothing": np.float16(0.5), "z_loss": np.int32(1)},
     }
     narrow |= {"bias": np.arange(4)} if name == "route" else {"bias": W[0].astype(np.float16)}
     narrow |= {"where": MASK[0, :, 0]} if name.startswith("linear") else {}
     function, static, arrays = FUNCTIONS[name]
     changed = {of: narrow[of] for of in arrays if of in narrow}
-    dtypes = {of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits") if of in arrays}
-    of = next(iter(dtypes.keys() & {"x", "a", "logits"}))
+    dtypes = {
+        of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits", "operand") if of in arrays
+    }
+    of = next(iter(dtypes.keys() & {"x", "a", "logits", "operand"}))
 
     def value(x):
         results = call(name, **{**dtypes, **changed, of: x})

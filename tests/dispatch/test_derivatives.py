@@ -56,6 +56,10 @@ FUNCTIONS = {
         lambda x: topk(x, log=True, temperature=1 + x[:, 0] ** 2),
         lambda x: plain_topk(x, log=True, temperature=1 + x[:, :1] ** 2),
     ),
+    "top_k, masked": (
+        lambda x: ps.top_k(x, K, where=MASK).values,
+        lambda x: lax.top_k(jnp.where(MASK, x, -jnp.inf), K)[0],
+    ),
     "topk, one temperature": (
         lambda x: topk(x, temperature=1 + x[0, 0] ** 2),
         lambda x: plain_topk(x, temperature=1 + x[0, 0] ** 2),

@@ -40,6 +40,7 @@ CALLS = {
     "log_softmax": lambda x: ps.log_softmax(x, (0, 1)),
     "logsumexp": lambda x: ps.logsumexp(x, -1, b=2.0, return_sign=True),
     "fused_topk": lambda x: ps.fused_topk(x, 3, where=MASK, temperature=0.5, log=True),
+    "top_k": lambda x: ps.top_k(x, 3, where=MASK, lengths=np.arange(4), sorted=False),
 }
 
 
@@ -118,6 +119,7 @@ ROWS = {
     "log_softmax": ps.log_softmax,
     "logsumexp": lambda x: ps.logsumexp(x, -1),
     "fused_topk": lambda x: ps.fused_topk(x, 3).values,
+    "top_k": lambda x: ps.top_k(x, 3, lengths=9 * np.ones(4, int)).values,
     "sample": lambda x: ps.sample(KEYS[0], x, top_p=0.5).log_probs,
     "sample, keys": lambda x: ps.sample(KEYS, x, min_p=np.float32(0.1)).log_probs,
     "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.5), -99),
@@ -195,6 +197,7 @@ def test_equal_calls_share_a_lowering(name):
 FOLDED = {
     "softmax": lambda x, **kw: ps.softmax(x, **kw),
     "fused_topk": lambda x, **kw: ps.fused_topk(x, 2, **kw),
+    "top_k": lambda x, **kw: ps.top_k(x, 2, **kw),
     "sample": lambda x, **kw: ps.sample(jax.random.key(0), x, top_p=0.9, **kw),
     "gradient of top-k": lambda x, **kw: jax.grad(lambda x: ps.fused_topk(x, 2, **kw).values[0, 0])(x),
     "gradient of the loss": lambda x, **kw: jax.grad(

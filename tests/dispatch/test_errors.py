@@ -75,24 +75,24 @@ def test_non_arrays_raise_type_error(name, x):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "uint8"])
-@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk", "top_k"])
 def test_where_must_be_boolean(name, dtype):
-    args = (X, 1) if name == "fused_topk" else (X, -1)
+    args = (X, 1) if "top" in name else (X, -1)
     with pytest.raises(ValueError, match=rf"where.*{dtype}"):
         getattr(ps, name)(*args, where=jnp.ones((2, 3), dtype))
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk", "top_k"])
 def test_where_must_broadcast(name, shape):
-    args = (X, 1) if name == "fused_topk" else (X, -1)
+    args = (X, 1) if "top" in name else (X, -1)
     with pytest.raises(ValueError, match=rf"(where|[Bb]roadcast|shape).*{shape[0]}"):
         getattr(ps, name)(*args, where=jnp.ones(shape, bool))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk", "top_k"])
 def test_where_must_be_an_array(name):
-    args = (X, 1) if name == "fused_topk" else (X, -1)
+    args = (X, 1) if "top" in name else (X, -1)
     with pytest.raises(TypeError, match="where"):
         getattr(ps, name)(*args, where=[True, False, True])
 
@@ -148,6 +148,7 @@ CALLS = {
     "log_softmax": lambda **kwargs: ps.log_softmax(X, **kwargs),
     "logsumexp": lambda **kwargs: ps.logsumexp(X, -1, **kwargs),
     "fused_topk": lambda **kwargs: ps.fused_topk(X, 1, **kwargs),
+    "top_k": lambda **kwargs: ps.top_k(X, 1, **kwargs),
     "sample": lambda **kwargs: ps.sample(jax.random.key(0), X, **kwargs),
     "filter_logits": lambda **kwargs: ps.filter_logits(X, **kwargs),
     "linear_logsumexp": lambda **kwargs: ps.linear_logsumexp(X, X.T, **kwargs),

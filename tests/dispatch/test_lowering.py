@@ -27,6 +27,7 @@ def values(x):
 FUNCTIONS = {
     "softmax": (ps.softmax, lambda rows: [f"{rows}x{V}xf32"]),
     "topk": (topk, lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32", f"{rows}xf32", f"{rows}xf32"]),
+    "top_k": (functools.partial(ps.top_k, k=K), lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32"]),
 }
 each = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -124,6 +125,7 @@ NAMED = {
     "log_softmax": ps.log_softmax,
     "logsumexp": functools.partial(ps.logsumexp, axis=-1),
     "fused_topk": lambda x, **named: ps.fused_topk(x, K, **named).values,
+    "top_k": lambda x, **named: ps.top_k(x, K, **named).values,
     "route": lambda x, **named: ps.route(x, K, **named).weights,
     "route in groups": lambda x, **named: ps.route(x, K, groups=4, top_groups=2, **named).weights,
     "sample": lambda x, **named: ps.sample(jax.random.key(0), x, **named).log_probs,

@@ -86,7 +86,8 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 # mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
 ARRAYS = {
     "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
-    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name", "draft_tokens", "draft_log_probs", "scale",
+    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name", "draft_tokens", "draft_log_probs",
+    "scale", "operand", "lengths",
 }  # fmt: skip
 
 
@@ -119,6 +120,17 @@ CALLS = {
             "axis": (-1, 0),
             "log": (False, True),
             "dtype": (None, "float32"),
+            "implementation": (None, "mosaic_gpu", "xla"),
+        },
+    ),
+    "top_k": Calls(
+        lambda x, is_stable=True, **kwargs: ps.top_k(x, is_stable=is_stable, **kwargs),
+        (X,),
+        {
+            "k": (4, 5),
+            "axis": (-1, 0),
+            "sorted": (True, False),
+            "is_stable": (True,),  # it changes nothing
             "implementation": (None, "mosaic_gpu", "xla"),
         },
     ),
@@ -300,6 +312,7 @@ def test_other_sources_have_other_texts(tmp_path):
 KERNELS = {
     "softmax": {"logsumexp_forward"},
     "fused_topk": {"softmax_topk", "topk_merge"},
+    "top_k": {"top_k", "topk_merge"},
     "sample": {
         "sample",
         "softmax_topk",

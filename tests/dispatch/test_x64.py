@@ -23,6 +23,7 @@ ROWS = {
     "logsumexp": lambda x, **where: ps.logsumexp(x, -1, **where),
     "fused_topk": lambda x, **where: ps.fused_topk(x, 5, temperature=per_row(x, 2.0), **where),
     "long lists": lambda x, **where: ps.fused_topk(x, 200, log=True, **where),
+    "top_k": lambda x, **where: ps.top_k(x, 5, lengths=per_row(x, 60), **where),
     "token_stats": lambda x, **where: ps.token_stats(x, per_row(x, 1), **where),
     "hot stats": lambda x, **where: ps.token_stats(x, temperature=per_row(x, 2.0), **where),
     "draw": lambda x, **where: ps.sample(KEY, x, **where)[:2],

@@ -8,7 +8,16 @@ import pytest
 import pallas_softmax as ps
 from tests.support import cases, oracle
 from tests.support.cases import BF16, F16, F32
-from tests.support.gpu import MAX_K, THREADS, assert_forward_and_grad, assert_topk, both, topk
+from tests.support.gpu import (
+    MAX_K,
+    THREADS,
+    assert_forward_and_grad,
+    assert_top_k,
+    assert_topk,
+    both,
+    top_k,
+    topk,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
@@ -53,11 +62,11 @@ def adversarial_logits(rng, rows, v, dtype):
     return np.stack([kinds[i] for i in rng.integers(len(kinds), size=rows)]).astype(dtype)
 
 
-def random_shapes(count, max_k):
+def random_shapes(count, max_k, longest=300_000):
     """Yields cases of top-k: log-uniform V and k (up to max_k), rows per call, calls, the mask's pattern, and log."""
     for shape in range(count):
         rng = np.random.default_rng([SEED, shape])
-        v = int(np.exp(rng.uniform(0, np.log(300_000))))
+        v = int(np.exp(rng.uniform(0, np.log(longest))))
         v += (-v) % int(rng.choice([1, 8]))
         k = int(np.exp(rng.uniform(0, np.log(min(v, max_k) + 1))))
         dtype, pattern, log = (
@@ -109,6 +118,47 @@ def test_random_topk(implementation, capsys):
     with capsys.disabled():
         print(f"\n{total} random rows of top-k by {implementation}, seed {SEED}")
     assert total >= least
+
+
+@both
+def test_random_top_k(implementation, capsys):
+    """20,000 random and adversarial rows of 60 shapes; for triton 5,000 rows of 20 shapes. A third has lengths."""
+    count, each = (20, 250) if implementation == "triton" else (60, 350)
+    total = 0
+    shapes = list(random_shapes(count, MAX_K[implementation]))
+
+    def compile_it(shape):
+        _, v, k, dtype, pattern, _, rows, _ = shapes[shape]
+        where = None if pattern is None else cases.broadcast_mask(pattern, (rows, v))
+        lengths = None if shape % 3 else np.zeros(rows, np.int32)
+        top_k(implementation, np.zeros((rows, v), dtype), k, where, lengths, bool(shape % 2))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(compile_it, range(count)))
+    with ThreadPoolExecutor() as pool:
+        for shape, (rng, v, k, dtype, pattern, _, rows, _) in enumerate(shapes):
+            is_sorted, has_lengths = bool(shape % 2), shape % 3 == 0
+            for call in range(-(-each // rows)):
+                make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
+                x = make(rng, rows, v, dtype)
+                where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+                lengths = rng.integers(-9, v + 9, rows).astype(np.int32) if has_lengths else None
+                kept = None if where is None else np.broadcast_to(where, x.shape)
+                kept = oracle.within(x, lengths, kept) if has_lengths else kept
+                got = [*map(np.asarray, top_k(implementation, x, k, where, lengths, is_sorted))]
+                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} {has_lengths}"
+
+                def check(at, got=got, x=x, kept=kept, name=name, k=k, is_sorted=is_sorted):
+                    some = slice(at, at + 8)
+                    names = [f"{name} row {i}" for i in range(len(x))[some]]
+                    mask = None if kept is None else kept[some]
+                    assert_top_k([a[some] for a in got], x[some], k, names, mask, is_sorted)
+
+                list(pool.map(check, range(0, rows, 8)))
+                total += rows
+    with capsys.disabled():
+        print(f"\n{total} random rows of top_k by {implementation}, seed {SEED}")
+    assert total >= count * each
 
 
 def random_softmax(shape, rows_each):

@@ -19,6 +19,7 @@ from pallas_softmax import (
     sample,
     softmax,
     token_stats,
+    top_k,
 )
 from tests.support.calls import OPERATIONS
 
@@ -162,6 +163,7 @@ KERNEL_CALLS = {
     "log_softmax": log_softmax,
     "logsumexp": lambda x: logsumexp(x, -1),
     "fused_topk": lambda x: fused_topk(x, 5),
+    "top_k": lambda x: top_k(x, 5),
     "sample": lambda x: sample(jax.random.key(0), x),
     "filter_logits": lambda x: filter_logits(x, top_p=0.9),
     "token_stats": token_stats,

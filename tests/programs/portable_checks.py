@@ -55,6 +55,7 @@ LOGITS = {"x": ((ROWS, V), P("b", "v"))}
 CASES = {
     "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
     "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
+    "top_k": Case(lambda x: ps.top_k(x, 4, where=x < 2, lengths=16 * labels() + 9), LOGITS),
     "sample": Case(drawn, LOGITS),
     "filter_logits": Case(lambda x: jnp.maximum(ps.filter_logits(x, top_k=50), -99), LOGITS),
     "token_stats": Case(lambda x: ps.token_stats(x, labels()), LOGITS),

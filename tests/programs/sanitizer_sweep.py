@@ -21,6 +21,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
+from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.route import kernels as route
@@ -30,6 +31,7 @@ from tests.support import bounds, cases, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
 from tests.support.draws import assert_cutoffs, assert_draws
 from tests.topk import kernels as topk
+from tests.topk import select
 
 TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
 # (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches.
@@ -54,6 +56,12 @@ TOPK = [
     (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
     (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
+]
+# (plan, dtype, masked) of selections: one CTA, and clusters. Lists overflow.
+SELECT = [
+    (SelectPlan(5003, 300, 1, 2, 2048, 1), "float32", False),
+    (SelectPlan(9001, 700, 4, 1, 2112, 1), "bfloat16", True),
+    (SelectPlan(9000, 2048, 2, 2, 6144, 1), "float16", False),
 ]
 
 # (rows, V, dtype, k) of the gradient of top-k.
@@ -144,6 +152,18 @@ def mosaic_gpu():
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
             np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
+        as_they_are = functools.partial(topk.topk_rows, k=k, plan=choice, temperature=None, interpret=None)
+        values, indices = jax.jit(functools.partial(as_they_are, dtype=x.dtype))(x, where=where)[0]
+        np.testing.assert_array_equal(indices, best)
+        np.testing.assert_array_equal(values, oracle.top_k(x, k, where)[0])
+    for plan, dtype, masked in SELECT:
+        rows = select.rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+        x = np.stack([rows[name] for name in ("normal", "ascending", "constant", "special")])
+        where = np.arange(plan.vocab)[None] % 3 > 0 if masked else None
+        lengths = np.array([plan.vocab, 4000, 200, plan.vocab]) if masked else None
+        select.assert_rows(
+            select.select_rows(x, plan.k, plan, where, lengths, interpret=None), x, plan.k, where, lengths
+        )
     for rows, v, dtype, k in TOPK_GRAD:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         d = np.sum(np.exp(oracle.wide(x) - oracle.wide(x).max(1, keepdims=True)), 1).astype("float32")
@@ -255,6 +275,20 @@ def triton_rows(rows, v, dtype, plan, masked, name):
     return check
 
 
+def triton_top_k(rows, v, dtype, plan, masked, k):
+    """Runs the kernels without a normalizer."""
+    x = np.random.default_rng(1).standard_normal((rows, v)).astype(dtype)
+    where = np.arange(v)[None] % 3 > 0 if masked else None
+    run = functools.partial(triton.topk, temperature=None, k=k, log=False, dtype=x.dtype, plan=plan)
+    compiled = jax.jit(run).lower(x, where).compile()
+
+    def check():
+        for got, want in zip(compiled(x, where)[0], oracle.top_k(x, k, where)):
+            np.testing.assert_array_equal(got, want)
+
+    return check
+
+
 def triton_topk(rows, v, dtype, plan, masked, k):
     x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
     x[0] = 1  # all elements tie
@@ -276,6 +310,7 @@ def triton_sweep():
     with ThreadPoolExecutor(14) as pool:  # to compile
         checks = [pool.submit(triton_rows, *case, name) for *case, names in TRITON for name in names]
         checks += [pool.submit(triton_topk, *case, k) for *case, ks in TRITON_TOPK for k in ks]
+        checks += [pool.submit(triton_top_k, *case, ks[0]) for *case, ks in TRITON_TOPK]
     for check in checks:
         check.result()()
     print("swept triton", TRITON, TRITON_TOPK)

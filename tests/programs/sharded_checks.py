@@ -398,6 +398,53 @@ def winners(k, how):
         assert_value("topk", got, x, NAMES, k=k)
 
 
+@each(
+    case=["plain", "lengths", "masked", "unsorted"],
+    layout=LAYOUTS,
+    how=HOW,
+    dtype=[F32, BF16, np.dtype("int8")],
+    fast=3,
+)
+def select(case, layout, how, dtype: Any):
+    """top_k as it is: values, gradients, shardings, and what devices send. V / 8 is less than 40."""
+    x, at, k = logits(), split(layout, how), 40 if case in ("lengths", "masked") else 5
+    x = x.astype(dtype) if dtype != "int8" else np.nan_to_num(x, nan=9).clip(-128, 127).astype(dtype)
+    n = np.random.default_rng(6).integers(-9, V + 9, (len(x), 1)).astype(np.int32)
+    kept = masks()["full"] if case == "masked" else np.ones(x.shape, bool)
+    kept = oracle.within(x, n[:, 0], kept) if case in ("lengths", "masked") else kept
+
+    def f(x, n, where, axis_name=None):
+        lengths = n[:, 0] if case in ("lengths", "masked") else None
+        mask = where if case == "masked" else None
+        got = ps.top_k(x, k, where=mask, lengths=lengths, sorted=case != "unsorted", axis_name=axis_name)
+        return got.values, got.indices
+
+    operands = n, masks()["full"]
+    mapped = on(at, how, "topk", f, *operands)
+
+    def forward(x, *operands) -> Any:
+        if dtype == "int8":
+            return *mapped(x, *operands), None
+        y, pullback, indices = jax.vjp(lambda x: mapped(x, *operands), x, has_aux=True)
+        return y, indices, pullback
+
+    (y, indices, pullback), sent = execute(forward, *map(at.place, (x, *operands)))
+    parts = at.size(at.row)
+    assert_sent(sent, at, x.shape, 0, parts * 2 * min(k, V // parts) if parts > 1 else 0)
+    want, best = oracle.top_k(x, k, kept)
+    np.testing.assert_array_equal(np.asarray(indices), best)
+    np.testing.assert_array_equal(np.asarray(y, F32), want.astype(F32))
+    assert y.dtype == dtype and y.sharding.is_equivalent_to(NamedSharding(at.mesh, at.result("topk")), 2)
+    if pullback is None:
+        return
+    g = cases.cotangent(y.shape, dtype)
+    (dx,), sent = execute(lambda pullback, g: pullback(g), pullback, jax.device_put(g, y.sharding))
+    assert_sent(sent, at, x.shape, 0)
+    of_row = np.zeros(x.shape, dtype)
+    np.put_along_axis(of_row, best, g, -1)
+    np.testing.assert_array_equal(np.asarray(dx, F32), np.where(kept, of_row, 0).astype(F32))
+
+
 def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
     """Draws with one key per row, and with parameters per row, shared by all rows, and static."""
     options = {"temperature": t[:, 0], "top_p": p[:, 0], "min_p": m[0, 0], "top_k": 100} | kwargs
@@ -776,6 +823,7 @@ NO_ROWS = {
     "softmax": ps.softmax,
     "logsumexp": lambda x: ps.logsumexp(x, -1),
     "topk": lambda x: ps.fused_topk(x, 5).values,
+    "top_k": lambda x: ps.top_k(x, 5).values,
     "sample": lambda x: ps.sample(jax.random.key(0), x).log_probs,
     "stats": lambda x: ps.token_stats(x)[1:3],
     "route": lambda x: ps.route(x, 5).weights,
@@ -1004,6 +1052,7 @@ SHARDS = {
     "softmax": ps.softmax,
     "logsumexp": lambda x: ps.logsumexp(x, -1),
     "topk": lambda x: ps.fused_topk(x, 5),
+    "top_k": lambda x: ps.top_k(x, 5),
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
     "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.9), -99),
     "stats": lambda x: ps.token_stats(x)[1:],

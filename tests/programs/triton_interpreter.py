@@ -316,6 +316,18 @@ def test_topk(v, dtype, k, names, plan):
     assert_topk(cases.rows(names, v, dtype), k, names, plan)
 
 
+@pytest.mark.parametrize(("v", "dtype", "k", "names", "plan"), TOPK, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_winners_as_they_are(v, dtype, k, names, plan, masked):
+    x = cases.rows(names, v, dtype)
+    where = np.random.default_rng(0).random(x.shape) < 0.5 if masked else None
+    mask = None if where is None else jnp.asarray(where)
+    got, normalizer = triton_kernels.topk(jnp.asarray(x), mask, None, k=k, log=False, dtype=dtype, plan=plan)
+    assert normalizer is None and got.values.dtype == dtype
+    for a, b in zip(got, oracle.top_k(x, k, where)):
+        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+
+
 def test_topk_plans_are_of_every_kind():
     plans = [plan or triton_plan.plan_topk(len(names), v, k, d) for v, d, k, names, plan in TOPK]
     assert {len(plan.levels) for plan in plans} >= {0, 1, 2, 3}

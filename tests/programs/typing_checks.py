@@ -22,6 +22,7 @@ def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name
     total: jax.Array = ps.logsumexp(x, implementation="xla")
     size, sign = ps.logsumexp(total, return_sign=True)
     values, indices = ps.fused_topk(size, np.int64(3), implementation=None)
+    ps.top_k(values, 2, lengths=indices, sorted=False)
     ps.sample(key, values, temperature=sign)
     ps.sample(np.array([0, 1], np.uint32), values, top_k=indices)
     ps.linear_cross_entropy(x, w, labels, reduction=reduction, implementation="mosaic_gpu")
@@ -38,6 +39,7 @@ def refused(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array) -> No
     ps.logsumexp(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.fused_topk(x, 1, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.fused_topk(x, 1.0)  # pyright: ignore[reportArgumentType]
+    ps.top_k(x, 1, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.sample(key, x, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.sample(0, x)  # pyright: ignore[reportArgumentType]
     ps.linear_logsumexp(x, w, implementation="cuda")  # pyright: ignore[reportArgumentType]

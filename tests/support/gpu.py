@@ -99,6 +99,29 @@ def topk(implementation, x, k, temperature=1.0, where=None, log=False, dtype=Non
     )
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "k", "sorted"))
+def top_k(implementation, x, k, where=None, lengths=None, sorted=True):
+    return ps.top_k(x, k, where=where, lengths=lengths, sorted=sorted, implementation=implementation)
+
+
+def assert_top_k(got, x, k, names, where=None, ordered=True):
+    """Asserts that values and indices are exact, except for a NaN's payload. `got` may have the rows of x repeated."""
+    values, indices = map(np.asarray, got)
+    assert (values.dtype, indices.dtype) == (x.dtype, np.int32)
+    if not ordered:
+        masked = ~np.take_along_axis(
+            np.resize(oracle.unmasked(x, where), (len(values), x.shape[1])), indices, -1
+        )
+        keys = np.where(masked, 0, -oracle.order_key(values))
+        order = np.lexsort((indices, keys, masked))
+        values, indices = (np.take_along_axis(a, order, -1) for a in (values, indices))
+    want, best = oracle.top_k(x, k, where)
+    for i, name in enumerate(names):
+        for a, b in ((indices, best), (oracle.order_key(values), oracle.order_key(want))):
+            rows = a[i :: len(x)]
+            np.testing.assert_array_equal(rows, np.broadcast_to(b[i], rows.shape), err_msg=name)
+
+
 def refused(implementation, v, k):
     """Returns whether the implementation has no kernel for k winners, and asserts that it then says so."""
     limit = MAX_K[implementation]

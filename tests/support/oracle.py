@@ -134,6 +134,19 @@ def topk_indices(x, k, where=None):
     return (best & (2**30 - 1)).astype(np.int32)
 
 
+def top_k(x, k, where=None):
+    """Returns the k best of each row, and their indices. Masked ones are -inf, the least integer, or False."""
+    x, indices = np.asarray(x), topk_indices(x, k, where)
+    lowest = False if x.dtype == bool else np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf
+    kept = np.take_along_axis(unmasked(x, where), indices, -1)
+    return np.where(kept, np.take_along_axis(x, indices, -1), np.array(lowest, x.dtype)), indices
+
+
+def within(x, lengths, where=None):
+    """Returns the mask without the elements of each row from its length on."""
+    return unmasked(x, where) & (np.arange(x.shape[-1]) < np.asarray(lengths)[..., None])
+
+
 def tempered(x, temperature):
     """Returns x / temperature in the dtype of `wide`. The temperature is a scalar, or one number per row."""
     x = np.asarray(x)

@@ -181,6 +181,8 @@ class Machine:
         match op[0]:
             case "fence":
                 return
+            case "cp" if "prefetch" in op:
+                return
             case "barrier":
                 self.arrived[group] += 1
             case "ld" | "st" | "red" | "atom":

@@ -34,14 +34,17 @@ def launches_that_merge(plan, k):
 
 
 def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
-    """Returns the kernel's winners and normalizers along the last axis of x, with the other axes flattened into one."""
+    """Returns the kernel's winners and normalizers along the last axis of x, with the other axes flattened into one.
+
+    Without a temperature, it returns the winners as they are, and None.
+    """
     *batch, v = x.shape
     mask = None
     if where is not None:
         rows = folding.mask_rows(where.shape[:-1], tuple(batch))
         mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
     kernel = tile_kernel if isinstance(plan, Tile) else window_kernel
-    x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
+    x, t = jnp.asarray(x.reshape(-1, v)), None if temperature is None else jnp.asarray(temperature)
     with interpreted(interpret):
         return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, scaled=temperature is not ONE)
 
@@ -58,9 +61,21 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
-    t = jnp.asarray(temperature)
+    t = None if temperature is None else jnp.asarray(temperature)
     with interpreted(interpret):
         return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
+
+
+def assert_top_k(x, k, names, plan, where=None, interpret=INTERPRET):
+    """Asserts that the kernel's winners as they are equal the oracle's, bit by bit except for a NaN's payload."""
+    got, normalizer = topk_rows(x, k, plan, where, None, dtype=x.dtype, interpret=interpret)
+    assert normalizer is None and got.values.dtype == x.dtype
+    flat = x.reshape(-1, x.shape[-1])
+    where = None if where is None else np.broadcast_to(where, x.shape).reshape(flat.shape)
+    for a, b in zip(got, oracle.top_k(flat, k, where)):
+        for i, name in enumerate(names):
+            np.testing.assert_array_equal(np.asarray(a[i], F32), np.asarray(b[i], F32), err_msg=name)
+            np.testing.assert_array_equal(np.signbit(np.asarray(a[i], F32)), np.signbit(b[i]), err_msg=name)
 
 
 def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):

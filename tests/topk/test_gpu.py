@@ -15,12 +15,14 @@ from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import pairs
 from tests.support.gpu import (
     VERY_LONG,
+    assert_top_k,
     assert_topk,
     both,
     much_memory,
     refused,
     rows_to_test,
     side_by_side,
+    top_k,
     topk,
 )
 from tests.topk import kernels
@@ -69,6 +71,75 @@ def test_topk(implementation, v, dtype, k, many):
     assert (len(got.values) > 128) == many
     assert got.values.dtype == dtype and got.indices.dtype == jnp.int32
     assert_topk(got, x, k, names)
+
+
+def spoiled(mode, x):
+    """Returns x with NaN and infinities where it is masked, the mask, and the arguments of top_k for a mode."""
+    rng = np.random.default_rng(0)
+    match mode:
+        case "where":
+            where = rng.random(x.shape) < 0.4
+            where[0] = False
+            return cases.spoil_masked(x, where), where, {"where": where}
+        case "lengths" | "both":
+            lengths = rng.integers(-9, x.shape[1] + 9, len(x)).astype(np.int32)
+            lengths[:2] = 0, x.shape[1]
+            where = rng.random((1, x.shape[1])) < 0.4 if mode == "both" else None
+            kept = oracle.within(x, lengths, where)
+            return cases.spoil_masked(x, kept), kept, {"where": where, "lengths": lengths}
+    return x, None, {"sorted": mode != "unsorted"}
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "many"),
+    pairs(TOPK, ["plain", "unsorted", "where", "lengths", "both"], [False, True]),
+    ids=str,
+)
+@both
+@side_by_side
+def test_top_k(implementation, case, mode, many):
+    """The winners as they are, bit by bit."""
+    v, dtype, k = case
+    if refused(implementation, v, k):
+        return
+    names = VERY_LONG[:2] if v > 300_000 else rows_to_test(v)
+    x, where, options = spoiled(mode, cases.rows(names, v, dtype))
+    repeats = 1 + 128 // len(names) if many else 1
+    of_rows = {
+        name: np.tile(a, (repeats, *[1] * (a.ndim - 1)))
+        for name, a in options.items()
+        if np.size(a) > v or name == "lengths"
+    }
+    got = top_k(implementation, jnp.tile(x, (repeats, 1)), k, **(options | of_rows))
+    assert_top_k(got, x, k, names, where, mode != "unsorted")
+
+
+@pytest.mark.parametrize(("v", "k"), [(100, 100), (1000, 7), (25000, 64), (131072, 2048)])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "uint16", "int8", "uint8", "bool"])
+def test_top_k_of_integers(v, k, dtype):
+    """The numbers cover the whole range. As floats, some are NaNs, infinities and subnormal numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2, (9, v)).astype(bool)
+    if dtype != "bool":
+        info = np.iinfo(dtype)
+        x = rng.integers(info.min, info.max, (9, v), dtype, endpoint=True)
+        x[1], x[2], x[3, ::2], x[4] = info.min, info.max, info.max, x[4] // 64
+    assert_top_k(top_k("mosaic_gpu", x, k), x, k, [f"row {i}" for i in range(9)])
+
+
+@pytest.mark.parametrize("v", [100, 50257])
+def test_gradient_of_top_k(v):
+    """The cotangent goes to the unmasked winners."""
+    x, where, options = spoiled("both", cases.rows(FEW, v))
+    g = cases.cotangent((len(x), 50))
+
+    @jax.jit
+    def grad(x, g):
+        return jax.vjp(lambda x: top_k("mosaic_gpu", x, 50, **options).values, x)[1](g)[0]
+
+    want = np.zeros_like(x)
+    np.put_along_axis(want, oracle.topk_indices(x, 50, where), g, -1)
+    np.testing.assert_array_equal(grad(x, g), np.where(where, want, 0))
 
 
 @pytest.mark.parametrize(("v", "dtype"), [(63, F32), (63, BF16), (256, F16)], ids=str)

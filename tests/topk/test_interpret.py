@@ -5,6 +5,7 @@ The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,16 @@ def short(rows, v, k, dtype):
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
 def test_short_rows(v, dtype, k, names):
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
+
+
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
+def test_winners_of_short_rows_as_they_are(v, dtype, k, names):
+    kernels.assert_top_k(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
+
+
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=parameter_id)
+def test_winners_of_long_rows_as_they_are(plan, dtype, k, names):
+    kernels.assert_top_k(cases.rows(names, plan.vocab, dtype), k, names, plan)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +159,7 @@ def test_where(kind, pattern, dtype):
     x = cases.spoil_masked(x, where).astype(dtype)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
     plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
+    kernels.assert_top_k(x, 5, names, plan, where)
     got = kernels.topk_rows(x, 5, plan, where)
     kernels.judge_topk(got, x, 5, names, where, ONE, False, F32)
     np.testing.assert_array_equal(got[0].indices[0], range(5))
@@ -179,6 +191,11 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     plain = xla.merge(won, kept, indices, Normalizer(m, d), t, k=k, log=log, dtype=F32)
     for got in kernel, plain:
         kernels.judge_topk(got, x, k, names, where, t, log, F32)
+    won = won if kept is None else jnp.where(kept, won, -jnp.inf)  # as each part of `select_on_mesh`
+    as_they_are = kernels.topk_merge(won, kept, indices, None, None, k, log)
+    for got, normalizer in as_they_are, xla.merge(won, kept, indices, (), None, k=k, log=log, dtype=F32):
+        assert normalizer is None
+        jax.tree.map(np.testing.assert_array_equal, tuple(got), oracle.top_k(x, k, where))
 
 
 @pytest.mark.parametrize(

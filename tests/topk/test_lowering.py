@@ -34,13 +34,15 @@ def results(rows):
 
 
 def lowered_rows(rows, v, k, dtype, plan, mask=None, temperatures=1, log=False):
-    """Returns the lowered kernels of top-k on `rows` rows, with a mask of this shape."""
+    """Returns the lowered kernels of top-k on `rows` rows, with a mask of this shape; None: without temperatures."""
 
     def f(x, temperature, where):
         return kernels.topk_rows(x, k, plan, where, temperature, log, dtype, interpret=None)
 
     where = None if mask is None else array(*mask, dtype="bool")
-    return lowered(f, array(rows, v, dtype=dtype), array(temperatures), where)
+    return lowered(
+        f, array(rows, v, dtype=dtype), None if temperatures is None else array(temperatures), where
+    )
 
 
 def names_of(plan, k):
@@ -112,6 +114,38 @@ def test_rows_beyond_the_array_repeat_the_last_one(function, rows, repeats):
     """Rows of padding would tie, and take twice as long to search. Without such rows, no row number is bounded."""
     text = lowered(lambda x: function(x, 8, implementation="mosaic_gpu"), array(rows, 256))
     assert ("minui" in text) == repeats
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "masked"),
+    first(
+        2,
+        pairs(
+            [(5, 8, 8), (9, 1000, 5), (251, 20011, 128), (5, 50257, 64), (256, 25000, 512)],
+            DTYPES,
+            [False, True],
+        ),
+    ),
+    ids=str,
+)
+def test_winners_as_they_are(shape, dtype, masked):
+    """The same kernels without a normalizer, by other names: no exponentials, and two results."""
+    rows, v, k = shape
+    plan = kernels.plan_topk(rows, v, k, dtype)
+    text = lowered_rows(rows, v, k, dtype, plan, (rows, v) if masked else None, temperatures=None)
+    assert kernel_names(text) == ["top_k", *names_of(plan, k)[1:]]
+    assert "ex2.approx" not in text and "math.exp" not in text
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_integers_as_floats(dtype):
+    """The kernels take integers as floats in the same order."""
+    text = lowered(lambda x: ps.top_k(x, 5, implementation="mosaic_gpu"), array(64, 512, dtype=dtype))
+    assert kernel_names(text) == ["top_k"]
+    with pytest.raises(NotImplementedError, match="no kernel for .* with where or lengths"):
+        lowered(
+            lambda x: ps.top_k(x, 5, lengths=9, implementation="mosaic_gpu"), array(64, 512, dtype="int16")
+        )
 
 
 def test_merges_in_one_launch_or_in_several():

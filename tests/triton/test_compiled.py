@@ -6,6 +6,7 @@ complete set of tests installs Triton.
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 import os
@@ -296,6 +297,12 @@ LOWERED = {
     "log_softmax": (ps.log_softmax, ["rows_kernel"], (100, 1, 1)),
     "logsumexp": (lambda x, **kw: ps.logsumexp(x, -1, **kw), ["rows_kernel"], (100, 1, 1)),
     "topk": (topk, ["topk_kernel", "merge_kernel"], (100, 2, 1)),
+    "top_k": (functools.partial(ps.top_k, k=5), ["topk_kernel", "merge_kernel"], (100, 2, 1)),
+    "integers": (
+        lambda x, **kw: ps.top_k(x.astype(int), 5, **kw),
+        ["topk_kernel", "merge_kernel"],
+        (100, 2, 1),
+    ),
     "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["rows_kernel"], (100, 1, 1)),
     "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (2048, 1, 1)),
 }

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Choice, Refusal
+from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -110,7 +110,7 @@ def stays_plain(choice: Choice) -> bool:
         return choice.requested == "xla"
     call = choice.call
     is_better = call.operation.better_by_xla(call) is not None
-    return call.objection is not None or call.dtype not in KERNEL_DTYPES or is_better
+    return call.objection is not None or call.dtype not in call.operation.kernel_dtypes or is_better
 
 
 def recording() -> bool:

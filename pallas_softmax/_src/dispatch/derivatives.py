@@ -175,7 +175,7 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
         results = as_rows(choice, *saved, *arrays, **keywords)
     else:
         function = functools.partial(operation.plain, **keywords, mesh_axes=static.mesh_axes)
-        if static.operation.has_temperature:
+        if not static.operation.divided_by_xla:
             function = _of_whole_rows(function, logits_first=operation.is_gradient)
         results = function(*saved, *arrays)
     return results if isinstance(results, tuple) else (results,)

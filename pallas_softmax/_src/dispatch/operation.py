@@ -62,12 +62,14 @@ class Operation:
       plain: the function in plain JAX: the reference for arguments and results.
       kernels: for the name of an implementation, a function that imports and returns its `Kernel`.
       better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
+      kernel_dtypes: the dtypes of x that some kernel takes.
     """
 
     name: str
     plain: Callable[..., Any]
     kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
     better_by_xla: Callable[["Call"], str | None] = _never
+    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
 
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
@@ -165,6 +167,8 @@ class Call:
       k: the number of winners of top-k or a router; None for other operations.
       groups: for a router, the number of groups of experts; 1 for other operations.
       group_best: for a router, how many entries of a group rank it; 1 for other operations.
+      sorted: whether the winners must be in order.
+      lengths: whether each row has a length of its own.
       objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
       mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
@@ -180,6 +184,8 @@ class Call:
     k: int | None = None
     groups: int = 1
     group_best: int = 1
+    sorted: bool = True
+    lengths: bool = False
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
     depth: int | None = None

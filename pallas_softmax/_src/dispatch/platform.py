@@ -111,6 +111,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         inner=distance(x.shape, axes),
         dtype=x.dtype.name,
         k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
+        sorted=keywords.get("sorted", choice.call.sorted),
     )
     is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
     choose = choose_again if is_users else choose_if_able

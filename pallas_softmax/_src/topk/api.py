@@ -1,5 +1,6 @@
-"""fused_topk: what it promises, and how its gradient is wired."""
+"""fused_topk and top_k: what they promise, and how their gradients are wired."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -11,10 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch.choose import ImplementationName
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.topk.operation import TOPK
+from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.jax_internals import as_weak_as
+from pallas_softmax._src.topk.operation import SELECT, TOPK
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -93,6 +96,89 @@ def fused_topk(
         x, t = lax.stop_gradient((x, t))
     (values, indices), _ = evaluate(static, x, mask, t)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
+
+
+def _known_lengths(given: dict[str, Any]) -> dict[str, Any]:
+    lengths = given["lengths"]
+    if lengths is not None:
+        lengths = arguments.in_range("top_k", "lengths", lengths, lambda n: True, "an integer", integer=True)
+    return {"lengths": lengths}
+
+
+@at_once("k", "axis", "is_stable", "sorted", "axis_name", "implementation", known=_known_lengths)
+def top_k(
+    operand: ArrayLike,
+    k: int | np.integer,
+    *,
+    axis: int = -1,
+    is_stable: bool = True,
+    where: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    sorted: bool = True,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> TopK:
+    """Returns the k largest entries of each row and their indices, like `jax.lax.top_k`.
+
+    Args:
+      operand: array of floats, integers or booleans, of any shape with at least one dimension.
+      k: static int, 0 <= k <= operand.shape[axis]; or a symbolic dimension, as for `fused_topk`.
+      axis: the axis of a row; in the result it has size k.
+      is_stable: accepted as in `jax.lax.top_k`. Among equal entries, the lower index comes first in any case.
+      where: boolean, broadcastable to `operand`. A masked position is chosen only when fewer than k are unmasked.
+      lengths: integers that broadcast to the shape of `operand` without `axis`: only the first so many entries of a row
+        count, as if `where` were False after them. A negative length is 0.
+      sorted: whether the winners must be in order. With False, which is faster for a large k, they may be in any order.
+      axis_name: as for `fused_topk`. Lengths count in the whole row, like the indices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      TopK(values, indices), in the order +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, the largest first. `values`
+      have the dtype of `operand`; `indices` are int32. Masked winners come last, by the lowest index. Their values are
+      -inf, the least integer, or False. Values of floats are differentiable in `operand`, in both modes and to any
+      order: the cotangents go to the unmasked winners.
+
+    Raises:
+      TypeError: `operand` is not a real array, `where` is not an array, `lengths` are not integers, `k` is traced,
+        mapped by `jax.vmap` or not an integer, `axis` is not an int, `is_stable` or `sorted` is not a bool, or
+        `axis_name` is not a name.
+      ValueError: `operand` is complex; `k` or `axis` is out of range; `where` is not boolean; `where` or `lengths` does
+        not fit; `lengths` differ along `axis_name`, or it is not bound; or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "top_k"
+    operand = arguments.array(name, "operand", operand)
+    if jnp.issubdtype(
+        operand.dtype, jnp.complexfloating
+    ):  # a TypeError elsewhere, a ValueError in jax.lax.top_k
+        raise ValueError(f"{name}: operand must be real, got {operand.dtype.name}")
+    dtype, is_bool = operand.dtype, operand.dtype == jnp.bool_
+    x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
+    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
+    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    k = arguments.count_in_row(name, "k", _as_int(k), length)
+    arguments.static_bool(name, "is_stable", is_stable)
+    if lengths is not None:
+        lengths = arguments.per_row(name, "lengths", lengths, x.shape, axis)
+        lengths = lengths if lengths.dtype.itemsize >= 4 else lengths.astype(jnp.int32)
+        lengths = jnp.clip(lengths, 0, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+    call, arrays = arguments.last_axis(SELECT, name, x, axis, where, axis_name, [("lengths", lengths)], k)
+    keywords = {"k": k, "sorted": arguments.static_bool(name, "sorted", sorted)}
+    call = dataclasses.replace(call, inner=1, sorted=keywords["sorted"], lengths=lengths is not None)
+    if jnp.issubdtype(x.dtype, jnp.integer):  # without derivatives
+        values, indices = as_rows(choose(call, implementation), *arrays, **keywords)
+        values = values > 0 if is_bool else jnp.maximum(values, jnp.iinfo(dtype).min).astype(dtype)
+    else:
+        values, indices = evaluate(choose_all(call, implementation, **keywords), *arrays)
+    return TopK(*(as_weak_as(jnp.moveaxis(a, -1, axis), operand) for a in (values, indices)))
+
+
+def _as_int(k) -> Any:
+    """Returns k, as an int if it is a bool or a float with the value of an integer: `jax.lax.top_k` takes these."""
+    is_whole = isinstance(k, bool | np.bool_) or (
+        isinstance(k, float | np.floating) and float(k).is_integer()
+    )
+    return int(k) if is_whole else k
 
 
 def _as_stored(name: str, dtype):

@@ -113,41 +113,47 @@ class Request:
     log: bool  # whether the values are logs of probabilities
     dtype: Any  # dtype of the values
     scaled: bool = False  # whether the temperature may differ from 1, and so may be 0
+    normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
 
-    def scale(self, reciprocal) -> Any:
-        """Returns 1 / temperature as the formulas take it."""
+    def scale(self, reciprocals, row) -> Any:
+        """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
+        if reciprocals is None:
+            return None
+        reciprocal = reciprocals[row if reciprocals.shape[0] > 1 else 0]
         return scale_of(reciprocal) if self.scaled else reciprocal
 
 
 class WinnerLists(NamedTuple):
     """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
 
-    `values` are the probabilities of the winners, or their logs. Until the lists of a row are merged into one, they are
-    the winners' keys (int32).
+    `values` are the probabilities of the winners, their logs, or the winners as they are. Until the lists of a row are
+    merged into one, they are the winners' keys (int32).
     """
 
     values: Any  # (lists, k)
     indices: Any  # (lists, k) int32, in the row
-    m: Any  # (lists,) float32, the normalizers' maxima
-    d: Any  # (lists,) float32, the normalizers' sums
+    m: Any = None  # (lists,) float32, the normalizers' maxima; None if nothing is normalized
+    d: Any = None  # (lists,) float32, the normalizers' sums; None if nothing is normalized
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
     """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
+    if not request.normalized:
+        return WinnerLists(values, indices)
     per_list = jax.ShapeDtypeStruct((lists,), jnp.float32)
     return WinnerLists(values, indices, per_list, per_list)
 
 
 def write_winners(
-    lists_gmem: WinnerLists, at, ranked, normalizer: Normalizer, scale, request: Request, final: bool
+    lists_gmem: WinnerLists, at, ranked, normalizer: Normalizer | None, scale, request: Request, final: bool
 ):
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
     `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values
-    are written instead of their keys.
+    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
+    instead of their keys. The normalizer and the scale are None if nothing is normalized.
     """
     k = request.k
     for first in range(0, k, WARPGROUP):
@@ -164,15 +170,21 @@ def write_winners(
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
             held = min(WARPGROUP, k - first)
             blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
-    lists_gmem.m[at], lists_gmem.d[at] = normalizer
+    if normalizer is not None:
+        lists_gmem.m[at], lists_gmem.d[at] = normalizer
 
 
-def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked: bool):
+def probability(key, dtype, normalizer: Normalizer | None, scale, *, log: bool, masked: bool):
     """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
 
     d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
-    probability 0.
+    probability 0. Without a normalizer, returns the element itself, -inf if masked.
     """
+    if normalizer is None:
+        value = sort_keys.element_of_key32(key, dtype)
+        if not masked:
+            return value
+        return jnp.where(key == sort_keys.lowest_key(dtype), jnp.full_like(value, -jnp.inf), value)
     scaled = times(sort_keys.from_key32(key, dtype) - normalizer.m, scale)
     if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
         scaled = jnp.where((scale.again > 1) & (scaled < 0), -jnp.inf, scaled)

@@ -27,6 +27,7 @@ The operands of the PTX program:
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -71,9 +72,9 @@ def topk_merge(
     memory = _Memory(**smem)
     group = _group(count, fan_in)  # which lists this CTA merges
     final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
-    scale = request.scale(scale_gmem[group.row if scale_gmem.shape[0] > 1 else 0])
+    scale = request.scale(scale_gmem, group.row)
 
-    normalizer = _combine_normalizers(lists_gmem, group, scale)
+    normalizer = _combine_normalizers(lists_gmem, group, scale) if request.normalized else None
     _rank(lists_gmem, memory, group, request)  # bound, collect, rank
     number = group.row * -(-count // fan_in) + group.number  # of the merged list
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
@@ -146,23 +147,27 @@ def _bound(keys_gmem, row, first, held, k: int):
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, scaled=False):
+def merge_rows(
+    won, kept, indices, parts: Normalizer | None, temperature, k: int, *, log, dtype, scaled=False
+):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
-    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
+    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists). They
+    and the temperature are None if nothing is normalized.
     `window_kernel.topk_rows` documents the other arguments and the results.
     """
     keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype, scaled)
-    lists = WinnerLists(keys, indices, parts.m.reshape(-1), parts.d.reshape(-1))
-    count = parts.m.shape[1]
-    return results(_launch(lists, 1 / temperature, count, count, request))
+    request = Request(k, won.dtype, kept is not None, log, dtype, scaled, parts is not None)
+    lists, count = WinnerLists(keys, indices), won.shape[1] // k
+    if parts is not None:
+        lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
+    return results(_launch(lists, None if parts is None else 1 / temperature, count, count, request))
 
 
-def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer]:
+def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
     The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
@@ -174,14 +179,15 @@ def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tupl
     return results(lists)
 
 
-def results(lists: WinnerLists) -> tuple[TopK, Normalizer]:
+def results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
     """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
-    return TopK(lists.values, lists.indices), Normalizer(lists.m[:, None], lists.d[:, None])
+    normalizer = None if lists.m is None else Normalizer(lists.m[:, None], lists.d[:, None])
+    return TopK(lists.values, lists.indices), normalizer
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
     """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
-    k, rows, merges = request.k, len(lists.m) // count, -(-count // fan_in)
+    k, rows, merges = request.k, lists.indices.size // (count * request.k), -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
         functools.partial(topk_merge, count, fan_in, request),
@@ -195,7 +201,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         },
         name="topk_merge",
         approximate=True,
-    )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
+    )(jax.tree.map(lambda a: a.reshape(rows, -1), lists), scale)
 
 
 # --- Inline PTX that ranks the winners of several lists

@@ -7,7 +7,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import gather, merge_over
 from pallas_softmax._src.masks import mask_at
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.xla import best_order
+from pallas_softmax._src.topk.xla import TopK, best_order, within
 
 
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
@@ -27,30 +27,66 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
             jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)
         )
     position = indices + lax.axis_index(mesh_axes) * vocab
-    if where is not None:  # the complement, which is negative, says that the position is masked
-        position = jnp.where(mask_at(where, logits, indices), position, ~position)
+    if where is not None:
+        position = _marked(position, mask_at(where, logits, indices))
+    lists = won, position, (top, d)
+    keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
+    return _merged(run_shard, merge, lists, where is not None, temperature, mesh_axes, **keywords)
+
+
+def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):
+    """Merges each device's winners like `topk_on_mesh`, without normalizers. `xla.select` documents most arguments."""
+    vocab = operand.shape[-1]
+    first = lax.axis_index(mesh_axes) * vocab
+    lengths = None if lengths is None else lengths - first
+    # sorted=False would not order equal winners by their position
+    values, indices = run_shard(None, (operand, where, lengths), {"k": min(k, vocab), "sorted": True})
+    masks = where is not None or lengths is not None
+    position = indices + first
+    if masks:
+        position = _marked(position, mask_at(within(where, lengths, operand), operand, indices))
+    won = wide_logits(values)
+    winners, _ = _merged(
+        run_shard, merge, (won, position, ()), masks, None, mesh_axes, k=k, log=False, dtype=won.dtype
+    )
+    return TopK(winners.values.astype(operand.dtype), winners.indices)
+
+
+def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keywords):
+    """Returns the results of `merge`, the operation, for the lists of all devices.
+
+    A list is a device's winners, their positions in the row, `_marked` if there are `masks`, and the numbers of its
+    normalizer, or (). `keywords` are the static arguments of `merge`.
+    """
+    won, position, normalizer = lists
     for mesh_axis in mesh_axes[:0:-1]:
-        won, position, tops, d = gather((won, position, top, d), mesh_axis)
-        _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
-        top = normalizers.largest(tops)
-        order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
+        won, position, *parts = gather((won, position, *normalizer), mesh_axis)
+        if normalizer:
+            tops, d = parts
+            _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
+            normalizer = normalizers.largest(tops), d
+        order = best_order(won, _kept(position, masks), min(keywords["k"], won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
 
     def merged(gathered, temperature):
-        won, position, tops, d = gathered
-        lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
-        keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
-        if list_length < k:  # kernels merge lists of k winners only
+        won, position, *parts = gathered
+        lists = won, _kept(position, masks), jnp.maximum(position, ~position), tuple(parts), temperature
+        if list_length < keywords["k"]:  # kernels merge lists of k winners only
             return merge.plain(*lists, **keywords)
         return run_shard(merge, lists, keywords)
 
-    return merge_over(mesh_axes[:1], merged, (won, position, top, d), temperature)
+    return merge_over(mesh_axes[:1], merged, (won, position, *normalizer), temperature)
 
 
-def _kept(position, where):
+def _marked(position, kept):
+    """Returns the positions, and the complements of masked ones, which are negative."""
+    return jnp.where(kept, position, ~position)
+
+
+def _kept(position, masks: bool):
     """Returns which gathered winners are not masked; None without a mask."""
-    return None if where is None else position >= 0
+    return position >= 0 if masks else None
 
 
 def wide_logits(x):

@@ -1,8 +1,10 @@
-"""Top-k of a softmax, its derivatives, and the merge of several devices' winners, as objects."""
+"""Top-k, of a softmax and without one, their derivatives, and the merge of several devices' winners, as objects."""
 
 import functools
+from collections.abc import Callable
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, MASK, PER_ROW, ROW, Kernel, RowOperation
+from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and the winners' indices
@@ -14,10 +16,14 @@ def _mosaic_gpu(name: str) -> Kernel:
     return KERNELS[name]
 
 
-def _triton() -> Kernel:
-    from pallas_softmax._src.topk.triton import KERNEL
+def _triton(name: str) -> Kernel:
+    from pallas_softmax._src.topk.triton import KERNELS
 
-    return KERNEL
+    return KERNELS[name]
+
+
+def _kernels(name: str) -> dict[str, Callable[[], Kernel]]:
+    return {"mosaic_gpu": functools.partial(_mosaic_gpu, name), "triton": functools.partial(_triton, name)}
 
 
 TOPK_GRAD = RowOperation(
@@ -48,7 +54,7 @@ TOPK = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk"), "triton": _triton},
+    kernels=_kernels("topk"),
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
     result_names=("values", "indices", "m", "d"),
@@ -57,5 +63,39 @@ TOPK = RowOperation(
     integers=("indices",),
     saved=(("logits", "temperature", "m", "d", "indices"), "where"),
     on_mesh=functools.partial(mesh.topk_on_mesh, merge=MERGE),
+    divided_by_xla=False,
+)
+
+_WINNERS = (ROW, PER_ROW)  # the operand, for its shape, and the winners' indices
+SELECT_GRAD = RowOperation(
+    name="top_k_grad",
+    arguments=(_WINNERS, MASK, PER_ROW, PER_ROW),
+    results=(ROW,),
+    plain=xla.select_grad,
+    is_gradient=True,
+    divided_by_xla=False,
+)
+SELECT_TANGENT = RowOperation(
+    name="top_k_tangent",
+    arguments=(_WINNERS, MASK, PER_ROW, ROW),
+    results=PER_ROW,
+    plain=xla.select_tangent,
+    divided_by_xla=False,
+)
+SELECT = RowOperation(
+    name="top_k",
+    arguments=(ROW, MASK, PER_ROW),
+    results=PER_ROW,
+    plain=xla.select,
+    kernels=_kernels("top_k"),
+    kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
+    gradient=SELECT_GRAD,
+    tangent=SELECT_TANGENT,
+    result_names=("values", "indices"),
+    variables=("operand",),
+    differentiable=("values",),
+    integers=("indices",),
+    saved=(("operand", "indices"), "where", "lengths"),
+    on_mesh=functools.partial(mesh.select_on_mesh, merge=MERGE),
     divided_by_xla=False,
 )

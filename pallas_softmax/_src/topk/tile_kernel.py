@@ -35,10 +35,11 @@ def softmax_topk(
     mask_gmem,
     values_gmem,
     indices_gmem,
-    m_gmem,
-    d_gmem,
+    *normalizer_gmem,
 ) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and writes their winners and normalizers.
+
+    Without a scale, nothing is normalized: the values are the winners as they are.
 
     Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write.
     """
@@ -49,9 +50,12 @@ def softmax_topk(
     # `elements` are x as the search takes them: the bits of 16-bit logits, the sort keys of others.
     x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
 
-    m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=scaled)
-    tiles.store(m_gmem, plan, row, m)
-    tiles.store(d_gmem, plan, row, d)
+    normalizer = scale = None
+    if scale_gmem is not None:
+        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=scaled)
+        normalizer = Normalizer(m, d)
+        for gmem, per_row in zip(normalizer_gmem, normalizer):
+            tiles.store(gmem, plan, row, per_row)
 
     if x_gmem.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
         key, index = best_keys_and_indices(plan, vocab, k, elements)
@@ -59,30 +63,29 @@ def softmax_topk(
         index = best_indices(plan, vocab, k, elements)
         key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
 
-    m, d, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (m, d, scale))
-    value = probability(key, x_gmem.dtype, Normalizer(m, d), scale, log=log, masked=mask is not None)
+    normalizer, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (normalizer, scale))
+    value = probability(key, x_gmem.dtype, normalizer, scale, log=log, masked=mask is not None)
     tiles.store(values_gmem, winners, row, value)
     tiles.store(indices_gmem, winners, row, index)
 
 
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, scaled=False
-) -> tuple[TopK, Normalizer]:
+) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
-    rows = x.shape[0]
-    values, indices, m, d = gpu_kernel(
+    rows, normalized = x.shape[0], temperature is not None
+    values, indices, *normalizer = gpu_kernel(
         functools.partial(softmax_topk, plan, mask, log, scaled),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), dtype),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
-            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
-            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+            *[jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * (2 * normalized),
         ],
-        name="softmax_topk",
+        name="softmax_topk" if normalized else "top_k",
         approximate=True,
-    )(x, 1 / temperature, None if mask is None else mask.array)
-    return TopK(values, indices), Normalizer(m, d)
+    )(x, 1 / temperature if normalized else None, None if mask is None else mask.array)
+    return TopK(values, indices), Normalizer(*normalizer) if normalized else None
 
 
 def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: int) -> tuple[Any, Any]:

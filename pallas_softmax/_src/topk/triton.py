@@ -3,6 +3,8 @@
 Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +12,8 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu.checks import not_contiguous
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.xla import TopK
+from pallas_softmax._src.topk.operands import floats_of, plan_by
+from pallas_softmax._src.topk.xla import TopK, within
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch
 from pallas_softmax._src.triton.masks import mask_arguments
@@ -31,16 +34,17 @@ def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
 
 
 def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Computes the k winners of each row; `plan` says how rows lie over programs."""
-    x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
+    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
+    normalized = temperature is not None
+    x, mask, temperatures, unfold = fold_topk(logits, where, temperature if normalized else jnp.ones((1, 1)))
     rows, vocab = x.shape
     mask_array, mask_constants = mask_arguments(mask, x)
     constants = {
         "ROWS": rows,
         "K": k,
-        "LOG": log,
+        "LOG": log if normalized else None,
         "SCALAR": temperatures.shape == (1,),
-        "SCALED": scaled,
+        "SCALED": scaled and normalized,
         "SLOTS": plan.slots,
         "WHERE": mask_constants["WHERE"],
     }
@@ -49,7 +53,14 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
     while lists > 1:
         found, lists = _launch_merge(lists, (x, temperatures), found, dtype, constants)
     values, indices, (m, d) = found
-    return TopK(unfold(values), unfold(indices)), Normalizer(unfold(m), unfold(d))
+    normalizer = Normalizer(unfold(m), unfold(d)) if normalized else None
+    return TopK(unfold(values), unfold(indices)), normalizer
+
+
+def select(plan: Slabs, operand, where, lengths, *, k, sorted):
+    """Returns what `xla.select` returns."""
+    x, winners_of = floats_of(operand)
+    return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
 
 
 def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):
@@ -100,4 +111,7 @@ def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
     return [no_values, jax.ShapeDtypeStruct((rows, parts, slots, 2), jnp.int32), normalizers]
 
 
-KERNEL = Kernel(plan, topk, checks.slower)
+KERNELS = {
+    "topk": Kernel(plan, topk, checks.slower),
+    "top_k": Kernel(functools.partial(plan_by, plan), select, checks.slower),
+}

@@ -149,22 +149,26 @@ def _store(
 
     If a row is a single part, the results are final: values (ROWS, K) are probabilities, or with LOG their logarithms,
     and indices are (ROWS, K). Otherwise no values are stored, and indices hold the candidates (ROWS, PARTS, slots), two
-    int32 each.
+    int32 each. If LOG is None, nothing is normalized: the values are the winners, and no normalizers are stored.
     """
     slot = tl.arange(0, best.numel)
     at = row * PARTS + part
-    tl.store(normalizers_ptr + at, m)
-    tl.store(normalizers_ptr + ROWS * PARTS + at, d)
+    if LOG is not None:
+        tl.store(normalizers_ptr + at, m)
+        tl.store(normalizers_ptr + ROWS * PARTS + at, d)
     if PARTS > 1:
         tl.store(indices_ptr.to(tl.pointer_type(tl.int64)) + at * best.numel + slot, best)
     else:
         key = (best >> 32).to(tl.int32)
-        scaled = (from_sort_key(key, DTYPE) - m) * scale * again
-        if SCALED:  # at temperature 0, any negative number is -inf
-            scaled = tl.where((again > 1) & (scaled < 0), float("-inf"), scaled)
-        value = scaled - log_sum(d) if LOG else exp(scaled) / d
+        value = from_sort_key(key, DTYPE)
+        if LOG is not None:
+            scaled = (value.to(tl.float32) - m) * scale * again
+            if SCALED:  # at temperature 0, any negative number is -inf
+                scaled = tl.where((again > 1) & (scaled < 0), float("-inf"), scaled)
+            value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
-            value = tl.where(key == lowest_key(DTYPE), float("-inf") if LOG else 0.0, value)
+            masked = 0.0 if LOG == False else float("-inf")  # noqa: E712
+            value = tl.where(key == lowest_key(DTYPE), tl.full(value.shape, masked, value.dtype), value)
         tl.store(values_ptr + row * K + slot, value.to(values_ptr.dtype.element_ty), mask=slot < K)
         tl.store(indices_ptr + row * K + slot, _index(best), mask=slot < K)
 
@@ -217,10 +221,11 @@ def topk_kernel(
     for at in range(0, stop - start, WIDTH):
         col = at + lane
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
-        e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E) * again)
-        d = tl.where(x > m, d * e + 1, d + e)
-        m = tl.maximum(m, x)
+        if LOG is not None:
+            # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
+            e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E) * again)
+            d = tl.where(x > m, d * e + 1, d + e)
+            m = tl.maximum(m, x)
         best_col = tl.where(key > best, col, best_col)  # of tied keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)

@@ -88,7 +88,7 @@ def softmax_topk(
     """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
-    scale = request.scale(scale_gmem[part.place.row if scale_gmem.shape[0] > 1 else 0])
+    scale = request.scale(scale_gmem, part.place.row)
 
     normalizer = _arrive(window, part, memory, arrived, scale)  # copies; also writes the group_keys
     ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
@@ -111,14 +111,15 @@ class SearchMemory(NamedTuple):
 
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, scaled=False
-) -> tuple[TopK, Normalizer]:
+) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
-    and 1 unless `scaled`. The values have the `dtype`; with `log`, they are logs of probabilities.
+    and 1 unless `scaled`. The values have the `dtype`; with `log`, they are logs of probabilities. Without a
+    temperature, nothing is normalized: the values are the winners as they are, of the dtype of x.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype, scaled)
-    scale = 1 / temperature
+    request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
+    scale = None if temperature is None else 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
@@ -139,7 +140,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
             "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
-        name="softmax_topk",
+        name="softmax_topk" if request.normalized else "top_k",
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
     )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
@@ -152,8 +153,13 @@ def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMe
     return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
 
 
-def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale) -> Normalizer:
-    """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
+def _arrive(
+    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale
+) -> Normalizer | None:
+    """Copies the part to shared memory, and writes the largest key of each group.
+
+    Returns the normalizer of the part; None without a scale.
+    """
     window_arrival.start_copies(window, part, memory.x, arrived)
     window_arrival.fill_edges(window, part, memory.x)
     _clear_list(memory)
@@ -170,14 +176,15 @@ def _arrive(window: Window, part: window_arrival.Part, memory: SearchMemory, arr
         lane = _add_step(window, memory, i, count, lane, scale, masked)
         return lane, next_keep
 
-    empty = [blocks.filled(x) for x in (-jnp.inf, 0)]
-    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0)
+    lane = None if scale is None else Normalizer(*[blocks.filled(x) for x in (-jnp.inf, 0)])
+    carry = lane, window_arrival.mask_of_step(window, part, 0)
     if window.full:
         full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, full_step, carry)
     if window.rest:
         carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
-    return normalizers.combine_lanes(carry[0], scale=scale)
+    lane, _ = carry
+    return None if lane is None else normalizers.combine_lanes(lane, scale=scale)
 
 
 # --- The search
@@ -191,8 +198,12 @@ def _clear_list(memory: SearchMemory) -> None:
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
-def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+def _add_step_in_jax(
+    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer | None, scale, masked
+):
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
+    if lane is None:
+        return None
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
@@ -210,10 +221,10 @@ def _add_step(
     memory: SearchMemory,
     step,
     count: int,
-    lane: Normalizer,
+    lane: Normalizer | None,
     scale,
     masked: bool,
-) -> Normalizer:
+) -> Normalizer | None:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
     Thread t has vector t of every block. All its elements share one rescaling of d:
@@ -224,11 +235,9 @@ def _add_step(
 
     `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; of a `Scale`,
     it is two factors. If there is a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
+    Without a normalizer `lane`, writes the group_keys alone.
     """
     element, p = Elements(memory.x.dtype), Program()
-    m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    factors = dict(zip(("scale", "again"), scale if isinstance(scale, Scale) else (scale,)))
-    factors["scale"] = factors["scale"] * LOG2_E
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
     block_bytes = window.block * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
@@ -243,6 +252,13 @@ def _add_step(
         value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
         p.store(keys_at, key, offset=i * 4 * WARPGROUP)
         largest.append(value)
+    refs = {"x": memory.x, "group_keys": memory.group_keys}
+    if lane is None:
+        insert_ptx(p, refs, {"step": step})
+        return None
+    m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
+    factors = dict(zip(("scale", "again"), scale if isinstance(scale, Scale) else (scale,)))
+    factors["scale"] = factors["scale"] * LOG2_E
     p.set(new_m, p.max(p.reduce("max", largest), m))
     s = p.select(new_m.equals(-math.inf), 0.0, new_m)
 
@@ -259,7 +275,7 @@ def _add_step(
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert_ptx(
         p,
-        {"x": memory.x, "group_keys": memory.group_keys},
+        refs,
         {"step": step, **factors},
         {"m": lane.m, "d": lane.d},
         {"new_m": "f32", "new_d": "f32"},

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
@@ -59,17 +60,87 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     return TopK(_values(winners, kept, normalizer, given, log, dtype), indices), normalizer
 
 
+def select(operand, where, lengths, *, k, sorted):
+    """Returns the k largest of the last axis as they are, as `TopK`: always in order, so `sorted` makes no difference.
+
+    `lengths`, (1, ..., 1) or (..., 1), leaves out the elements of a row from its length on; None leaves out none.
+    """
+    where = within(where, lengths, operand)
+    indices = best_order(operand, where, k)
+    values = jnp.take_along_axis(operand, indices, -1)
+    kept = None if where is None else mask_at(where, operand, indices)
+    return TopK(masked(values, kept, lowest_value(operand.dtype)), indices)
+
+
+def within(where, lengths, x):
+    """Returns the mask `where`, or None, without the elements from the length of a row on."""
+    if lengths is None:
+        return where
+    inside = lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1) < lengths
+    return inside if where is None else where & inside
+
+
+def lowest_value(dtype):
+    """Returns the value of a masked winner: -inf, or the least number of a dtype without it."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min
+    infinite = np.array(-np.inf, dtype)
+    return infinite if np.isinf(infinite) else jnp.finfo(dtype).min
+
+
+def _kept_winners(residuals, where, lengths):
+    """Returns which winners are not masked, on a mesh among the winners in the shard; None if all are."""
+    operand, indices = residuals
+    kept = None if lengths is None else indices < lengths
+    if where is None:
+        return kept
+    of_mask = jnp.take_along_axis(
+        jnp.broadcast_to(where, operand.shape), indices, -1, mode="fill", fill_value=False
+    )
+    return of_mask if kept is None else of_mask & kept
+
+
+def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
+    """Returns (dx,): the cotangents g at the winners, except for masked ones, and 0 elsewhere.
+
+    The residuals are the operand, for its shape alone, and the winners' indices in the whole row.
+    """
+    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
+    g = masked(g, _kept_winners((operand, indices), where, lengths), 0)
+    return (put(jnp.zeros_like(operand, operand.dtype), indices, g),)
+
+
+def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
+    """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
+    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
+    dvalues = jnp.take_along_axis(dx, indices, -1, mode="fill", fill_value=0)
+    dvalues = masked(dvalues, _kept_winners((operand, indices), where, lengths), 0)
+    return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
+
+
+def _of_shard(residuals, lengths, mesh_axes):
+    """Returns the residuals and the lengths, with indices and lengths that count in this device's shard of each row."""
+    operand, indices = residuals
+    if not mesh_axes:
+        return operand, indices, lengths
+    vocab = operand.shape[-1]
+    first = lax.axis_index(mesh_axes) * vocab
+    indices, _ = indices_in_shard(indices, vocab, mesh_axes)
+    return operand, indices, None if lengths is None else lengths - first
+
+
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns the winners of rows, like `topk`, given the n winners of each part of a row.
 
     `won` and `indices` (..., parts * n) are their logits and their indices in the row, best first, part after part.
     `kept` says which of them are not masked; None for all. `parts` are m (of integer logits, the largest one) and d of
-    each part, (..., parts) each.
+    each part, (..., parts) each. Without a temperature, the values are the winners as they are, and `parts` is ().
     """
-    del scaled  # for the kernel
+    order = best_order(won, kept, k)
+    if temperature is None:
+        return TopK(*(jnp.take_along_axis(a, order, -1) for a in (won, indices))), None
     tops, d = parts
     normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
-    order = best_order(won, kept, k)
     kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
     winners = normalizers.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
     values = _values(winners, kept, normalizer, temperature, log, dtype)

@@ -105,10 +105,10 @@ def sort_key(x):
 
 @triton.jit
 def from_sort_key(key, DTYPE: tl.constexpr):
-    """Returns the elements of this dtype that have these keys, converted to float32."""
+    """Returns the elements of this dtype that have these keys, bit by bit."""
     if DTYPE.primitive_bitwidth == 16:
         bits = key ^ ((key >> 31) & 0x7FFF)
-        return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return bits.to(tl.int16).to(DTYPE, bitcast=True)
     else:
         return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

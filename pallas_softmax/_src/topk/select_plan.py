@@ -1,0 +1,125 @@
+"""How the rows of a selection lie over the GPU: `plan_selection`, a pure function of shape, dtype and device."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_softmax._src.gpu.hardware import (
+    ACCESS_BYTES,
+    FULL_CLUSTERS,
+    LANES,
+    MAX_CLUSTER,
+    RESERVED_SMEM_BYTES,
+    SMEM_BYTES,
+    WARPGROUP,
+)
+
+MAX_SELECTED = 4_096  # winners
+MIN_VOCAB = 2_048  # elements of a row
+
+# Times on an H100, k = 2,048, in microseconds, by the CTAs of a row and the warpgroups of a CTA:
+#
+#     rows x V                 16, 4   8, 4   8, 2   4, 2   2, 4   2, 2   1, 4   1, 2   1, 1
+#     1 x 131,072                8.2
+#     8 x 131,072                       9.2
+#     64 x 32,768                                    11.9    9.5   11.2    9.7
+#     64 x 131,072                             25.6  19.0   16.3   22.6
+#     64 x 1,048,576                          122.9 116.6  112.9
+#     256 x 131,072                                                72.2          62.6
+#     256 x 131,072, bfloat16                                      51.4          46.1
+#     4096 x 8,192, k = 512                                                      64.1   67.2
+#     the same, bfloat16                                                         53.5   43.9
+#
+# The columns 8, 2 and 4, 2 and 2, 2 are from earlier runs of a slightly slower program, except for 64 x 32,768.
+# So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
+# four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
+# search, so more and smaller CTAs pay off.
+MULTIPROCESSORS = 132
+FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
+SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
+MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: one block
+
+# With more elements, a thread would have more than 64 registers, and fewer than four CTAs would run at once.
+THREAD_ELEMENTS = 16  # of a block
+CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
+LEAST_CAPACITY = 2_048
+BUCKETS = 256  # of a round of `narrow`
+PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
+
+# The sample should have this many of the k best, so that it bounds them well. The margin is in standard deviations.
+SAMPLED_WINNERS, MARGIN = 64, 4.5
+MAX_SAMPLE_VECTORS = 4  # of a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectPlan:
+    """How many CTAs and threads select the winners of a row, and the room of their lists.
+
+    The CTAs of a row are a cluster. Each has a part of the row, and a list of entries of 8 bytes in shared memory. The
+    scratch starts with two sets of one word for each warp; then there are more words, and the histogram:
+
+        byte     0       64      128     192        256        320      384       512
+                 sums    sums    turns   counts     gathered   picked   extremes  histogram
+    """
+
+    vocab: int
+    k: int
+    ctas: int  # of a row
+    warpgroups: int  # of a CTA
+    capacity: int  # entries of a list
+    sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
+
+    turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
+    scratch_bytes = histogram + 4 * BUCKETS
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def room(self) -> int:
+        """Number of entries that a CTA lists by itself. The list of a cluster has room for k more."""
+        return self.capacity - (self.k if self.ctas > 1 else 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        return 8 * self.capacity + self.scratch_bytes
+
+    def sampled(self, itemsize: int) -> int:
+        """Returns the number of elements of the sample."""
+        return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
+
+    def rank(self, itemsize: int) -> tuple[float, float]:
+        """Returns (a, b): in a row of n elements, the bound is number a / n + b of the sample.
+
+        A sample of m elements has about q = k m / n of the winners, give or take sqrt(q). The margin is the tangent of
+        MARGIN sqrt(q) where n is `vocab`; it is larger than that elsewhere.
+        """
+        product = self.k * self.sampled(itemsize)
+        root = math.sqrt(product / self.vocab)
+        return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
+
+
+def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> SelectPlan | None:
+    """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
+        return None
+    full_clusters = 16 if rows <= FULL_CLUSTERS else 8
+    most = min(MAX_CLUSTER[capability[0]], full_clusters, vocab // MIN_PART, MULTIPROCESSORS // rows)
+    ctas = 1 << max(most, 1).bit_length() - 1
+    warpgroups = MANY_WARPGROUPS if rows * ctas <= MULTIPROCESSORS else FEW_WARPGROUPS
+    if itemsize == 2 and warpgroups == FEW_WARPGROUPS and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
+        warpgroups = 1
+    capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
+    if ctas == 1:
+        capacity = min(capacity, -(-vocab // LANES) * LANES)
+    wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
+    vectors = 1
+    while vectors < min(wanted, MAX_SAMPLE_VECTORS):
+        vectors *= 2
+    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors)
+    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None

@@ -1,0 +1,302 @@
+"""Inline PTX that selects the k best elements of a row, without putting them in order, in one read of the row.
+
+    sample     about k * m / n of m sampled elements are winners, so a sampled element of a somewhat higher rank is a
+               bound for the k best of all n elements: few more than k reach it
+    stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`
+    compact    if the list is full: keep its k best, and raise the floor to the least of them
+    gather     CTA 0 appends the lists of the other CTAs of the cluster, and compacts again
+    write      the list is in the order of the indices
+
+    row        3 1 8 2 | 9 7 0 6 | 7 5 7 4      k = 3, blocks of 4, the floor is 5, room for 4 entries
+    list       8         8 9 7 6                full
+    compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
+    list                           8 9 7
+
+If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
+list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample
+misled, and everything starts again with the lowest floor.
+
+Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and those outside of the row,
+get this key. If the list ends with fewer than k entries, the lowest indices that it lacks come last. The result is
+exact for every row; rows in unusual orders take more time.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
+from pallas_softmax._src.topk.select_plan import CHUNK, PREFETCHED, THREAD_ELEMENTS, SelectPlan
+
+_SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
+
+
+class SelectProgram(ListProgram):
+    """The program. Addresses: <x>, <values>, <indices>, <mask> in device memory; <list> and <scratch>.
+
+    Numbers: <row>, <part> (the CTA's number in its cluster), <length>, and with a mask <mask_row>.
+    """
+
+    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
+        super().__init__(plan, dtype)
+        self.masked, self.fill_bits, self.row = masked, fill, self.operand("row", "u32")
+        itemsize = self.element.itemsize
+        self.vec = ACCESS_BYTES // itemsize
+        self.loads = THREAD_ELEMENTS // self.vec  # vectors of a thread in a block
+        self.block_vectors = plan.threads * self.loads
+        length = self.max(self.operand("length", "s32"), 0)
+        self.length = self.min(length, plan.vocab).bits("u32")
+        # A vector is 16 bytes; vector 0 has the start of the row, after `before` other elements.
+        start = self.operand("x", "u64") + self.multiply_wide(self.row, plan.vocab * itemsize)
+        self.base = start & -ACCESS_BYTES
+        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
+        vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.vectors = vectors
+        self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
+        self.end = self.var(end)
+        # Blocks between these vectors have elements of the row only.
+        self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.whole_to = self.var(self.min(self.whole_vectors(), end))
+        self.own = self.warp * (LANES * self.loads) + self.lane  # the thread's first vector in a block
+
+    # --- Elements
+
+    def whole_vectors(self) -> Value:
+        """Returns the number of vectors before the first one with elements beyond the row."""
+        return (self.length + self.lead) >> _log2(self.vec)
+
+    def take_row(self) -> None:
+        """Gives the whole row to this CTA, the first of the cluster."""
+        self.set(self.end, self.vectors)
+        self.set(self.whole_to, self.whole_vectors())
+
+    def prefetch(self, at: Value, blocks: int) -> None:
+        """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
+        address = self.base + self.multiply_wide(at, ACCESS_BYTES)
+        number = self.max((self.whole_to - at).bits("s32"), 0)
+        size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
+        self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{address}], {size};"
+
+    def read_block(self, words: list[Value], at: Value) -> None:
+        """Loads the thread's words of the block that starts at vector `at`."""
+        first = at + self.own
+        address = self.base + self.multiply_wide(first, ACCESS_BYTES)
+        with self.block() as done:
+            if not self.masked:
+                with self.when((at >= self.whole_from) & (at + self.block_vectors <= self.whole_to)):
+                    for j in range(self.loads):
+                        vector = words[4 * j : 4 * j + 4]
+                        self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
+                    done()
+            for j in range(self.loads):
+                self.read_checked(words[4 * j : 4 * j + 4], first + LANES * j)
+
+    def read_checked(self, words: list[Value], vector: Value) -> None:
+        """Loads a vector. Elements outside of the part, and masked ones, become the lowest key."""
+        address, inside = self.base + self.multiply_wide(vector, ACCESS_BYTES), vector < self.end
+        for word in words:
+            self.set(word, -1)
+        self.load_into(words, address, when=inside, space="global")
+        index = vector * self.vec - self.lead
+        for e in range(self.vec):
+            bits = self.element.all_ones << 8 * (e * self.element.itemsize % 4)
+            word, within = words[e * self.element.itemsize // 4], index + e < self.length
+            self.update(word, "or", bits, when=~within)
+            if self.masked:
+                self.update(word, "or", bits, when=self.is_masked(index + e, within & inside))
+
+    def is_masked(self, index: Value, within: Value) -> Value:
+        """Returns whether the mask leaves out an element of the row."""
+        at = self.operand("mask", "u64") + self.multiply_wide(
+            self.operand("mask_row", "u32"), self.plan.vocab
+        )
+        keep = self.var(1, "u8")
+        self.load_into([keep], at + self.convert(index, "u64"), when=within, space="global")
+        return self.convert(keep, "u32").equals(0)
+
+    def sample(self) -> None:
+        """Sets the floor to just below a sampled element that few more than k elements should reach.
+
+        If many sampled elements equal that one, the floor is the element itself.
+        """
+        plan, words = self.plan, []
+        runs = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
+        together = self.vectors >> _log2(_SECTOR_VECTORS)
+        end, self.end = self.end, self.vectors  # the sample is of the whole row
+        for i in range(plan.sample_vectors):
+            run = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
+            first = (run * together >> _log2(runs)) << _log2(_SECTOR_VECTORS)
+            vector = [self.fresh("s32") for _ in range(4)]
+            self.read_checked(vector, first | self.thread & (_SECTOR_VECTORS - 1))
+            words += vector
+        self.end = end
+        a, b = plan.rank(self.element.itemsize)
+        rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
+        rank = self.convert(rank, "u32")
+        keys = self.element.keys(words)
+        largest, least = self.reduce("max", keys), self.reduce("min", keys)
+        # Each thread, or each group of lanes, has an element that reaches the least of their largest elements. There
+        # must be `rank` groups; larger groups leave fewer elements to search.
+        low = self.var(self.select(rank <= plan.threads, largest, least))
+        for bit in range(_log2(LANES)):
+            larger = self.shuffle(low, "bfly", 1 << bit)
+            self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
+        of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
+        lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
+        low, high = self.reduce("min", lows), self.reduce("max", highs)
+        self.set(self.greatest, high)
+        enough = rank + (rank >> 3)
+        found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
+        self.set(self.floor, found.high - found.extent.bits("s32"))
+        self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
+
+    def stream(self, *, ties: bool = False) -> None:
+        """Lists the elements of the part above the floor; or `ties` of the floor, until there are k entries."""
+        at, words = self.var(self.first), [self.fresh("s32") for _ in range(4 * self.loads)]
+        with self.loop() as leave:
+            leave(at >= self.end)
+            if ties:
+                leave(self.n >= self.plan.k)
+            self.read_block(words, at)
+            before, upto = self.count(words, ties)
+            lower, added = self.over_cta(self.total(upto))
+            with self.block() as done:
+                if not ties:
+                    with self.when(self.n + added > self.plan.room):
+                        self.append_by_warps(words, at)
+                        done()
+                self.append(words, at, self.n + lower, before, upto, ties)
+                self.increase(self.n, added)
+            self.increase(at, self.block_vectors)
+        self.barrier()
+        if ties:
+            self.update(self.n, "min", self.plan.k)
+
+    def tests(self, words: Sequence[Value], ties: bool) -> list[Callable[[], Value]]:
+        """Returns a function for each element, which returns whether it is above the floor, or equal to it.
+
+        If the floor is negative, all bits except the signs are inverted. This turns negative elements into their keys,
+        and leaves the others above the floor.
+        """
+        flip, halves = self.floor.sign() & self.element.flip, self.element.halves
+        limit, tests = self.floor << 16 | 0xFFFF if halves else self.floor, []
+        for word in words:
+            flipped = word ^ flip
+            for x in (flipped << 16, flipped) if halves else (flipped,):
+                if ties and halves:
+                    x = x | 0xFFFF
+                tests.append(functools.partial(x.equals if ties else x.__gt__, limit))
+        return tests
+
+    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
+        """Returns how many elements are above the floor in the lower lanes, and up to this lane.
+
+        The numbers have a field for each vector of a thread: 4 fields with 8 bits, or 2 fields with 16 bits.
+        """
+        counts = []
+        for j in range(self.loads):
+            counts.append(self.var(0, "u32"))
+            for test in self.tests(words[4 * j : 4 * j + 4], ties):
+                self.increase(counts[-1], 1 << j * (32 // self.loads), when=test())
+        return self.scan(self.reduce("add", counts))
+
+    def field(self, counts: Value, j: int) -> Value:
+        """Returns the field of vector j."""
+        bits = 32 // self.loads
+        shifted = counts >> bits * j if j else counts
+        return shifted & ((1 << bits) - 1) if j < self.loads - 1 else shifted
+
+    def total(self, counts: Value) -> Value:
+        """Returns the sum of all fields."""
+        return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
+
+    def append(self, words, at: Value, n: Value, before: Value, upto: Value, ties: bool = False) -> None:
+        """Writes the warp's elements that count to entries n, n + 1, ... Ties end at entry k."""
+        of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
+        first, end = (at + self.own) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
+        for j in range(self.loads):
+            entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
+            with self.when(self.field(own, j).differs(0)):
+                vector = words[4 * j : 4 * j + 4]
+                elements = [(word, e) for word in vector for e in range(self.vec // 4)]
+                for i, ((word, e), test) in enumerate(zip(elements, self.tests(vector, ties))):
+                    counts = test()
+                    if self.element.halves:
+                        word = word & 0xFFFF0000 if e else word << 16
+                    self.store(entry, word, index + i, when=counts & (entry < end) if ties else counts)
+                    self.increase(entry, ENTRY_BYTES, when=counts)
+            n = n + self.field(of_warp, j)
+
+    def append_by_warps(self, words, at: Value) -> None:
+        """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
+        with self.each(0, self.warps) as turn:
+            of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
+            with self.when(self.n > self.plan.room - CHUNK):
+                self.compact_list()
+            with self.when(self.warp.equals(turn)):
+                before, upto = self.count(words)
+                self.append(words, at, self.n, before, upto)
+                self.store(of_turn, self.total(upto), when=self.lane.equals(LANES - 1))
+            self.barrier()
+            self.increase(self.n, self.load(of_turn, "u32"))
+
+    # --- The results
+
+    def write_results(self) -> None:
+        """Writes the values and indices of the k best of the list, and fills the rest."""
+        k, itemsize = self.plan.k, self.element.itemsize
+        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
+        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
+
+        def put(number, bits, index, when=None):
+            value = self.convert(bits.bits("u32") >> 16, "u16") if self.element.halves else bits
+            self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
+            self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
+
+        with self.block() as done:
+            with self.when(self.n > k):
+                self.compact(put)
+                done()
+            with self.each(self.thread, self.n, self.plan.threads) as number:
+                put(number, *self.load_vector(self.entry(number), "s32", 2))
+            with self.each(self.n + self.thread, k, self.plan.threads) as number:
+                index = self.missing(number - self.n)
+                put(number, self.var(-1 if self.fill_bits is None else self.fill_bits, "s32"), index)
+
+
+@functools.lru_cache(maxsize=16)
+def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program. `fill` has the bits of masked winners, in the upper half for 16 bits; None: all ones."""
+    p = SelectProgram(plan, dtype, masked, fill)
+    if not masked:
+        p.prefetch(p.first, PREFETCHED)
+    with p.when(p.warp.equals(0)):
+        p.clear_histogram()
+    p.barrier()
+    with p.when(p.length > plan.capacity):
+        p.sample()
+    gathered = p.var(False, "pred")
+    with p.loop() as leave:
+        p.stream()
+        if plan.ctas > 1:
+            with p.when(~gathered):
+                p.gather()
+            p.set(gathered, True)
+            leave(p.part.differs(0))
+            p.take_row()
+        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
+        p.stream(ties=True)
+        leave(p.n >= plan.k)
+        p.set(p.floor, p.lowest)  # the sample misled
+        p.set(p.n, 0)
+    with p.when(p.part.equals(0)):
+        p.write_results()
+    return p
+
+
+def _log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1

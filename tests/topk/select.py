@@ -1,0 +1,134 @@
+"""The kernel that selects many winners: rows that are hard for it, its right answers, and the machine that runs it."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_softmax._src import folding, sort_keys
+from pallas_softmax._src.gpu.interpreter import interpreted
+from pallas_softmax._src.topk import select_kernel
+from pallas_softmax._src.topk.select_plan import SelectPlan
+from pallas_softmax._src.topk.select_ptx import select_program
+from tests.support import ptx
+from tests.support.calls import DTYPES
+from tests.support.kernels import INTERPRET
+
+
+def rows_of(v, k, dtype, seed=0):
+    """Returns rows by name: random ones, in narrow bands, with ties, in order, with special numbers."""
+    rng, at = np.random.default_rng(seed), np.arange(v)
+    normal = rng.standard_normal(v)
+    special = np.array([0, -0.0, 1, np.inf, -np.inf, np.nan, -np.nan])
+    rows = {
+        "normal": normal,
+        "peaked": rng.standard_cauchy(v) ** 3,
+        "shifted": normal + 1000,
+        "scaled": normal * 1e-3,
+        "denormal": normal * 1e-40,
+        "band": 1 + np.abs(normal) * 2.0**-12,
+        "negative": -np.abs(normal) - 5,
+        "ascending": np.sort(normal),
+        "descending": -np.sort(normal),
+        "constant": np.full(v, 1.5),
+        "+0 and -0": np.where(at % 3, -0.0, 0.0),
+        "rounded": np.round(2 * normal),
+        "special": rng.choice(special, v),
+        "-inf but for one": np.where(at == v - 1, 0, -np.inf),
+        "winners at the end": np.where(at >= v - k, normal + 9, normal),
+        "winners where no sample is": np.where(at // 16 % 7 == 3, normal + 9, normal),
+        "k - 1 numbers": np.where(at < k - 1, 1.0, -np.nan),
+    }
+    with np.errstate(all="ignore"):
+        return {name: row.astype(dtype) for name, row in rows.items()}
+
+
+def winners(x, k, kept):
+    """Returns the indices of the winners of a row, in ascending order."""
+    keys = np.where(kept, np.asarray(sort_keys.key(jnp.asarray(x))).astype("int64"), -(2**31))
+    return np.sort(np.lexsort((np.arange(len(x)), -keys))[:k])
+
+
+def assert_selected(values, indices, x, k, kept, fill, name):
+    """Asserts that the winners of a row are right, in any order; the values of others than `kept` are `fill`."""
+    values, indices = np.asarray(values), np.asarray(indices)
+    np.testing.assert_array_equal(np.sort(indices), winners(x, k, kept), err_msg=name)
+    want = np.where(kept[indices], x[indices], fill).astype(x.dtype)
+    bits = f"u{x.itemsize}"
+    np.testing.assert_array_equal(values.view(bits), want.view(bits), err_msg=name)
+
+
+def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fill=None, rng=None):
+    """Runs the program for one row in NumPy, `offset` elements after a multiple of 16 bytes.
+
+    Returns the values, the indices and the number of steps.
+    """
+    v, k, itemsize = plan.vocab, plan.k, x.dtype.itemsize
+    sizes = {
+        "list": 8 * plan.capacity,
+        "scratch": plan.scratch_bytes,
+        "x": x.nbytes + 32,
+        "values": k * itemsize,
+        "indices": 4 * k,
+        "mask": v,
+    }
+    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 128) * 128 for size in sizes.values())]).tolist()))
+    memory = np.full((plan.ctas, starts["mask"] + v + 64 - v % 16), 0xCD, "u1")
+    starts["x"] += offset * itemsize
+    memory[:, starts["x"] : starts["x"] + x.nbytes] = x.view("u1")
+    if mask is not None:
+        memory[:, starts["mask"] : starts["mask"] + v] = mask.view("u1")
+    bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
+    # The machine has no device memory that can be read: each CTA has a copy of the row in its shared memory.
+    text = str(select_program(plan, x.dtype, mask is not None, bits)).replace(".global", ".shared")
+    numbers = {
+        "row": 0,
+        "part": np.arange(plan.ctas),
+        "mask_row": 0,
+        "length": v if length is None else length,
+    }
+    machine = ptx.Machine(text, memory, plan.threads, starts | numbers, rng)
+    machine.run()
+    values, indices = (
+        memory[0, starts[name] : starts[name] + sizes[name]].view(dtype)
+        for name, dtype in (("values", x.dtype), ("indices", "int32"))
+    )
+    return values, indices, machine.steps
+
+
+def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret=INTERPRET):
+    """Returns the winners of the kernel for rows x, (rows, v), with a mask (mask rows, v or 1)."""
+    mask = None
+    if where is not None:
+        rows = folding.mask_rows(where.shape[:1], x.shape[:1])
+        mask = folding.Mask(jnp.asarray(where), rows)
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    with interpreted(interpret):
+        return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, plan, sorted=sorted)
+
+
+def kept_of(x, where=None, lengths=None):
+    """Returns which elements of rows take part."""
+    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+    return kept if lengths is None else kept & (np.arange(x.shape[1]) < np.asarray(lengths)[:, None])
+
+
+LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
+# One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
+PLANS = [
+    (SelectPlan(8192, 2048, 1, 2, 6144, 1), "float32"),
+    (SelectPlan(20001, 700, 4, 2, 2112, 2), "bfloat16"),
+    (SelectPlan(16384, 256, 8, 1, 2048, 2), "float16"),
+    (SelectPlan(20001, 700, 2, 4, 2112, 1), "float32"),
+    (SelectPlan(2500, 2048, 1, 2, 2528, 1), "bfloat16"),
+    (SelectPlan(70000, 100, 16, 2, 2048, 4), "float32"),
+    (SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"),
+    (SelectPlan(20001, 5, 2, 4, 2048, 4), "float32"),
+    (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"),
+]
+
+
+def assert_rows(got, x, k, where=None, lengths=None):
+    """Asserts that the winners of all rows are right, in any order."""
+    kept = kept_of(x, where, lengths)
+    fill = np.array(-np.inf, x.dtype) if where is not None or lengths is not None else LOWEST[x.dtype.name]
+    for i, row in enumerate(x):
+        assert_selected(got.values[i], got.indices[i], row, k, kept[i], fill, f"row {i}")

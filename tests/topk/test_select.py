@@ -1,0 +1,195 @@
+"""The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
+from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
+from tests.support.calls import DTYPES
+from tests.support.covering import first, first_values
+from tests.support.lowering import array, kernel_names, lowered
+from tests.support.plans import CAPABILITIES, HOPPER
+from tests.topk import select
+from tests.topk.select import LOWEST, PLANS, assert_rows, assert_selected, kept_of, machine_select, rows_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NAMES = [*rows_of(64, 8, "float32")]
+
+
+@pytest.mark.parametrize("name", first_values(2, NAMES))
+@pytest.mark.parametrize(("plan", "dtype"), first(2, PLANS), ids=str)
+def test_program(plan, dtype, name):
+    x = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))[name]
+    for i, rng in enumerate((None, np.random.default_rng(0))):
+        values, indices, _ = machine_select(plan, x, offset=3 * i, rng=rng)
+        assert_selected(values, indices, x, plan.k, kept_of(x[None])[0], LOWEST[dtype], name)
+
+
+@pytest.mark.parametrize("kind", ["length", "mask", "both"])
+@pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS[1:]), ids=str)
+def test_masked_program(plan, dtype, kind):
+    """Some rows have fewer elements than winners. Elements that do not take part come last."""
+    v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
+    fill = np.array(-np.inf, jnp.dtype(dtype))
+    rows = rows_of(v, k, jnp.dtype(dtype))
+    for name, length, share in (
+        ("normal", 0, 0.5),
+        ("special", k - 1, 0.02),
+        ("shifted", min(v, plan.capacity + 1), 0.9),
+        ("ascending", v + 1, 0.5),
+    ):
+        mask = rng.random(v) < share if kind != "length" else None
+        length = length if kind != "mask" else None
+        x = rows[name]
+        values, indices, _ = machine_select(plan, x, mask=mask, length=length, offset=1, fill=fill)
+        (kept,) = kept_of(x[None], mask, None if length is None else [length])
+        assert_selected(values, indices, x, k, kept, fill, name)
+
+
+def test_few_steps():
+    """A row in random order, and one in a narrow band or with ties, is read once; no list overflows."""
+    plan = SelectPlan(20000, 512, 1, 2, 2048, 4)
+    rows = rows_of(plan.vocab, plan.k, np.dtype("float32"))
+    steps = {
+        name: machine_select(plan, rows[name])[2]
+        for name in ("normal", "shifted", "band", "constant", "ascending")
+    }
+    assert max(steps.values()) < 1.5 * steps["normal"], steps
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_few_winners_of_a_length(k):
+    """The program reads no more than the length: what follows makes no difference, and a short length is few steps."""
+    plan = plan_selection(4096, 200_000, k, "float32", HOPPER)
+    rows = rows_of(plan.vocab, k, np.dtype("float32"))
+    fill, steps = np.array(-np.inf, np.float32), {}
+    for name, length in (
+        ("normal", 200_000),
+        ("normal", 4000),
+        ("normal", 0),
+        ("special", 3001),
+        ("constant", 9000),
+    ):
+        x = np.where(np.arange(plan.vocab) < length, rows[name], np.inf).astype(np.float32)
+        values, indices, steps[name, length] = machine_select(plan, x, length=length, fill=fill, offset=1)
+        assert_selected(values, indices, x, k, kept_of(x[None], None, [length])[0], fill, name)
+    assert steps["normal", 4000] < 0.2 * steps["normal", 200_000], steps
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(
+    ("v", "k", "dtype"),
+    first(1, [(2500, 700, "float32"), (2048, 2048, "bfloat16"), (2100, 5, "float16")]),
+    ids=str,
+)
+def test_kernel(v, k, dtype, in_order):
+    plan = plan_selection(4, v, k, dtype, HOPPER)
+    rows = rows_of(v, k, jnp.dtype(dtype))
+    x = np.stack([rows[name] for name in ("normal", "special", "rounded", "constant")])
+    where = np.random.default_rng(1).random((4, v)) < 0.5
+    for mask, lengths in (
+        (None, None),
+        (where[:1], None),
+        (where[:, :1], None),
+        (None, [0, k - 1, v, v + 3]),
+        (where[:1], [9, v, k, -1]),
+    ):
+        got = select.select_rows(x, k, plan, mask, lengths, sorted=in_order)
+        assert_rows(got, x, k, mask, lengths)
+        kept = kept_of(x, mask, lengths)
+        for i, row in enumerate(x):
+            if in_order:
+                keys = np.where(
+                    kept[i], np.asarray(select.sort_keys.key(jnp.asarray(row))).astype(int), -(2**31)
+                )
+                np.testing.assert_array_equal(got.indices[i], np.lexsort((np.arange(v), -keys))[:k])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "dtype"),
+    first(2, [(1, 131072, 2048, "float32"), (4096, 8192, 2048, "bfloat16"), (64, 1000003, 4096, "float16")]),
+    ids=str,
+)
+def test_lowering(rows, v, k, dtype, masked):
+    plan = plan_selection(rows, v, k, dtype, HOPPER)
+
+    def f(x, where, lengths):
+        return select.select_rows(x, k, plan, where, lengths, interpret=None)
+
+    where = array(1, v, dtype="bool") if masked else None
+    text = lowered(f, array(rows, v, dtype=dtype), where, array(rows, dtype="int32") if masked else None)
+    assert kernel_names(text) == ["top_k_select"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "dtype", "ctas", "warpgroups"),
+    [
+        (1, 131072, 2048, "float32", 16, 4),
+        (8, 131072, 2048, "float32", 8, 4),
+        (64, 32768, 2048, "float32", 2, 4),
+        (64, 1_048_576, 2048, "bfloat16", 2, 4),
+        (100, 131072, 2048, "float32", 1, 4),
+        (256, 131072, 2048, "float32", 1, 2),
+        (256, 131072, 2048, "bfloat16", 1, 2),
+        (4096, 8192, 2048, "bfloat16", 1, 2),
+        (4096, 8192, 512, "bfloat16", 1, 1),
+        (4096, 8192, 512, "float32", 1, 2),
+        (1, 8192, 2048, "float32", 1, 4),
+    ],
+)
+def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
+    plan = plan_selection(rows, v, k, dtype, HOPPER)
+    assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "in_order", "has_lengths", "kernel"),
+    [
+        (64, 32768, 2048, False, False, "top_k_select"),
+        (64, 32768, 2048, True, False, "top_k"),
+        (64, 131072, 2048, True, False, "top_k_select"),
+        (64, 131072, 128, False, False, "top_k"),
+        (64, 8192, 4096, True, False, "top_k_select"),
+        (64, 8192, 1, True, True, "top_k_select"),
+        (64, 32768, 2048, True, True, "top_k_select"),
+        (1, 131072, 2048, True, True, "top_k_select"),
+        (64, MIN_VOCAB, 5, False, True, "top_k_select"),
+        (64, MIN_VOCAB - 1, 5, False, True, "top_k"),
+    ],
+)
+def test_choice(rows, v, k, in_order, has_lengths, kernel):
+    """Winners are selected where they need no order, where many are few of a long row, or where they are too many.
+
+    With lengths, they are selected in all rows that are not short. XLA is no better choice then.
+    """
+
+    def f(x, lengths):
+        return ps.top_k(x, k, lengths=lengths, sorted=in_order, implementation="mosaic_gpu")
+
+    x, lengths = array(rows, v), array(rows, dtype="int32") if has_lengths else None
+    assert kernel_names(lowered(f, x, lengths))[0] == kernel
+    if has_lengths:
+        (choice,) = ps.explain(lambda x, n: ps.top_k(x, k, lengths=n, sorted=in_order), x, lengths)
+        assert choice.cuda == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_plans(capability):
+    """Every list has room for the winners and a chunk, and for what the sample's bound lets through."""
+    for rows in (1, 7, 8, 64, 256, 4096):
+        for v in (MIN_VOCAB, 5001, 8192, 131072, 1_048_576, 10_000_000):
+            for k in (1, 8, 129, 2048, MAX_SELECTED):
+                for dtype in DTYPES:
+                    plan = plan_selection(rows, v, k, dtype, capability)
+                    if plan is None:
+                        assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
+                        continue
+                    assert plan.room >= min(v, k + CHUNK) and plan.capacity % 2 == 0
+                    itemsize = jnp.dtype(dtype).itemsize
+                    a, b = plan.rank(itemsize)
+                    if v > plan.capacity:
+                        assert a / v + b <= plan.sampled(itemsize)
+                    assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)

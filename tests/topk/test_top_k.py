@@ -1,0 +1,344 @@
+"""top_k: a drop-in for jax.lax.top_k, with masks and lengths, in plain JAX on the CPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax import export, lax
+
+from pallas_softmax import TopK, explain, fused_topk, top_k
+from tests.kernels.test_random_rows import adversarial_logits, random_logits, random_shapes
+from tests.support import cases, oracle
+from tests.support.cases import ALL, BF16, F16, F32, F64
+from tests.support.covering import cover, first, first_values, pairs, slow
+from tests.topk.test_api import ELEMENTS, FREE
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FLOATS = (F32, BF16, F16)
+INTEGERS = [np.dtype(name) for name in ("int32", "uint32", "int16", "uint16", "int8", "uint8", "bool")]
+LENGTHS = np.array([3, 0, -2, 20, 2**31 - 1, 7], np.int32)
+
+
+def integers(dtype, shape, seed=0):
+    """Returns numbers of the whole range, with ties, and rows of the least and of the largest number."""
+    rng = np.random.default_rng(seed)
+    if dtype.kind == "b":
+        return rng.random(shape) < 0.5
+    info = np.iinfo(dtype)
+    x = rng.integers(info.min, info.max, shape, dtype, endpoint=True)
+    x[..., ::3] = rng.integers(0, 3, x[..., ::3].shape)
+    x[0], x[-1, ::2], x[-1, 1::2] = info.min, info.max, info.min
+    return x
+
+
+def same(got, want):
+    """Asserts equal values and indices, of equal dtypes; a NaN may have another payload."""
+    for a, b in zip(got, want, strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a, F64), np.asarray(b, F64))
+        np.testing.assert_array_equal(np.signbit(np.asarray(a, F64)), np.signbit(np.asarray(b, F64)))
+
+
+# --- Values and indices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("v", "dtype"), cover([1, 2, 9, 129], FLOATS), ids=str)
+def test_floats(v, dtype):
+    """Every finite and special row, sorted as a whole: values keep their bits, and so -0 and NaNs their signs."""
+    x = cases.rows(ALL, v, dtype)
+    for k in {0, 1, 2, v} - {2 if v == 1 else -1}:
+        same(top_k(x, k), oracle.top_k(x, k))
+
+
+@pytest.mark.parametrize("dtype", first_values(3, INTEGERS), ids=str)
+def test_integers(dtype):
+    x = integers(dtype, (6, 20))
+    for k in (0, 1, 2, 20):
+        same(top_k(x, k), oracle.top_k(x, k))
+        same(top_k(x, k), lax.top_k(x, k))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64"])
+def test_64_bits(dtype, x64):
+    x = integers(np.dtype(dtype), (6, 20)) if "int" in dtype else cases.rows(ALL, 20).astype(F64)
+    got = top_k(x, 5)
+    same(got, oracle.top_k(x, 5) if dtype != "uint64" else lax.top_k(x, 5))
+    assert got.indices.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e5m2", "float8_e4m3fn"])
+def test_narrow_numbers(dtype):
+    x = np.random.default_rng(0).integers(0, 7, (4, 16))
+    got = top_k(jnp.asarray(x, dtype), 16, lengths=np.array([16, 5, 0, 9]))
+    want, indices = oracle.top_k(x.astype(F32), 16, oracle.within(x, [16, 5, 0, 9]))
+    assert got.values.dtype == dtype
+    np.testing.assert_array_equal(got.indices, indices)
+    lowest = jnp.iinfo(dtype).min if "int" in dtype else -np.inf if "e5m2" in dtype else jnp.finfo(dtype).min
+    np.testing.assert_array_equal(np.asarray(got.values, F32), np.where(want == -np.inf, float(lowest), want))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2, slow(2), slow(-3)])
+@pytest.mark.parametrize("dtype", [F32, "int8"], ids=str)
+def test_axis(axis, dtype):
+    x = np.random.default_rng(0).integers(-9, 9, (6, 4, 5)).astype(dtype)
+    same(top_k(x, 3, axis=axis), lax.top_k(x, 3, axis=axis))
+
+
+def test_ordinary_rows_agree_with_lax_top_k():
+    x = cases.rows([name for name in cases.FINITE if name != "denormals"], 129)
+    same(top_k(x, 129), lax.top_k(x, 129))
+
+
+@FREE
+@given(
+    x=hnp.arrays(F32, (4, 8), elements=ELEMENTS),
+    where=hnp.arrays(bool, (4, 8)) | st.just(np.ones((4, 8), bool)),
+    lengths=st.none() | hnp.arrays(np.int32, 4, elements=st.integers(-1, 9)),
+    k=st.sampled_from([1, 5, 8]),
+)
+def test_any_row_mask_and_lengths(x, where, lengths, k):
+    kept = where if lengths is None else oracle.within(x, lengths, where)
+    got = top_k(x, k, where=where, lengths=lengths)
+    same(got, oracle.top_k(x, k, kept))
+    unsorted = top_k(x, k, where=where, lengths=lengths, sorted=False)
+    np.testing.assert_array_equal(np.sort(unsorted.indices), np.sort(got.indices))
+
+
+# --- where and lengths ----------------------------------------------------------------------------------
+
+NAMES = list(cases.FINITE)[:6]
+X = cases.rows(NAMES, 20)
+MASKS = cases.masks(X.shape)
+
+
+@pytest.mark.parametrize(("mask", "dtype"), first(2, pairs(MASKS, [*FLOATS, *INTEGERS])), ids=str)
+def test_where(mask, dtype):
+    """Masked positions win if fewer than k are unmasked, by the lowest index, with the lowest value."""
+    x = X.astype(dtype) if dtype in FLOATS else integers(np.dtype(dtype), X.shape)
+    where = MASKS[mask]
+    same(top_k(x, 15, where=where), oracle.top_k(x, 15, np.broadcast_to(where, x.shape)))
+
+
+@pytest.mark.parametrize("dtype", [F32, *map(slow, (BF16, np.dtype("int8"), np.dtype("bool")))], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_lengths(dtype, masked):
+    """A negative length is 0, and one above V is V. Lengths broadcast to the batch."""
+    x = X.astype(dtype) if dtype in FLOATS else integers(np.dtype(dtype), X.shape)
+    where = MASKS["x_shaped"] if masked else None
+    for lengths in (LENGTHS, np.int32(7), LENGTHS[:1], LENGTHS[:, None]):
+        of_rows = np.broadcast_to(lengths.reshape(-1), 6)
+        want = oracle.top_k(x, 10, oracle.within(x, of_rows, where))
+        same(top_k(x, 10, where=where, lengths=lengths), want)
+        same(jax.jit(lambda x, n: top_k(x, 10, where=where, lengths=n))(x, lengths), want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64", "uint32"])
+def test_lengths_never_wrap(dtype):
+    info = np.iinfo(dtype)
+    lengths = np.array([info.min, info.max, 0, 7, 3, 5], dtype)
+    want = oracle.top_k(X, 10, oracle.within(X, [max(0, info.min), min(info.max, 20), 0, 7, 3, 5]))
+    same(top_k(X, 10, lengths=lengths), want)
+    same(top_k(X, 10, lengths=-(2**70)), oracle.top_k(X, 10, np.zeros(X.shape, bool)))
+    with jax.enable_x64(True):
+        same(jax.jit(lambda n: top_k(X, 10, lengths=n))(lengths), want)
+
+
+def test_lengths_of_other_axes():
+    x, lengths = X.reshape(6, 4, 5), np.arange(30).reshape(6, 5) % 6
+    got = top_k(x, 3, axis=1, lengths=lengths)
+    last = np.moveaxis(x, 1, -1)
+    want = oracle.top_k(last, 3, oracle.within(last, lengths))
+    same([np.moveaxis(np.asarray(a), 1, -1) for a in got], want)
+
+
+# --- Arguments like lax.top_k's ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "k", [True, False, np.True_, 2.0, np.float32(2), np.int8(2), np.array(2), jnp.int32(2)]
+)
+def test_every_k_of_lax_top_k(k):
+    """Both take these, whatever their types are."""
+    same(top_k(X, k), lax.top_k(X, int(k)))
+    same(top_k(X, k), lax.top_k(X, int(k)))  # by the program of the first call
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.eval_shape])
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((X, -1), ValueError, "k must be from 0 to the row's length 20, got -1"),
+        ((X, 21), ValueError, "k must be from 0 to the row's length 20, got 21"),
+        ((X, 2.5), TypeError, "k must be an integer, got 2.5"),
+        ((X, "2"), TypeError, "k must be an integer"),
+        ((X, None), TypeError, "k must be an integer"),
+        ((jnp.float32(1), 1), ValueError, "axis -1 is out of bounds"),
+        ((X.astype("complex64"), 1), ValueError, "operand must be real, got complex64"),
+        (([1.0, 2.0], 1), TypeError, "operand must be an array"),
+    ],
+)
+def test_errors_of_lax_top_k(wrap, arguments, error, match):
+    with pytest.raises(error):
+        lax.top_k(*arguments)
+    with pytest.raises(error, match=f"^top_k: {match}"):
+        wrap(functools.partial(top_k, *arguments))()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"axis": 2}, ValueError, "axis 2 is out of bounds for operand"),
+        ({"axis": None}, TypeError, "axis must be an integer"),
+        ({"is_stable": "yes"}, TypeError, "is_stable must be True or False"),
+        ({"sorted": None}, TypeError, "sorted must be True or False"),
+        ({"lengths": np.ones(6)}, TypeError, "lengths must be an integer, or one per row, got float64"),
+        ({"lengths": True}, TypeError, "lengths must be an integer"),
+        ({"lengths": [1] * 6}, TypeError, "lengths must be an array or a scalar"),
+        ({"lengths": np.ones(5, int)}, ValueError, r"lengths must .* the batch shape \(6,\), got \(5,\)"),
+        ({"lengths": np.ones((6, 20), int)}, ValueError, "lengths must be a scalar or broadcast"),
+        ({"where": np.ones(20)}, ValueError, "where must be None or boolean"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ({"axis_name": "v"}, ValueError, "axis_name must name mesh axes"),
+    ],
+    ids=str,
+)
+def test_errors_of_options(options, error, match):
+    with pytest.raises(error, match=f"^top_k: {match}"):
+        top_k(X, 2, **options)
+    with pytest.raises(error, match=f"^top_k: {match}"):
+        jax.eval_shape(lambda: top_k(X, 2, **options))
+
+
+def test_a_traced_k_is_refused():
+    with pytest.raises(TypeError, match=r"(?s)\bk\b.*static"):
+        jax.jit(lambda k: top_k(X, k))(2)
+
+
+@pytest.mark.parametrize("shape", first_values(2, [(3, 9), (3, 0), (0, 5)]), ids=str)
+def test_empty_arrays(shape):
+    same(top_k(jnp.zeros(shape), 0), lax.top_k(jnp.zeros(shape), 0))
+
+
+@pytest.mark.parametrize(
+    "x", [jnp.full((4,), 2.0), jnp.full((4,), 2), jnp.ones(4, F32), jnp.ones(4, bool)], ids=str
+)
+def test_weak_types_agree_with_lax_top_k(x):
+    def types(arrays):
+        return [(a.dtype, a.weak_type) for a in jax.tree.leaves(arrays)]
+
+    assert types(top_k(x, 2)) == types(lax.top_k(x, 2))
+    assert types(jax.jit(lambda x: top_k(x, 2))(x)) == types(lax.top_k(x, 2))
+    if x.dtype == F32:
+        of = (functools.partial(jax.grad(lambda x, f: f(x, 2)[0].sum()), f=f) for f in (top_k, lax.top_k))
+        assert len({tuple(types(f(x))) for f in of}) == 1
+
+
+# --- Derivatives and transformations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, slow(BF16), slow(F16)], ids=str)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_derivatives_agree_with_lax_top_k(dtype, axis):
+    x, dx = X.astype(dtype), cases.cotangent(X.shape, dtype)
+    f, like = (lambda x, f=f: f(x, 4, axis=axis)[0] for f in (top_k, lax.top_k))
+    same(jax.jvp(f, (x,), (dx,)), jax.jvp(like, (x,), (dx,)))
+    y, pullback = jax.vjp(f, x)
+    g = cases.cotangent(y.shape, dtype)
+    np.testing.assert_array_equal(pullback(g)[0], jax.vjp(like, x)[1](g)[0])
+    if dtype == F32:
+        second = [jax.hessian(lambda x, f=f: jnp.sum(f(x, 2)[0] ** 3))(x[:2, :6]) for f in (top_k, lax.top_k)]
+        np.testing.assert_array_equal(*second)
+
+
+def test_masked_winners_have_no_gradient():
+    """The cotangent goes to the unmasked winners. A tangent of a masked element, even a NaN, goes nowhere."""
+    lengths, where = np.array([3, 0, 20, 5, 1, 9]), MASKS["x_shaped"]
+    kept = oracle.within(X, lengths, where)
+    f = lambda x: top_k(x, 12, where=where, lengths=lengths).values  # noqa: E731
+    g = cases.cotangent((6, 12))
+    want = np.zeros_like(X)
+    np.put_along_axis(want, oracle.topk_indices(X, 12, kept), g, -1)
+    np.testing.assert_array_equal(jax.vjp(f, X)[1](g)[0], np.where(kept, want, 0))
+    dy = jax.jvp(f, (X,), (np.where(kept, 1, np.nan).astype(F32),))[1]
+    np.testing.assert_array_equal(dy, np.take_along_axis(kept, oracle.topk_indices(X, 12, kept), -1))
+
+
+def test_integers_have_no_gradient():
+    x = jnp.arange(6).reshape(2, 3)
+    got = jax.vjp(lambda x: top_k(x, 2), x)
+    zeros: Any = np.zeros((2, 2), jax.dtypes.float0)
+    (dx,) = got[1](TopK(zeros, zeros))
+    assert dx.dtype == jax.dtypes.float0 and dx.shape == x.shape
+    out, tangents = jax.jvp(lambda x: top_k(x, 2), (x,), (np.zeros((2, 3), jax.dtypes.float0),))
+    assert {t.dtype for t in tangents} == {np.dtype(jax.dtypes.float0)}
+    same(out, lax.top_k(x, 2))
+    # an integer that depends on a differentiated number
+    assert jax.grad(lambda x: x * top_k((4 * jnp.ones(3) * x).astype(int), 1).values[0])(2.0) == 8
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "dtype"), cover([(0, 0), (0, None), (None, 0), (1, 0)], [F32, "int32"]), ids=str
+)
+def test_vmap(in_axes, dtype):
+    x = np.random.default_rng(0).integers(-5, 5, (3, 4, 7)).astype(dtype)
+    x, n = (x if in_axes[0] is not None else x[0]), np.arange(4 if in_axes[0] == 1 else 3)
+    n = n if in_axes[1] is not None else n[2]
+    got = jax.vmap(lambda x, n: top_k(x, 3, lengths=n), in_axes)(x, n)
+    size = 4 if in_axes[0] == 1 else 3
+    xs = np.moveaxis(x, in_axes[0], 0) if in_axes[0] is not None else [x] * size
+    ns = n if in_axes[1] is not None else [n] * size
+    want = [top_k(x, 3, lengths=n) for x, n in zip(xs, ns)]
+    same(got, [np.stack(a) for a in zip(*want)])
+
+
+@pytest.mark.parametrize("dtype", [F32, slow("int8")], ids=str)
+def test_export_with_symbolic_shapes(dtype):
+    """The rows, the row and k are symbolic."""
+    n, v, k = export.symbolic_shape("n, v, k", constraints=["k <= v"])
+
+    def largest(x, lengths, like):
+        return top_k(x, like.shape[0], lengths=lengths)
+
+    shapes = [((n, v), dtype), ((n,), "int32"), ((k,), F32)]
+    program = export.export(jax.jit(largest), platforms=["cpu"])(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    program = export.deserialize(program.serialize())
+    for k in (1, 3, 20):
+        x = X.astype(dtype)
+        got = program.call(x, LENGTHS, np.zeros(k, F32))
+        assert isinstance(got, TopK)
+        same(got, oracle.top_k(x, k, oracle.within(x, LENGTHS)))
+
+
+def test_kernels_of_integers():
+    """Integers without a mask have kernels. The least integer would count as masked."""
+    x, n = jax.ShapeDtypeStruct((128, 4096), "int32"), jax.ShapeDtypeStruct((128,), "int32")
+    (choice,) = explain(lambda x: top_k(x, 5), x)
+    assert (choice.cuda, choice.call.dtype) == ("mosaic_gpu", "int32")
+    (choice,) = explain(lambda x, n: top_k(x, 5, lengths=n), x, n)
+    assert "no kernel for int32 with where or lengths" in str(choice)
+    (choice,) = explain(lambda x: top_k(x, 5, axis=0), jax.ShapeDtypeStruct((4096, 128), "float32"))
+    assert choice.cuda == "mosaic_gpu"  # the axis is moved for plain JAX as well
+
+
+def test_the_winners_of_fused_topk_are_the_same():
+    np.testing.assert_array_equal(top_k(X, 9).indices, fused_topk(X, 9).indices)
+
+
+@pytest.mark.slow
+def test_random_rows():
+    """20,000 random and adversarial rows of 100 shapes, in plain JAX; a third has lengths, and a half a mask."""
+    for shape, (rng, v, k, dtype, pattern, _, rows, _) in enumerate(random_shapes(100, 2048, longest=3000)):
+        for call in range(-(-200 // rows)):
+            x = (adversarial_logits if call % 2 else random_logits)(rng, rows, v, dtype)
+            where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+            lengths = rng.integers(-9, v + 9, rows).astype(np.int32) if shape % 3 == 0 else None
+            kept = None if where is None else np.broadcast_to(where, x.shape)
+            kept = kept if lengths is None else oracle.within(x, lengths, kept)
+            same(top_k(x, k, where=where, lengths=lengths), oracle.top_k(x, k, kept))
