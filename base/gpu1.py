@@ -1,7 +1,7 @@
 """Noise kernel on a GPU: tokens against categorical, then times of variants."""
 import functools, os, sys, time
 import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, "base")
+sys.path.insert(0, "base"); sys.path.insert(0, ".")
 import pallas_softmax_base as old
 from benchmarks.support.timing import interleave
 from benchmarks.support.contenders import Call
@@ -78,12 +78,13 @@ def run_once(self, maxima):
     best, winner = self._first_best(of)
     return p.var(p.origin), p.select(winner.equals(12345), 1, 0, "u32")
 
-def variant(at_once=2, most=14, off=()):
+def variant(at_once=2, listed=12, off=()):
     winner_ptx.NOISE_AT_ONCE = plans.NOISE_AT_ONCE = at_once
-    winner_ptx.MOST_LISTED = plans.MOST_LISTED = most
-    for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish"): setattr(winner_ptx.Race, n, RACE[n])
-    if {"noise", "sweep"} & set(off): winner_ptx.Race.run = run_once
+    plans.LISTED_AT_ONCE = listed
+    for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish", "_compare"): setattr(winner_ptx.Race, n, RACE[n])
+    if {"noise", "sweep", "slow"} & set(off): winner_ptx.Race.run = run_once
     if "max" in off: winner_ptx.Race._list_maximum = lambda *a: None
+    if "slow" in off: winner_ptx.Race._compare = lambda self, one, x, position, index: self.p.set(self.index, index)
     if "pub" in off: winner_ptx.Race._publish = lambda self: self.p.set(self.goal, self.p.max(self.goal, self.p.over_warp(["max"], [self.best])[0]))
     if "noise" in off: winner_ptx.Race._perturb = lambda self, list_, listed, more: self.p.set(listed, 0)
     if "sweep" in off: winner_ptx.Race._sweep = lambda *a: None
@@ -109,7 +110,8 @@ if os.environ.get("CHECK", "1") == "1":
             compare(rows, v, dt, kind, p)
     print("checked", round(time.time() - start), flush=True)
 
-VARIANTS = {"new": {}, "a1": dict(at_once=1), "m8": dict(most=8), "nomax": dict(off=("max",)), "nopub": dict(off=("pub",)), "nonoise": dict(off=("noise",)), "nosweep": dict(off=("sweep",))}
+import base.micro as micro
+VARIANTS = {"new": {}, "a1": dict(at_once=1), "a3": dict(at_once=3), "L8": dict(listed=8), "nomax": dict(off=("max",)), "nopub": dict(off=("pub",)), "noslow": dict(off=("slow",)), "nonoise": dict(off=("noise",))}
 S = jax.ShapeDtypeStruct
 P = jax.tree.map(lambda a: S(a.shape, a.dtype), params())
 SIZES = [(1024, 151936, "float32"), (256, 128256, "float32"), (64, 128256, "float32"), (1024, 151936, "bfloat16")]
@@ -122,7 +124,7 @@ for size in SIZES:
     def add(name, plan):
         jobs[size, name] = pool.submit(jax.jit(lambda x, w, p: draw(x, w, p, plan)).lower(x, S((rows, 4), "uint32"), P).compile)
     for vn, vv in VARIANTS.items():
-        if rows != 1024 and vn not in ("new", "nosweep") or dt == "bfloat16" and vn != "new": continue
+        if rows != 1024 and vn not in ("new", "nonoise") or dt == "bfloat16" and vn != "new": continue
         variant(**vv)
         add(vn, plan)
     variant()
@@ -134,7 +136,10 @@ for size in SIZES:
     for name, kw in (("old none", {}), ("old k50", {"top_k": 50}), ("old p.9", {"top_p": np.float32(.9)})):
         jobs[size, name] = pool.submit(jax.jit(lambda x, kw=kw: old.sample(KEY, x, **kw)[0]).lower(x).compile)
     jobs[size, "cat"] = pool.submit(jax.jit(lambda x: jax.random.categorical(KEY, x)).lower(x).compile)
+MICRO = {c: pool.submit(micro.kernel(c[0], micro.SETS[c[1]], c[2], 396).lower(micro.K).compile) for c in micro.CASES}
 F = {k: j.result() for k, j in jobs.items()}
+t = timed({c: (lambda f=j.result(): f(micro.K)) for c, j in MICRO.items()}, 2.0, 10)
+print("micro, ps:", "; ".join(f"{c} {u * 1e6 / (396 * 256 * micro.TURNS * c[0]):.2f}" for c, u in t.items()))
 print("compiled", round(time.time() - start), flush=True)
 for size in SIZES:
     rows, v, dt = size
@@ -146,7 +151,7 @@ for size in SIZES:
         if kind == "normal3":
             calls |= {n: (lambda f=F[size, n]: f(x)) for n in ("old k50", "old p.9")}
             for n, p in (("k50", params(k=50)), ("p.9", params(pp=.9))):
-                for o in own + ["nosweep", "nonoise"] * (rows == 1024 and dt == "float32"):
+                for o in own + ["noslow", "nonoise"] * (rows == 1024 and dt == "float32"):
                     calls[f"{o} {n}"] = lambda p=p, o=o: F[size, o](x, w, p)
         for (r, n), f in F.items():
             if r == size and n in (*VARIANTS, *own): calls[n] = lambda f=f, p=params(): f(x, w, p)

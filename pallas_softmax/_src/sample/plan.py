@@ -38,7 +38,7 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-MOST_LISTED = 14  # elements of each thread that the list of a warp has room for, beside NOISE_AT_ONCE
+LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
 NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
@@ -119,9 +119,14 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
+    def listed_at_once(self) -> int:
+        """Number of elements that a thread looks at together, to list those that can win."""
+        return LISTED_AT_ONCE // self.window.vec * self.window.vec
+
+    @property
     def noise_words(self) -> int:
         """Number of words of a warp's list of positions, two in each word."""
-        return (MOST_LISTED + NOISE_AT_ONCE) * LANES // 2
+        return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
     @property
     def positions(self) -> int:

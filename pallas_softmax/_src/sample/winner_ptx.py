@@ -25,7 +25,7 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import noise_ptx
 from pallas_softmax._src.sample.arrival_ptx import Maxima
-from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, MOST_LISTED, NOISE_AT_ONCE, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, NOISE_AT_ONCE, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
@@ -89,32 +89,25 @@ class Race:
         p, kept = self.p, self.kept
         upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
         after = p.of_key(kept.key + 1)
-        inside, first = (
-            p.var(0, "u32"),
-            p.var(0, "u32"),
-        )  # a bit for each element; the position of the first one
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
         most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
         of_warp = kept.listed_in_cta.bits("s32") - p.warp.bits("s32") * share
         listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
-        is_first = p.var(~kept.listed)
+        low, is_first = p.var(p.max(self._least_that_reaches(), upto)), p.var(~kept.listed)
         with p.loop() as leave:
-            with p.when(~p.any(inside > 0) & (remaining > 0)):
-                p.set(self.goal, p.max(self.goal, _of_order(p.load(self.goal_of_cta, "u32"))))
-                p.set(first, p.position_of(at).bits("u32"))
-                low = p.max(self._least_that_reaches(), upto)
-                # The number of turns is 2. ptxas does not know it, so that it does not load all vectors at once.
-                with p.each(0, p.select(low >= LEAST_FINITE, 2, 0, "u32")):
-                    p.set(inside, inside << ELEMENTS_AT_ONCE | self._inside(at, remaining, low, after))
-                    p.increase(at, WARP_LOAD_BYTES * self.loads)
-                    p.increase(remaining, -self.loads)
             p.sync_warp()
-            more = p.var(self._list(list_, listed, inside, first) | (remaining > 0))
+            with p.when(remaining > 0):
+                best = _of_order(p.load(self.goal_of_cta, "u32"))
+                with p.when(best > self.goal):
+                    p.set(self.goal, best)
+                    p.set(low, p.max(self._least_that_reaches(), upto))
+                self._list(list_, listed, at, remaining, low, after)
             with p.when(is_first & (listed >= 8 * LANES)):
                 self._list_maximum(list_, listed, maxima)
             p.set(is_first, False)
             p.sync_warp()
+            more = p.var(remaining > 0)
             with p.loop() as enough:
                 enough(listed < p.select(more, most, 1, "s32"))
                 self._perturb(list_, listed, more)
@@ -131,48 +124,33 @@ class Race:
     def _slack(self) -> Value:
         return self.p.absolute(self.goal) + 32.0
 
-    @property
-    def loads(self) -> int:
-        """Number of vectors of a thread whose elements are looked at together."""
-        return ELEMENTS_AT_ONCE // self.p.plan.window.vec
-
     def _own_list(self) -> Value:
         return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
 
-    def _inside(self, at: Value, remaining: Value, low: Value, after: Value) -> Value:
-        """Returns a bit for each element of the next vectors: whether it is at least `low`, or `after` after the cut.
-
-        The last element has the lowest bit.
-        """
-        p, vec = self.p, self.p.plan.window.vec
-        after, position, inside = p.max(low, after), p.position_of(at), p.var(0, "u32")
-        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(self.loads)]
+    def _list(self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value) -> None:
+        """Lists the next elements of the warp that are at least `low`, or `after` after the cut."""
+        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
+        loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
+        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        for i, words in enumerate(vectors):
-            least, outside = p.select(position > self.cut - i * LANES * vec, after, low), p.var(0, "u32")
+        for i, words in enumerate(vectors):  # the last element has the lowest bit
+            after_cut = position > self.cut - i * LANES * vec
+            least, outside = p.select(after_cut, p.max(low, after), low), p.var(0, "u32")
             for x in p.floats(words):
                 outside = p.append_sign(outside, (x - least).bits("u32"))
-            there = p.select(remaining > i, 2**vec - 1, 0, "u32")
-            inside = inside << vec | there & ~outside
-        return inside
-
-    def _list(self, list_: Value, listed: Value, inside: Value, first: Value) -> Value:
-        """Moves elements from `inside` to the list, one of each thread at a time, and returns if there was no room."""
-        p, vec = self.p, self.p.plan.window.vec
-        lower, lanes = p.special("lanemask_lt"), p.fresh("u32")
-        with p.loop() as leave:
-            is_inside = inside > 0
-            p.set(lanes, p.ballot(is_inside))
-            leave(lanes.equals(0) | (listed > LANES * (MOST_LISTED - 1)))
-            bit = p.highest_bit(inside)
-            element = bit ^ 2 * ELEMENTS_AT_ONCE - 1
-            here = first + element + (element >> vec.bit_length() - 1) * (LANES * vec - vec)
-            entry = listed.bits("u32") + p.count_ones(lanes & lower)
-            p.store(list_ + entry * 2, p.convert(here, "u16"), when=is_inside)
-            p.set(inside, inside ^ p.var(1, "u32") << bit, when=is_inside)
-            p.increase(listed, p.count_ones(lanes))
-        return lanes > 0
+            inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+        with p.when(p.any(inside > 0)):
+            before, number = p.before(p.count_ones(inside))
+            to = p.var(list_ + (listed.bits("u32") + before) * 2)
+            for i in range(count):
+                lists = (inside & 1 << count - 1 - i).differs(0)
+                here = position.bits("u32") + (i // vec * LANES * vec + i % vec)
+                p.store(to, p.convert(here, "u16"), when=lists)
+                p.increase(to, 2, when=lists)
+            p.increase(listed, number)
+        p.increase(at, WARP_LOAD_BYTES * loads)
+        p.increase(remaining, -loads)
 
     def _list_maximum(self, list_: Value, listed: Value, maxima: Maxima) -> None:
         """Lists the position of the largest element of each thread."""
