@@ -78,7 +78,8 @@ def run_once(self, maxima):
     best, winner = self._first_best(of)
     return p.var(p.origin), p.select(winner.equals(12345), 1, 0, "u32")
 
-def variant(at_once=2, listed=12, off=()):
+def variant(at_once=2, listed=12, dense=0.75, off=()):
+    winner_ptx._DENSE = dense
     winner_ptx.NOISE_AT_ONCE = plans.NOISE_AT_ONCE = at_once
     plans.LISTED_AT_ONCE = listed
     for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish", "_compare"): setattr(winner_ptx.Race, n, RACE[n])
@@ -110,8 +111,7 @@ if os.environ.get("CHECK", "1") == "1":
             compare(rows, v, dt, kind, p)
     print("checked", round(time.time() - start), flush=True)
 
-import base.micro as micro
-VARIANTS = {"new": {}, "a1": dict(at_once=1), "a3": dict(at_once=3), "L8": dict(listed=8), "nomax": dict(off=("max",)), "nopub": dict(off=("pub",)), "noslow": dict(off=("slow",)), "nonoise": dict(off=("noise",))}
+VARIANTS = {"new": {}, "nodense": dict(dense=2.0), "d.6": dict(dense=0.6)}
 S = jax.ShapeDtypeStruct
 P = jax.tree.map(lambda a: S(a.shape, a.dtype), params())
 SIZES = [(1024, 151936, "float32"), (256, 128256, "float32"), (64, 128256, "float32"), (1024, 151936, "bfloat16")]
@@ -136,10 +136,7 @@ for size in SIZES:
     for name, kw in (("old none", {}), ("old k50", {"top_k": 50}), ("old p.9", {"top_p": np.float32(.9)})):
         jobs[size, name] = pool.submit(jax.jit(lambda x, kw=kw: old.sample(KEY, x, **kw)[0]).lower(x).compile)
     jobs[size, "cat"] = pool.submit(jax.jit(lambda x: jax.random.categorical(KEY, x)).lower(x).compile)
-MICRO = {c: pool.submit(micro.kernel(c[0], micro.SETS[c[1]], c[2], 396).lower(micro.K).compile) for c in micro.CASES}
 F = {k: j.result() for k, j in jobs.items()}
-t = timed({c: (lambda f=j.result(): f(micro.K)) for c, j in MICRO.items()}, 2.0, 10)
-print("micro, ps:", "; ".join(f"{c} {u * 1e6 / (396 * 256 * micro.TURNS * c[0]):.2f}" for c, u in t.items()))
 print("compiled", round(time.time() - start), flush=True)
 for size in SIZES:
     rows, v, dt = size
@@ -151,7 +148,7 @@ for size in SIZES:
         if kind == "normal3":
             calls |= {n: (lambda f=F[size, n]: f(x)) for n in ("old k50", "old p.9")}
             for n, p in (("k50", params(k=50)), ("p.9", params(pp=.9))):
-                for o in own + ["noslow", "nonoise"] * (rows == 1024 and dt == "float32"):
+                for o in own:
                     calls[f"{o} {n}"] = lambda p=p, o=o: F[size, o](x, w, p)
         for (r, n), f in F.items():
             if r == size and n in (*VARIANTS, *own): calls[n] = lambda f=f, p=params(): f(x, w, p)

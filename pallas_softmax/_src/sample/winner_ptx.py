@@ -31,6 +31,7 @@ from pallas_softmax._src.sample.search_ptx import Kept
 
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
+_DENSE = 3 / 4  # share of elements from which on a list would be slower than noise for all
 _SIGN = 0x80000000
 WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
 
@@ -95,6 +96,7 @@ class Race:
         listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
         low, is_first = p.var(p.max(self._least_that_reaches(), upto)), p.var(~kept.listed)
+        self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")  # neighbours that need no list, from a position on
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
@@ -103,13 +105,13 @@ class Race:
                     p.set(self.goal, best)
                     p.set(low, p.max(self._least_that_reaches(), upto))
                 self._list(list_, listed, at, remaining, low, after)
-            with p.when(is_first & (listed >= 8 * LANES)):
+            with p.when(is_first & (listed + self.dense >= 8 * LANES)):
                 self._list_maximum(list_, listed, maxima)
             p.set(is_first, False)
             p.sync_warp()
             more = p.var(remaining > 0)
             with p.loop() as enough:
-                enough(listed < p.select(more, most, 1, "s32"))
+                enough((self.dense <= 0) & (listed < p.select(more, most, 1, "s32")))
                 self._perturb(list_, listed, more)
             leave(~more)
 
@@ -140,15 +142,19 @@ class Race:
             for x in p.floats(words):
                 outside = p.append_sign(outside, (x - least).bits("u32"))
             inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
-        with p.when(p.any(inside > 0)):
-            before, number = p.before(p.count_ones(inside))
+        number = p.over_lanes("add", p.count_ones(inside))
+        is_dense = number > int(_DENSE * LANES * count)
+        p.set(self.dense, p.min(remaining, loads) * (LANES * vec), when=is_dense)
+        p.set(self.first, p.position_of(at) - p.lane.bits("s32") * vec)
+        with p.when(~is_dense & (number > 0)):
+            before, _ = p.scan(p.count_ones(inside))
             to = p.var(list_ + (listed.bits("u32") + before) * 2)
             for i in range(count):
                 lists = (inside & 1 << count - 1 - i).differs(0)
                 here = position.bits("u32") + (i // vec * LANES * vec + i % vec)
                 p.store(to, p.convert(here, "u16"), when=lists)
                 p.increase(to, 2, when=lists)
-            p.increase(listed, number)
+            p.increase(listed, number.bits("s32"))
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
 
@@ -167,10 +173,16 @@ class Race:
     def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
         """Takes the last positions off the list, and adds noise to the elements there; `more` will be listed."""
         p, noise = self.p, self.noise
-        p.increase(listed, -NOISE_AT_ONCE * LANES)
-        entries = [listed + p.lane + LANES * i for i in range(NOISE_AT_ONCE)]
+        is_dense = p.var(self.dense > 0)
+        p.increase(listed, -NOISE_AT_ONCE * LANES, when=~is_dense)
+        p.increase(self.dense, -NOISE_AT_ONCE * LANES, when=is_dense)
+        first = p.select(is_dense, self.dense, listed)
+        entries = [first + p.lane + LANES * i for i in range(NOISE_AT_ONCE)]
         there = [entry >= 0 for entry in entries]
-        positions = [self._listed(list_, *of) for of in zip(entries, there)]
+        positions = [p.var(p.max(self.first + entry, 0)) for entry in entries]
+        with p.when(~is_dense):
+            for position, entry, is_there in zip(positions, entries, there):
+                p.set(position, self._listed(list_, entry, is_there))
         elements = [p.element_at(position) for position in positions]
         indices = [position + p.origin for position in positions]
         places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in indices]
