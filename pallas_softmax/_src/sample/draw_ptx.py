@@ -69,6 +69,8 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
+    if stride is not None:
+        winner_ptx.Noise.keep(p)
     p.barrier()
     total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
     p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))

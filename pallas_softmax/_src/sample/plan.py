@@ -68,6 +68,7 @@ class SamplePlan:
         goal         the best sum of the row that the CTA knows
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
+        noise        the words of the row's noise
         warps        eight numbers of each warp
         sums         with `sections`, the sums of `lists_ptx`
         sections     two sums over each section of the histogram
@@ -83,7 +84,7 @@ class SamplePlan:
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, best, counted, picked, listed, goal, warps = 0, 4, 12, 16, 18, 20, 21, 24
+    total, zone, best, counted, picked, listed, goal, noise, warps = 0, 4, 12, 16, 18, 20, 21, 24, 28
     warp_words = 8
     sums = warps + MAX_WARPS * warp_words
     sections = sums + 2 * LANES

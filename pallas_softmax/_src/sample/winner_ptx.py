@@ -45,9 +45,14 @@ class Noise:
     stride: int
 
     @staticmethod
+    def keep(p: RowProgram) -> None:
+        """Puts the operands `WORDS` into shared memory, so that they take no registers before the draw."""
+        p.store(p.word(p.plan.noise), *p.operands("u32", *WORDS), when=p.thread.equals(0))
+
+    @staticmethod
     def of(p: RowProgram, stride: int) -> "Noise":
-        """Returns the noise of the operands `WORDS`."""
-        key0, key1, high, low = p.operands("u32", *WORDS)
+        """Returns the noise of the words that were kept."""
+        key0, key1, high, low = p.load_vector(p.word(p.plan.noise), "u32", 4)
         return Noise((key0, key1), p.join(low, high), stride)
 
 
