@@ -71,9 +71,9 @@ def timed(calls, seconds=2.0, repeats=20):
 
 RACE = dict(winner_ptx.Race.__dict__)
 
-def run_once(self, maxima):
+def run_once(self):
     p = self.p
-    self._sweep(maxima)
+    self._sweep()
     of = p.each_cta(self._first_best, [self.best, self.index], [-np.inf, 2**31 - 1], p.word(p.plan.best))
     best, winner = self._first_best(of)
     return p.var(p.origin), p.select(winner.equals(12345), 1, 0, "u32")
@@ -82,12 +82,11 @@ def variant(at_once=2, listed=12, dense=0.75, off=()):
     winner_ptx._DENSE = dense
     winner_ptx.NOISE_AT_ONCE = plans.NOISE_AT_ONCE = at_once
     plans.LISTED_AT_ONCE = listed
-    for n in ("run", "_list", "_list_maximum", "_perturb", "_sweep", "_publish", "_compare"): setattr(winner_ptx.Race, n, RACE[n])
+    for n in ("run", "_list", "_perturb", "_sweep", "_publish", "_compare"): setattr(winner_ptx.Race, n, RACE[n])
     if {"noise", "sweep", "slow"} & set(off): winner_ptx.Race.run = run_once
-    if "max" in off: winner_ptx.Race._list_maximum = lambda *a: None
     if "slow" in off: winner_ptx.Race._compare = lambda self, one, x, position, index: self.p.set(self.index, index)
     if "pub" in off: winner_ptx.Race._publish = lambda self: self.p.set(self.goal, self.p.max(self.goal, self.p.over_warp(["max"], [self.best])[0]))
-    if "noise" in off: winner_ptx.Race._perturb = lambda self, list_, listed, more: self.p.set(listed, 0)
+    if "noise" in off: winner_ptx.Race._perturb = lambda self, list_, listed, more: (self.p.set(listed, 0), self.p.set(self.dense, 0))
     if "sweep" in off: winner_ptx.Race._sweep = lambda *a: None
     draw_ptx.row_program.cache_clear()
 
@@ -111,7 +110,7 @@ if os.environ.get("CHECK", "1") == "1":
             compare(rows, v, dt, kind, p)
     print("checked", round(time.time() - start), flush=True)
 
-VARIANTS = {"new": {}, "nodense": dict(dense=2.0), "d.6": dict(dense=0.6)}
+VARIANTS = {"new": {}, "a1": dict(at_once=1), "a3": dict(at_once=3), "nodense": dict(dense=2.0), "d.6": dict(dense=0.6), "L8": dict(listed=8), "nonoise": dict(off=("noise",))}
 S = jax.ShapeDtypeStruct
 P = jax.tree.map(lambda a: S(a.shape, a.dtype), params())
 SIZES = [(1024, 151936, "float32"), (256, 128256, "float32"), (64, 128256, "float32"), (1024, 151936, "bfloat16")]

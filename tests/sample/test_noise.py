@@ -31,9 +31,9 @@ def test_bits(seed, stride, start):
     words = np.asarray(jax.random.key_data(key))
 
     def write(p, thread):
-        key = tuple(p.operands("u32", "key0", "key1"))
+        schedule = noise_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
         place = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
-        first, second = noise_ptx.words_at(p, key, [place, place])
+        first, second = noise_ptx.words_at(p, schedule, [place, place])
         return p.select(first.equals(second), first, 0)
 
     got = run(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)

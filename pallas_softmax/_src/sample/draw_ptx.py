@@ -63,7 +63,7 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, the number of the row as <row>, and addresses in device memory for results:
+    It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory for results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
@@ -72,7 +72,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     if stride is not None:
         winner_ptx.Noise.keep(p)
     p.barrier()
-    total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    total, small_top_k, bound = arrival_ptx.arrive(p)
     p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
     p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
     p.keep_first(p.greedy)
@@ -89,16 +89,16 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if stride is None:
             _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, total, winner_ptx.Noise.of(p, stride), maxima)
+            _draw(p, kept, total, winner_ptx.Noise.of(p, stride))
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxima) -> None:
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, cut, _ = ties_ptx.cut(p, kept)
-    index, cta = winner_ptx.Race(p, noise, kept, cut).run(maxima)
+    index, cta = winner_ptx.Race(p, noise, kept, cut).run()
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
@@ -158,7 +158,6 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
-        p.set(f.kept.listed_in_cta, p.shuffle(zone.number_of_cta, "idx", p.cta))
 
     of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)

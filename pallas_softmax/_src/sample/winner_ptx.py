@@ -7,7 +7,6 @@ needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.
              best sum so far. The CTAs send it to each other
     low      elements below this x cannot reach the goal
     sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time
-    maxima   if many elements are listed, the largest element of each thread comes next, for a better goal
     again    if the winner is below the guess, it becomes the goal of another sweep
 
 If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
@@ -24,8 +23,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import noise_ptx
-from pallas_softmax._src.sample.arrival_ptx import Maxima
-from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, NOISE_AT_ONCE, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
@@ -38,9 +36,9 @@ WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The noise of a row: element i has place start + i * stride."""
+    """The noise of a row: the element at position i of this CTA has place start + i * stride, modulo 2^64."""
 
-    key: tuple[Value, Value]
+    schedule: list[tuple[Value, Value]]
     start: Value
     stride: int
 
@@ -53,7 +51,10 @@ class Noise:
     def of(p: RowProgram, stride: int) -> "Noise":
         """Returns the noise of the words that were kept."""
         key0, key1, high, low = p.load_vector(p.word(p.plan.noise), "u32", 4)
-        return Noise((key0, key1), p.join(low, high), stride)
+        # An origin may be negative: then the sum has 2^32 * stride too much.
+        start = p.multiply_add_wide(p.origin.bits("u32"), stride, p.join(low, high))
+        too_much = p.select(p.origin < 0, stride, 0, "u32")
+        return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), too_much), stride)
 
 
 class Race:
@@ -64,23 +65,25 @@ class Race:
         self.p, self.noise, self.kept, self.cut = p, noise, kept, cut
         self.temperature = p.max(p.temperature, TINY)
         self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
+        self.minus_goal = p.fresh("f32")
+        self._set_goal(self.goal)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
         self.goal_of_cta = p.word(p.plan.goal)  # the best sum that the CTA knows, as an integer
 
-    def run(self, maxima: Maxima) -> tuple[Value, Value]:
+    def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the number of its CTA."""
         p = self.p
         index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
         slot = p.var(p.word(p.plan.best))
         with p.loop() as leave:
-            self._sweep(maxima)
+            self._sweep()
             of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
             best, winner = self._first_best(of_ctas)
             p.set(index, winner)
             p.set(cta, p.first_that(of_ctas[1].equals(winner)))
             leave(best >= guess)
             p.set(guess, best)
-            p.set(self.goal, best)
+            self._set_goal(best)
             p.set(slot, slot ^ 8)  # other CTAs may still read the last results
         return index, cta
 
@@ -90,29 +93,29 @@ class Race:
         (best,) = p.over_warp(["max"], [value])
         return [best, p.over_lanes("min", p.select(value.equals(best), index, HIGHEST))]
 
-    def _sweep(self, maxima: Maxima) -> None:
+    def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, or a better one of the row."""
         p, kept = self.p, self.kept
         upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
         after = p.of_key(kept.key + 1)
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
         most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
-        of_warp = kept.listed_in_cta.bits("s32") - p.warp.bits("s32") * share
+        of_warp = p.load(p.word(p.plan.listed), "s32") - p.warp.bits("s32") * share
         listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
-        low, is_first = p.var(p.max(self._least_that_reaches(), upto)), p.var(~kept.listed)
-        self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")  # neighbours that need no list, from a position on
+        low = p.var(p.max(self._least_that_reaches(), upto))
+        self.dense, self.first = (
+            p.var(0, "s32"),
+            p.var(0, "s32"),
+        )  # neighbours that need no list, from a position on
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
                 best = _of_order(p.load(self.goal_of_cta, "u32"))
                 with p.when(best > self.goal):
-                    p.set(self.goal, best)
+                    self._set_goal(best)
                     p.set(low, p.max(self._least_that_reaches(), upto))
                 self._list(list_, listed, at, remaining, low, after)
-            with p.when(is_first & (listed + self.dense >= 8 * LANES)):
-                self._list_maximum(list_, listed, maxima)
-            p.set(is_first, False)
             p.sync_warp()
             more = p.var(remaining > 0)
             with p.loop() as enough:
@@ -134,16 +137,18 @@ class Race:
     def _own_list(self) -> Value:
         return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
 
-    def _list(self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value) -> None:
-        """Lists the next elements of the warp that are at least `low`, or `after` after the cut."""
+    def _list(
+        self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value
+    ) -> None:
+        """Lists the next elements of the warp that are at least `low`; `after` if all of a thread are after the cut."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
+        least = p.select(position > self.cut, p.max(low, after), low)
         for i, words in enumerate(vectors):  # the last element has the lowest bit
-            after_cut = position > self.cut - i * LANES * vec
-            least, outside = p.select(after_cut, p.max(low, after), low), p.var(0, "u32")
+            outside = p.var(0, "u32")
             for x in p.floats(words):
                 outside = p.append_sign(outside, (x - least).bits("u32"))
             inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
@@ -163,59 +168,40 @@ class Race:
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
 
-    def _list_maximum(self, list_: Value, listed: Value, maxima: Maxima) -> None:
-        """Lists the position of the largest element of each thread."""
-        p, vec = self.p, self.p.plan.window.vec
-        position, end = p.var(0, "u32"), p.span + p.loads.bits("u32") * WARP_LOAD_BYTES
-        for i in range(ELEMENTS_AT_ONCE // vec):
-            with p.when(maxima.address + WARP_LOAD_BYTES * i < end):
-                here = p.position_of(maxima.address).bits("u32") + i * LANES * vec
-                for j, x in enumerate(p.floats(p.vector(maxima.address, i))):
-                    p.set(position, here + j, when=x.equals(maxima.element))
-        p.store(list_ + (listed.bits("u32") + p.lane) * 2, p.convert(position, "u16"))
-        p.increase(listed, LANES)
-
     def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
         """Takes the last positions off the list, and adds noise to the elements there; `more` will be listed."""
         p, noise = self.p, self.noise
         is_dense = p.var(self.dense > 0)
         p.increase(listed, -NOISE_AT_ONCE * LANES, when=~is_dense)
         p.increase(self.dense, -NOISE_AT_ONCE * LANES, when=is_dense)
-        first = p.select(is_dense, self.dense, listed)
-        entries = [first + p.lane + LANES * i for i in range(NOISE_AT_ONCE)]
-        there = [entry >= 0 for entry in entries]
-        positions = [p.var(p.max(self.first + entry, 0)) for entry in entries]
+        first = p.select(is_dense, self.dense, listed) + p.lane.bits("s32")
+        # Entries before the first one are the first one again.
+        entries = [p.max(first + LANES * i, 0) for i in range(NOISE_AT_ONCE)]
+        positions = [p.var(self.first + entry) for entry in entries]
         with p.when(~is_dense):
-            for position, entry, is_there in zip(positions, entries, there):
-                p.set(position, self._listed(list_, entry, is_there))
+            for position, entry in zip(positions, entries):
+                listed_one = p.load(list_.bits("s32") + entry * 2, "u16")
+                p.set(position, p.convert(listed_one, "u32").bits("s32"))
         elements = [p.element_at(position) for position in positions]
-        indices = [position + p.origin for position in positions]
-        places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in indices]
-        ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.key, places)]
+        places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
+        ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.schedule, places)]
         p.set(listed, p.max(listed, 0))
         # noise <= -log(1 - u), so a sum that reaches the goal has 1 - u <= exp(x / temperature - goal)
-        least = p.multiply_add(self._slack(), 2.0**-20, self.goal * -_LOG2_E)
-        reach = [
-            there & ~(one < p.var(2.0, "f32") - p.exp2(p.multiply_add(x, p.scale, least)))
-            for one, x, there in zip(ones, elements, there)
-        ]
+        two = p.var(2.0, "f32")
+        most = [two - p.exp2(p.multiply_add(x, p.scale, self.minus_goal)) for x in elements]
+        reach = [~(one < most) for one, most in zip(ones, most)]
         with p.when(p.any(functools.reduce(operator.or_, reach))):
-            for one, x, position, index, reaches in zip(ones, elements, positions, indices, reach):
+            for one, x, position, reaches in zip(ones, elements, positions, reach):
                 with p.when(reaches):
-                    self._compare(one, x, position, index)
+                    self._compare(one, x, position)
             with p.when(more):
                 self._publish()
 
-    def _listed(self, list_: Value, entry: Value, there: Value) -> Value:
-        p = self.p
-        position = p.load(list_.bits("s32") + entry * 2, "u16", when=there, default=0)
-        return p.convert(position, "u32").bits("s32")
-
-    def _compare(self, one_plus_u: Value, x: Value, position: Value, index: Value) -> None:
+    def _compare(self, one_plus_u: Value, x: Value, position: Value) -> None:
         """Makes an entry the best one of this thread, if it is kept and better."""
         p = self.p
         z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u)
-        key = p.key(x)
+        key, index = p.key(x), position + p.origin
         kept = (key > self.kept.key) | (key.equals(self.kept.key) & (position <= self.cut))
         better = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = better & kept & (x >= LEAST_FINITE)
@@ -228,7 +214,13 @@ class Race:
         (best,) = p.over_warp(["max"], [self.best])
         with p.when((best > self.goal) & (p.lane < p.ctas)):
             p.raise_in_cta(self.goal_of_cta, p.lane, _order(best))
-        p.set(self.goal, p.max(self.goal, best))
+        self._set_goal(p.max(self.goal, best))
+
+    def _set_goal(self, goal: Value) -> None:
+        """Sets the goal, and what x * scale must exceed, for sums that reach it, less a little for rounding."""
+        p = self.p
+        p.set(self.goal, goal)
+        p.set(self.minus_goal, p.multiply_add(self._slack(), 2.0**-20, goal * -_LOG2_E))
 
 
 def _order(x: Value) -> Value:
