@@ -14,7 +14,7 @@ It finds what the filters keep of the row, and then draws, or writes where they 
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)
     the index of the last kept entry      ties_ptx          0
-    the draw                              winner_ptx        1; 1 more if most elements may win
+    the draw                              winner_ptx        1; 1 more in 1 of 1,600 rows
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
 of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
@@ -63,7 +63,7 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory for results:
+    It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>

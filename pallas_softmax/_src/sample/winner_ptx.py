@@ -6,7 +6,8 @@ needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.
     goal     a guess, 2 below logsumexp of the kept entries: the winner is above it in 99.94% of all rows; later the
              best sum so far. The CTAs send it to each other
     low      elements below this x cannot reach the goal
-    sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time
+    sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time; where most
+             elements can win, it takes all of them without a list
     again    if the winner is below the guess, it becomes the goal of another sweep
 
 If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
@@ -29,7 +30,7 @@ from pallas_softmax._src.sample.search_ptx import Kept
 
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
-_DENSE = 3 / 4  # share of elements from which on a list would be slower than noise for all
+_DENSE = 3 / 4  # the share of elements from which on a list would be slower than noise for all
 _SIGN = 0x80000000
 WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
 
@@ -94,7 +95,7 @@ class Race:
         return [best, p.over_lanes("min", p.select(value.equals(best), index, HIGHEST))]
 
     def _sweep(self) -> None:
-        """Finds the best sum of the warp's elements, or a better one of the row."""
+        """Finds the best sum of the warp's elements, unless it is below the goal."""
         p, kept = self.p, self.kept
         upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
         after = p.of_key(kept.key + 1)
@@ -104,10 +105,8 @@ class Race:
         listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
         low = p.var(p.max(self._least_that_reaches(), upto))
-        self.dense, self.first = (
-            p.var(0, "s32"),
-            p.var(0, "s32"),
-        )  # neighbours that need no list, from a position on
+        # Neighbours that need no list: their number, and the position of the first one.
+        self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
@@ -140,7 +139,7 @@ class Race:
     def _list(
         self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value
     ) -> None:
-        """Lists the next elements of the warp that are at least `low`; `after` if all of a thread are after the cut."""
+        """Lists the next elements of the warp from `low` up, and from `after` up in threads that are after the cut."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
@@ -169,7 +168,10 @@ class Race:
         p.increase(remaining, -loads)
 
     def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
-        """Takes the last positions off the list, and adds noise to the elements there; `more` will be listed."""
+        """Takes the last positions off the list, and adds noise to the elements there.
+
+        `more` is a condition: whether further positions will be listed.
+        """
         p, noise = self.p, self.noise
         is_dense = p.var(self.dense > 0)
         p.increase(listed, -NOISE_AT_ONCE * LANES, when=~is_dense)
