@@ -26,7 +26,7 @@ def run(write, **operands):
 @pytest.mark.parametrize("stride", [1, 3, 2**31], ids=str)
 @pytest.mark.parametrize("seed", [0, 42])
 def test_bits(seed, stride, start):
-    """The words are those of threefry2x32, and of jax.random.bits at small places."""
+    """The words equal threefry2x32, and jax.random.bits at small places."""
     key = jax.random.key(seed)
     words = np.asarray(jax.random.key_data(key))
 

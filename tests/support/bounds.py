@@ -289,7 +289,7 @@ def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
 
 
 class _DrawTerms:
-    """What rounding allows in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
+    """The limits of rounding in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
 
     def __init__(self, x, where, temperature, filters):
         self.unit = unit = eps(F64) if x.dtype == F64 else eps(np.float32)

@@ -65,7 +65,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
 
     It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
-        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
+        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands `winner_ptx.WORDS`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)

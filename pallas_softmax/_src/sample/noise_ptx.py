@@ -5,7 +5,7 @@
     1 + u   a float32 with the upper 23 bits of the word as its fraction
     noise   -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
 
-The logarithm is that of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
+The logarithm repeats the one of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
 """
 
 import numpy as np

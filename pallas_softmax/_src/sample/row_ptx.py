@@ -122,7 +122,7 @@ class RowProgram(CtaProgram):
         return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
 
     def key_of_dtype(self, key: Value) -> Value:
-        """Returns the sort key of the dtype of the elements: that of `key`, except for float16."""
+        """Returns the sort key of the elements' own dtype. It differs from `key` for float16 only."""
         if self.elements.name != "f16":
             return key
         bits = self.convert(self.convert(self.of_key(key), "f16").bits("s16"), "s32")

@@ -11,7 +11,7 @@ needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.
     again    if the winner is below the guess, it becomes the goal of another sweep
 
 If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
-the guess, or on the order in which sums are found. Only a few words of noise in a row can reach the goal. They are
+the guess, or on the order of the sums. Only a few words of noise in a row can reach the goal. They are
 recognized by u itself: noise is at most -log(1 - u). So only these take two logarithms and a division.
 """
 
@@ -30,7 +30,7 @@ from pallas_softmax._src.sample.search_ptx import Kept
 
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
-_DENSE = 3 / 4  # the share of elements from which on a list would be slower than noise for all
+_DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
 _SIGN = 0x80000000
 WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
 
