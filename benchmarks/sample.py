@@ -10,8 +10,8 @@ top_p        the best entries that together have 0.9 of the mass
 top_k_top_p  top_k, then the best entries that together have 0.9 of the remaining mass
 all          all three filters
 
-Our draws are compared with the float64 oracle, given the same u. A peer has its own random numbers, so its draws only
-need to be among the entries that the filters keep.
+Our draws are compared with the float64 oracle, given the noise of `jax.random.categorical`. A peer has its own random
+numbers, or filters other logits, so its draws only need to be among the entries that the filters keep.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, prepare_jax, prepare_torch
 from benchmarks.support.driver import Benchmark, Wrong, describe
 from benchmarks.support.result import Record, View
-from tests.support import bounds, oracle
+from tests.support import bounds, draws, oracle
 
 K, P, MIN_P = 50, 0.9, 0.05
 FILTERS = {
@@ -158,9 +158,9 @@ def check(result: dict[str, Any], case: Case, key, x, given) -> int:
     temperature, *_ = of_row = [fetch(a, rows, 0) for a in given.values()]
     filters = dict(zip(list(given)[1:], of_row[1:]))
     if "sample" in result:
-        u = fetch(jax.random.uniform(key, (case.batch,), jnp.float32), rows, 0)
+        noise = draws.noise_of_rows(key, rows, case.vocab)
         got = [fetch(a, rows, 0) for a in result["sample"]]
-        bounds.assert_sample(got, logits, u, rows, None, temperature, **filters)
+        bounds.assert_sample(got, logits, noise, rows, None, temperature, **filters)
     else:
         indices = fetch(result["y"], rows, 0)
         scaled, mass = oracle.sample_terms(logits, None, temperature)

@@ -124,9 +124,9 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
     asked = {name: np.asarray(of[:_CHECKED]) for name, of in asked.items()}
     for i, x in enumerate(logits):
         keys = keys_of(seeds[:_CHECKED], i)
-        u = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys))
+        noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, x.shape[-1:], jnp.float32))(keys))  # noqa: B023
         names = [f"step {i}, request {j}" for j in range(len(x))]
-        bounds.assert_sample([of[i] for of in drawn], x, u, names, **asked)
+        bounds.assert_sample([of[i] for of in drawn], x, noise, names, **asked)
     return logits.shape[0] * logits.shape[1]
 
 

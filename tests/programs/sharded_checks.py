@@ -406,7 +406,7 @@ def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
 
 @each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1)
 def sample(layout, how, dtype: Any):
-    """Tokens are those of one device, and right by the oracle. Whole rows need no communication."""
+    """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication."""
     x, at = logits(dtype), split(layout, how)
     n = len(x)
     keys = jax.random.split(jax.random.key(5), n)
@@ -443,7 +443,7 @@ FILTERS = {
 
 @each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=5)
 def tokens(filters, how, impl):
-    """With one key, tokens and filtered logits are those of one device. Few collectives run outside of conditions."""
+    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
     x, at = cases.rows(["normal", "integers"] * 4, 4096), split("both", how)
     key = jax.random.key(6, impl=impl)
@@ -453,7 +453,7 @@ def tokens(filters, how, impl):
         return ps.filter_logits(x, **options, **on), tuple(ps.sample(key, x, **options, **on))
 
     want = both(x)
-    if how == "shard_map":  # the rows are whole batches, as the noise is that of the local batch
+    if how == "shard_map":  # the rows are whole batches, since the noise is made for the local batch
         at = at._replace(spec=(None, "v"))
         f = jax.shard_map(
             functools.partial(both, axis_name="v"), mesh=at.mesh, in_specs=P(None, "v"),

@@ -48,8 +48,11 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the parameters, checked if they are known."""
+    of_noise = {}
     if function == "sample":
         arguments.check_array("sample", "key", given["key"])
+        if given["mode"] is None:  # JAX caches programs without a look at this setting
+            of_noise = {"mode": "high" if jax.config.jax_high_dynamic_range_gumbel else "low"}
 
     def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
         value = given[name]
@@ -67,7 +70,7 @@ def _known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
         "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
         "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
         "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
-    }
+    } | of_noise
 
 
 @at_once(
@@ -89,7 +92,7 @@ def sample(
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
-    It replaces filters and `jax.random.categorical` in a decoder, and draws the same tokens: those of
+    It replaces filters and `jax.random.categorical` in a decoder, and draws the same tokens as
     `jax.random.categorical(key, filter_logits(logits, ...), axis, mode=mode)`, unless the two best sums of logit and
     noise differ by a few units in the last place. `top_p` is also called nucleus sampling.
 
@@ -105,7 +108,7 @@ def sample(
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one per row, so that a draw does
-        not depend on the other rows. With one key, the noise of an element is that of `jax.random.gumbel` at the
+        not depend on the other rows. With one key, the noise of an element is `jax.random.gumbel` at the
         element's place in an array of the shape of the logits; with a key for each row, at its place in the row.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
@@ -137,7 +140,9 @@ def sample(
     """
     x, axis = _rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
-    key, mode = _keys(key, batch), _mode(mode)
+    key = _keys(key, batch)
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
     length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
@@ -182,7 +187,7 @@ def filter_logits(
 ) -> jax.Array:
     """Returns logits / temperature, with -inf where an entry is masked or the filters leave it out.
 
-    So its softmax is the distribution that `sample` draws from. The filters, and all arguments, are those of `sample`.
+    So its softmax is the distribution that `sample` draws from. The filters and the arguments are as in `sample`.
     Another order of the filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
 
     Args:
@@ -268,13 +273,6 @@ def _parameters(function: str, x: jax.Array, axis: int, temperature, top_k, top_
 def _wide(floating) -> np.dtype:
     """Returns the dtype of the arithmetic."""
     return floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
-
-
-def _mode(mode: str | None) -> str:
-    """Returns the mode of `jax.random.gumbel`, checked."""
-    if mode is not None and not (isinstance(mode, str) and mode in noise.MODES):
-        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
-    return noise.effective_mode(mode)
 
 
 def _keys(key, batch: tuple[int, ...]) -> jax.Array:

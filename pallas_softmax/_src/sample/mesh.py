@@ -2,10 +2,10 @@
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered and merged
     filters      the best entries of each row are gathered, as by top-k; every device filters them and draws from them.
-                 If some row keeps more entries, the devices search together, as plain JAX does.
+                 If some row keeps more entries, the devices search together, in plain JAX.
     DRAW         like a draw without filters, with noise and a cutoff from elsewhere
 
-The start of the noise moves with the shard, so tokens are those of whole rows.
+The start of the noise moves with the shard, so tokens equal the tokens of whole rows.
 """
 
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from pallas_softmax._src.sample.rows import (
 from pallas_softmax._src.topk.mesh import wide_logits
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 
-_WINNERS = 256  # entries of a row that devices exchange: common filters keep fewer
+_WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
@@ -77,7 +77,7 @@ def sample_on_mesh(run_shard, logits, where, noise, temperature, top_k, top_p, m
 
 
 def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
-    """Returns the results of `xla.draw`; its arguments, for this device's shard, are those of whole rows."""
+    """Returns the results of `xla.draw`; its arguments are for this device's shard."""
     row, shard = Row.of(logits, mesh_axes), Row.of(logits, ())
     x = elements(logits, where, shard)
     m = shard.max(x)
@@ -145,7 +145,8 @@ def _merge(perturbed, drawn, x, part: Normalizer, temperature, row: Row):
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
-    n = min(n, row.length)
+    # from each device, so that all lists are much shorter than the row
+    n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
     of_shard = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
     divisor = jnp.maximum(temperature, jnp.finfo(as_float(logits).dtype).tiny)
     (_, index), (top, d) = run_shard(TOPK, (logits, where, divisor), of_shard)

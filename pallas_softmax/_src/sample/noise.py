@@ -25,11 +25,6 @@ MODES = ("low", "high", "highest")
 _TINY = np.finfo(np.float32).tiny
 
 
-def effective_mode(mode: str | None) -> str:
-    """Returns the mode of `jax.random.gumbel` that a call without a mode uses."""
-    return mode or ("high" if jax.config.jax_high_dynamic_range_gumbel else "low")
-
-
 def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
     """Returns whether words stand for the noise of these keys, in an array of this shape and dtype."""
     threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
