@@ -22,7 +22,7 @@ from pallas_softmax._src.gpu.window import Window
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
 MAX_WARPS = 16  # in a CTA
-MAX_BLOCKS = LANES  # in a step: each lane holds the mass of one of the loads of a warp
+MAX_BLOCKS = 32  # in a step; longer ones were not tested
 MAX_PART = 2**16  # elements in a CTA, so that sums of as many 16-bit numbers fit in 32 bits
 MAX_V = MAX_CTAS * MAX_PART
 

@@ -1,7 +1,7 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -96,14 +96,6 @@ class RowProgram(CtaProgram):
                 yield [word for i in range(loads) for word in self.vector(at, i)], at
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
-
-    def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
-        """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""
-        sums = [self.var(0, "f32") for _ in range(4)]
-        for words, address in self.sweep():
-            for i, (mass, counts) in enumerate(masses(words, address)):
-                self.increase(sums[i % 4], mass, counts)
-        return self.reduce("add", sums)
 
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
