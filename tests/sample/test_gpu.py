@@ -80,7 +80,7 @@ def test_long_rows(v, dtype, count, warpgroups):
 
 
 def assert_categorical(key, x, most=0, **filters):
-    """Asserts that the kernel runs, and that at most `most` tokens differ from those of jax.random.categorical.
+    """Asserts that the kernel runs, and that at most `most` tokens differ from jax.random.categorical.
 
     These must have nearly the same sum of logit and noise.
     """
@@ -120,7 +120,7 @@ def test_tokens_of_categorical(rows, v, dtype):
 
 @pytest.mark.parametrize("scale", [0, 1e-3, 3, 30], ids=str)
 def test_tokens_of_many_rows(scale):
-    """Rows in which every element can win, and rows in which few can; in 1 of 1600 rows the first goal is missed."""
+    """All elements of a row can win, or few can. In 1 of 1600 rows the first goal is missed."""
     rows, v = 20_000, 3000
     x = (np.random.default_rng(0).standard_normal((rows, v)) * scale).astype(F32)
     assert_categorical(jax.random.key(5), x)

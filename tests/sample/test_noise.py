@@ -26,14 +26,14 @@ def run(write, **operands):
 @pytest.mark.parametrize("stride", [1, 3, 2**31], ids=str)
 @pytest.mark.parametrize("seed", [0, 42])
 def test_bits(seed, stride, start):
-    """The words are those of threefry2x32, and of jax.random.bits at small places."""
+    """The words equal threefry2x32, and jax.random.bits at small places."""
     key = jax.random.key(seed)
     words = np.asarray(jax.random.key_data(key))
 
     def write(p, thread):
-        key = tuple(p.operands("u32", "key0", "key1"))
+        schedule = noise_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
         place = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
-        first, second = noise_ptx.words_at(p, key, [place, place])
+        first, second = noise_ptx.words_at(p, schedule, [place, place])
         return p.select(first.equals(second), first, 0)
 
     got = run(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)

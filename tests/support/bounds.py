@@ -272,7 +272,7 @@ def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
     terms = _DrawTerms(x, where, temperature, filters)
     order, allowed = oracle.order_key(x), oracle.unmasked(x, where) & (x > -np.inf)
     kept = (order > key[:, None]) | (order == key[:, None]) & (np.arange(x.shape[-1]) <= index[:, None])
-    right = np.all((terms.kept[0] <= kept) & (kept & allowed <= terms.kept[1]), -1)
+    right = np.all((terms.kept[0] & allowed <= kept) & (kept & allowed <= terms.kept[1]), -1)
     with np.errstate(all="ignore"):
         top = np.max(np.where(oracle.unmasked(x, where), oracle.wide(x), -np.inf), -1)
         largest = np.divide(top, np.broadcast_to(np.asarray(temperature, top.dtype), top.shape))
@@ -292,7 +292,7 @@ def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
 
 
 class _DrawTerms:
-    """What rounding allows in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
+    """The limits of rounding in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
 
     def __init__(self, x, where, temperature, filters):
         self.unit = unit = eps(F64) if x.dtype == F64 else eps(np.float32)

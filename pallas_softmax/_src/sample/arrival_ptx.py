@@ -22,8 +22,6 @@ spread over all warps:
     warp         0    |    1    | .. | 0    lanes 0 to 7, then lanes 8 to 15, ..
 """
 
-import dataclasses
-
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
@@ -33,29 +31,18 @@ _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-@dataclasses.dataclass(frozen=True)
-class Maxima:
-    """The largest element of each thread, and the address of the first of the vectors that it was among."""
-
-    element: Value
-    address: Value
-
-
-def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
+def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach. Last,
-    the largest element of each thread.
+    Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
     """
     plan = p.plan
     # For bfloat16, the histogram is as fast as a bound.
     largest = 0 if plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= largest) & (p.top_k < plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
-    maxima = Maxima(m, p.var(p.span))
-    for words, address in p.sweep():
+    for words, _ in p.sweep():
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
-        p.set(maxima.address, address, when=largest > m)
         p.set(m, largest)
         finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
         p.set(d, d * p.exp2((finite_m - finite) * p.scale))
@@ -85,7 +72,7 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value, Maxima]:
     top, total = _over_warp(p, of_ctas, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
-    return total, small_top_k, bound, maxima
+    return total, small_top_k, bound
 
 
 def bound_of_best(p: RowProgram) -> Value:

@@ -14,7 +14,7 @@ It finds what the filters keep of the row, and then draws, or writes where they 
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)
     the index of the last kept entry      ties_ptx          0
-    the draw                              winner_ptx        1; 1 more if most elements may win
+    the draw                              winner_ptx        1; 1 more in 1 of 1,600 rows
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
 of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
@@ -63,14 +63,16 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    It has the operands of `RowProgram`, the number of the row as <row>, and addresses in device memory for results:
+    It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
-        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands of `winner_ptx.Noise`
+        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands `winner_ptx.WORDS`
         to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
+    if stride is not None:
+        winner_ptx.Noise.keep(p)
     p.barrier()
-    total, small_top_k, bound, maxima = arrival_ptx.arrive(p)
+    total, small_top_k, bound = arrival_ptx.arrive(p)
     p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
     p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
     p.keep_first(p.greedy)
@@ -87,16 +89,16 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if stride is None:
             _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, total, winner_ptx.Noise.of(p, stride), maxima)
+            _draw(p, kept, total, winner_ptx.Noise.of(p, stride))
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise, maxima) -> None:
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, cut, _ = ties_ptx.cut(p, kept)
-    index, cta = winner_ptx.Race(p, noise, kept, cut).run(maxima)
+    index, cta = winner_ptx.Race(p, noise, kept, cut).run()
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
@@ -156,7 +158,6 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
-        p.set(f.kept.listed_in_cta, p.shuffle(zone.number_of_cta, "idx", p.cta))
 
     of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)

@@ -97,8 +97,8 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     """Draws once from each row of x, (rows, vocab), or finds where the filters cut it.
 
     Each parameter is an array (rows,), or (1,) if all rows have the same value. With a stride, the words of the noise
-    are (rows, 4), and the results those of `xla.sample`, (rows,). Without it, there are no words, and the results are
-    the fields of a `Cutoff`. The interpreter runs a plain-JAX twin of the program, in one CTA.
+    are (rows, 4), and the results of `xla.sample` are returned, (rows,). Without it, there are no words, and the fields
+    of a `Cutoff` are returned. The interpreter runs a plain-JAX twin of the program, in one CTA.
     """
     rows, vocab = x.shape
     window = plan.window

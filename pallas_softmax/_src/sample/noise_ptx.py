@@ -5,7 +5,7 @@
     1 + u   a float32 with the upper 23 bits of the word as its fraction
     noise   -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
 
-The logarithm is that of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
+The logarithm repeats the one of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
 """
 
 import numpy as np
@@ -36,16 +36,20 @@ _SERIES = (
 )
 
 
-def words_at(p: Program, key: tuple[Value, Value], places: list[Value]) -> list[Value]:
+def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Value]]:
+    """Returns what is added to both words of a place: at the start, and after every four rounds."""
+    keys = [key0, key1, p.bitwise3(lambda a, b, c: a ^ b ^ c, key0, key1, p.var(_PARITY, "u32"))]
+    return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
+
+
+def words_at(p: Program, schedule: list[tuple[Value, Value]], places: list[Value]) -> list[Value]:
     """Returns the word of each place ("u64"). Their instructions alternate, so that none waits for the last one."""
-    keys = [*key, p.bitwise3(lambda a, b, c: a ^ b ^ c, *key, p.var(_PARITY, "u32"))]
     halves = [p.split(place)[::-1] for place in places]
-    halves = [(x + keys[0], y + keys[1]) for x, y in halves]
-    for i in range(5):
-        for by in _ROTATIONS[i % 2]:
+    halves = [(x + schedule[0][0], y + schedule[0][1]) for x, y in halves]
+    for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):
+        for by in rotations:
             halves = [(x + y, y) for x, y in halves]
             halves = [(x, p.rotate_left(y, by) ^ x) for x, y in halves]
-        first, second = keys[(i + 1) % 3], keys[(i + 2) % 3] + (i + 1)
         halves = [(x + first, y + second) for x, y in halves]
     return [x ^ y for x, y in halves]
 

@@ -22,7 +22,7 @@ from pallas_softmax._src.gpu.window import Window
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
 MAX_WARPS = 16  # in a CTA
-MAX_BLOCKS = LANES  # in a step: each lane holds the mass of one of the loads of a warp
+MAX_BLOCKS = 32  # in a step; longer ones were not tested
 MAX_PART = 2**16  # elements in a CTA, so that sums of as many 16-bit numbers fit in 32 bits
 MAX_V = MAX_CTAS * MAX_PART
 
@@ -38,8 +38,8 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-MOST_LISTED = 14  # elements of each thread that the list of a warp has room for, beside NOISE_AT_ONCE
-NOISE_AT_ONCE = 2  # elements whose noise a thread computes at once
+LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
+NOISE_AT_ONCE = 2  # elements for which a thread computes noise at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
@@ -68,6 +68,7 @@ class SamplePlan:
         goal         the best sum of the row that the CTA knows
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
+        noise        the words of the row's noise
         warps        eight numbers of each warp
         sums         with `sections`, the sums of `lists_ptx`
         sections     two sums over each section of the histogram
@@ -83,7 +84,7 @@ class SamplePlan:
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, best, counted, picked, listed, goal, warps = 0, 4, 12, 16, 18, 20, 21, 24
+    total, zone, best, counted, picked, listed, goal, noise, warps = 0, 4, 12, 16, 18, 20, 21, 24, 28
     warp_words = 8
     sums = warps + MAX_WARPS * warp_words
     sections = sums + 2 * LANES
@@ -119,9 +120,14 @@ class SamplePlan:
         return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
+    def listed_at_once(self) -> int:
+        """Number of elements that a thread looks at together, to list those that can win."""
+        return LISTED_AT_ONCE // self.window.vec * self.window.vec
+
+    @property
     def noise_words(self) -> int:
         """Number of words of a warp's list of positions, two in each word."""
-        return (MOST_LISTED + NOISE_AT_ONCE) * LANES // 2
+        return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
     @property
     def positions(self) -> int:

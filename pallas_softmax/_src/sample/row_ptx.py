@@ -1,7 +1,7 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -97,14 +97,6 @@ class RowProgram(CtaProgram):
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
 
-    def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
-        """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""
-        sums = [self.var(0, "f32") for _ in range(4)]
-        for words, address in self.sweep():
-            for i, (mass, counts) in enumerate(masses(words, address)):
-                self.increase(sums[i % 4], mass, counts)
-        return self.reduce("add", sums)
-
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
         return self.exp2((x - self.top) * self.scale)
@@ -122,7 +114,7 @@ class RowProgram(CtaProgram):
         return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
 
     def key_of_dtype(self, key: Value) -> Value:
-        """Returns the sort key of the dtype of the elements: that of `key`, except for float16."""
+        """Returns the sort key of the elements' own dtype. It differs from `key` for float16 only."""
         if self.elements.name != "f16":
             return key
         bits = self.convert(self.convert(self.of_key(key), "f16").bits("s16"), "s32")

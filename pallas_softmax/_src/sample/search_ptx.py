@@ -28,8 +28,7 @@ class Kept:
         self.mass = p.var(mass)  # of all kept entries
         # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
-        # Whether all kept entries are in the lists of the CTAs, and the number of entries in the list of this CTA.
-        self.listed, self.listed_in_cta = p.var(False, "pred"), p.var(0, "u32")
+        self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs
 
     def down_to_all(self, key: Value | int, mass: Value) -> None:
         """Keeps all entries down to a key."""

@@ -6,12 +6,12 @@ needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.
     goal     a guess, 2 below logsumexp of the kept entries: the winner is above it in 99.94% of all rows; later the
              best sum so far. The CTAs send it to each other
     low      elements below this x cannot reach the goal
-    sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time
-    maxima   if many elements are listed, the largest element of each thread comes next, for a better goal
+    sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time; where most
+             elements can win, it takes all of them without a list
     again    if the winner is below the guess, it becomes the goal of another sweep
 
 If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
-the guess, or on the order in which sums are found. Only a few words of noise in a row can reach the goal. They are
+the guess, or on the order of the sums. Only a few words of noise in a row can reach the goal. They are
 recognized by u itself: noise is at most -log(1 - u). So only these take two logarithms and a division.
 """
 
@@ -24,30 +24,38 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import noise_ptx
-from pallas_softmax._src.sample.arrival_ptx import Maxima
-from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, MOST_LISTED, NOISE_AT_ONCE, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
+_DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
 _SIGN = 0x80000000
 WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The noise of a row: element i has place start + i * stride."""
+    """The noise of a row: the element at position i of this CTA has place start + i * stride, modulo 2^64."""
 
-    key: tuple[Value, Value]
+    schedule: list[tuple[Value, Value]]
     start: Value
     stride: int
 
     @staticmethod
+    def keep(p: RowProgram) -> None:
+        """Puts the operands `WORDS` into shared memory, so that they take no registers before the draw."""
+        p.store(p.word(p.plan.noise), *p.operands("u32", *WORDS), when=p.thread.equals(0))
+
+    @staticmethod
     def of(p: RowProgram, stride: int) -> "Noise":
-        """Returns the noise of the operands `WORDS`."""
-        key0, key1, high, low = p.operands("u32", *WORDS)
-        return Noise((key0, key1), p.join(low, high), stride)
+        """Returns the noise of the words that were kept."""
+        key0, key1, high, low = p.load_vector(p.word(p.plan.noise), "u32", 4)
+        # An origin may be negative: then the sum has 2^32 * stride too much.
+        start = p.multiply_add_wide(p.origin.bits("u32"), stride, p.join(low, high))
+        too_much = p.select(p.origin < 0, stride, 0, "u32")
+        return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), too_much), stride)
 
 
 class Race:
@@ -58,23 +66,25 @@ class Race:
         self.p, self.noise, self.kept, self.cut = p, noise, kept, cut
         self.temperature = p.max(p.temperature, TINY)
         self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
+        self.minus_goal = p.fresh("f32")
+        self._set_goal(self.goal)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
         self.goal_of_cta = p.word(p.plan.goal)  # the best sum that the CTA knows, as an integer
 
-    def run(self, maxima: Maxima) -> tuple[Value, Value]:
+    def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the number of its CTA."""
         p = self.p
         index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
         slot = p.var(p.word(p.plan.best))
         with p.loop() as leave:
-            self._sweep(maxima)
+            self._sweep()
             of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
             best, winner = self._first_best(of_ctas)
             p.set(index, winner)
             p.set(cta, p.first_that(of_ctas[1].equals(winner)))
             leave(best >= guess)
             p.set(guess, best)
-            p.set(self.goal, best)
+            self._set_goal(best)
             p.set(slot, slot ^ 8)  # other CTAs may still read the last results
         return index, cta
 
@@ -84,39 +94,31 @@ class Race:
         (best,) = p.over_warp(["max"], [value])
         return [best, p.over_lanes("min", p.select(value.equals(best), index, HIGHEST))]
 
-    def _sweep(self, maxima: Maxima) -> None:
-        """Finds the best sum of the warp's elements, or a better one of the row."""
+    def _sweep(self) -> None:
+        """Finds the best sum of the warp's elements, unless it is below the goal."""
         p, kept = self.p, self.kept
         upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
         after = p.of_key(kept.key + 1)
-        inside, first = (
-            p.var(0, "u32"),
-            p.var(0, "u32"),
-        )  # a bit for each element; the position of the first one
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
         most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
-        of_warp = kept.listed_in_cta.bits("s32") - p.warp.bits("s32") * share
+        of_warp = p.load(p.word(p.plan.listed), "s32") - p.warp.bits("s32") * share
         listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
-        is_first = p.var(~kept.listed)
+        low = p.var(p.max(self._least_that_reaches(), upto))
+        # Neighbours that need no list: their number, and the position of the first one.
+        self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")
         with p.loop() as leave:
-            with p.when(~p.any(inside > 0) & (remaining > 0)):
-                p.set(self.goal, p.max(self.goal, _of_order(p.load(self.goal_of_cta, "u32"))))
-                p.set(first, p.position_of(at).bits("u32"))
-                low = p.max(self._least_that_reaches(), upto)
-                # The number of turns is 2. ptxas does not know it, so that it does not load all vectors at once.
-                with p.each(0, p.select(low >= LEAST_FINITE, 2, 0, "u32")):
-                    p.set(inside, inside << ELEMENTS_AT_ONCE | self._inside(at, remaining, low, after))
-                    p.increase(at, WARP_LOAD_BYTES * self.loads)
-                    p.increase(remaining, -self.loads)
             p.sync_warp()
-            more = p.var(self._list(list_, listed, inside, first) | (remaining > 0))
-            with p.when(is_first & (listed >= 8 * LANES)):
-                self._list_maximum(list_, listed, maxima)
-            p.set(is_first, False)
+            with p.when(remaining > 0):
+                best = _of_order(p.load(self.goal_of_cta, "u32"))
+                with p.when(best > self.goal):
+                    self._set_goal(best)
+                    p.set(low, p.max(self._least_that_reaches(), upto))
+                self._list(list_, listed, at, remaining, low, after)
             p.sync_warp()
+            more = p.var(remaining > 0)
             with p.loop() as enough:
-                enough(listed < p.select(more, most, 1, "s32"))
+                enough((self.dense <= 0) & (listed < p.select(more, most, 1, "s32")))
                 self._perturb(list_, listed, more)
             leave(~more)
 
@@ -131,96 +133,77 @@ class Race:
     def _slack(self) -> Value:
         return self.p.absolute(self.goal) + 32.0
 
-    @property
-    def loads(self) -> int:
-        """Number of vectors of a thread whose elements are looked at together."""
-        return ELEMENTS_AT_ONCE // self.p.plan.window.vec
-
     def _own_list(self) -> Value:
         return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
 
-    def _inside(self, at: Value, remaining: Value, low: Value, after: Value) -> Value:
-        """Returns a bit for each element of the next vectors: whether it is at least `low`, or `after` after the cut.
-
-        The last element has the lowest bit.
-        """
-        p, vec = self.p, self.p.plan.window.vec
-        after, position, inside = p.max(low, after), p.position_of(at), p.var(0, "u32")
-        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(self.loads)]
+    def _list(
+        self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value
+    ) -> None:
+        """Lists the next elements of the warp from `low` up, and from `after` up in threads that are after the cut."""
+        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
+        loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
+        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        for i, words in enumerate(vectors):
-            least, outside = p.select(position > self.cut - i * LANES * vec, after, low), p.var(0, "u32")
+        least = p.select(position > self.cut, p.max(low, after), low)
+        for i, words in enumerate(vectors):  # the last element has the lowest bit
+            outside = p.var(0, "u32")
             for x in p.floats(words):
                 outside = p.append_sign(outside, (x - least).bits("u32"))
-            there = p.select(remaining > i, 2**vec - 1, 0, "u32")
-            inside = inside << vec | there & ~outside
-        return inside
-
-    def _list(self, list_: Value, listed: Value, inside: Value, first: Value) -> Value:
-        """Moves elements from `inside` to the list, one of each thread at a time, and returns if there was no room."""
-        p, vec = self.p, self.p.plan.window.vec
-        lower, lanes = p.special("lanemask_lt"), p.fresh("u32")
-        with p.loop() as leave:
-            is_inside = inside > 0
-            p.set(lanes, p.ballot(is_inside))
-            leave(lanes.equals(0) | (listed > LANES * (MOST_LISTED - 1)))
-            bit = p.highest_bit(inside)
-            element = bit ^ 2 * ELEMENTS_AT_ONCE - 1
-            here = first + element + (element >> vec.bit_length() - 1) * (LANES * vec - vec)
-            entry = listed.bits("u32") + p.count_ones(lanes & lower)
-            p.store(list_ + entry * 2, p.convert(here, "u16"), when=is_inside)
-            p.set(inside, inside ^ p.var(1, "u32") << bit, when=is_inside)
-            p.increase(listed, p.count_ones(lanes))
-        return lanes > 0
-
-    def _list_maximum(self, list_: Value, listed: Value, maxima: Maxima) -> None:
-        """Lists the position of the largest element of each thread."""
-        p, vec = self.p, self.p.plan.window.vec
-        position, end = p.var(0, "u32"), p.span + p.loads.bits("u32") * WARP_LOAD_BYTES
-        for i in range(ELEMENTS_AT_ONCE // vec):
-            with p.when(maxima.address + WARP_LOAD_BYTES * i < end):
-                here = p.position_of(maxima.address).bits("u32") + i * LANES * vec
-                for j, x in enumerate(p.floats(p.vector(maxima.address, i))):
-                    p.set(position, here + j, when=x.equals(maxima.element))
-        p.store(list_ + (listed.bits("u32") + p.lane) * 2, p.convert(position, "u16"))
-        p.increase(listed, LANES)
+            inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+        number = p.over_lanes("add", p.count_ones(inside))
+        is_dense = number > int(_DENSE * LANES * count)
+        p.set(self.dense, p.min(remaining, loads) * (LANES * vec), when=is_dense)
+        p.set(self.first, p.position_of(at) - p.lane.bits("s32") * vec)
+        with p.when(~is_dense & (number > 0)):
+            before, _ = p.scan(p.count_ones(inside))
+            to = p.var(list_ + (listed.bits("u32") + before) * 2)
+            for i in range(count):
+                lists = (inside & 1 << count - 1 - i).differs(0)
+                here = position.bits("u32") + (i // vec * LANES * vec + i % vec)
+                p.store(to, p.convert(here, "u16"), when=lists)
+                p.increase(to, 2, when=lists)
+            p.increase(listed, number.bits("s32"))
+        p.increase(at, WARP_LOAD_BYTES * loads)
+        p.increase(remaining, -loads)
 
     def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
-        """Takes the last positions off the list, and adds noise to the elements there; `more` will be listed."""
+        """Takes the last positions off the list, and adds noise to the elements there.
+
+        `more` is a condition: whether further positions will be listed.
+        """
         p, noise = self.p, self.noise
-        p.increase(listed, -NOISE_AT_ONCE * LANES)
-        entries = [listed + p.lane + LANES * i for i in range(NOISE_AT_ONCE)]
-        there = [entry >= 0 for entry in entries]
-        positions = [self._listed(list_, *of) for of in zip(entries, there)]
+        is_dense = p.var(self.dense > 0)
+        p.increase(listed, -NOISE_AT_ONCE * LANES, when=~is_dense)
+        p.increase(self.dense, -NOISE_AT_ONCE * LANES, when=is_dense)
+        first = p.select(is_dense, self.dense, listed) + p.lane.bits("s32")
+        # Entries before the first one are the first one again.
+        entries = [p.max(first + LANES * i, 0) for i in range(NOISE_AT_ONCE)]
+        positions = [p.var(self.first + entry) for entry in entries]
+        with p.when(~is_dense):
+            for position, entry in zip(positions, entries):
+                listed_one = p.load(list_.bits("s32") + entry * 2, "u16")
+                p.set(position, p.convert(listed_one, "u32").bits("s32"))
         elements = [p.element_at(position) for position in positions]
-        indices = [position + p.origin for position in positions]
-        places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in indices]
-        ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.key, places)]
+        places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
+        ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.schedule, places)]
         p.set(listed, p.max(listed, 0))
         # noise <= -log(1 - u), so a sum that reaches the goal has 1 - u <= exp(x / temperature - goal)
-        least = p.multiply_add(self._slack(), 2.0**-20, self.goal * -_LOG2_E)
-        reach = [
-            there & ~(one < p.var(2.0, "f32") - p.exp2(p.multiply_add(x, p.scale, least)))
-            for one, x, there in zip(ones, elements, there)
-        ]
+        two = p.var(2.0, "f32")
+        most = [two - p.exp2(p.multiply_add(x, p.scale, self.minus_goal)) for x in elements]
+        reach = [~(one < most) for one, most in zip(ones, most)]
         with p.when(p.any(functools.reduce(operator.or_, reach))):
-            for one, x, position, index, reaches in zip(ones, elements, positions, indices, reach):
+            for one, x, position, reaches in zip(ones, elements, positions, reach):
                 with p.when(reaches):
-                    self._compare(one, x, position, index)
+                    self._compare(one, x, position)
             with p.when(more):
                 self._publish()
 
-    def _listed(self, list_: Value, entry: Value, there: Value) -> Value:
-        p = self.p
-        position = p.load(list_.bits("s32") + entry * 2, "u16", when=there, default=0)
-        return p.convert(position, "u32").bits("s32")
-
-    def _compare(self, one_plus_u: Value, x: Value, position: Value, index: Value) -> None:
+    def _compare(self, one_plus_u: Value, x: Value, position: Value) -> None:
         """Makes an entry the best one of this thread, if it is kept and better."""
         p = self.p
         z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u)
-        key = p.key(x)
+        key, index = p.key(x), position + p.origin
         kept = (key > self.kept.key) | (key.equals(self.kept.key) & (position <= self.cut))
         better = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = better & kept & (x >= LEAST_FINITE)
@@ -233,7 +216,13 @@ class Race:
         (best,) = p.over_warp(["max"], [self.best])
         with p.when((best > self.goal) & (p.lane < p.ctas)):
             p.raise_in_cta(self.goal_of_cta, p.lane, _order(best))
-        p.set(self.goal, p.max(self.goal, best))
+        self._set_goal(p.max(self.goal, best))
+
+    def _set_goal(self, goal: Value) -> None:
+        """Sets the goal, and what x * scale must exceed, for sums that reach it, less a little for rounding."""
+        p = self.p
+        p.set(self.goal, goal)
+        p.set(self.minus_goal, p.multiply_add(self._slack(), 2.0**-20, goal * -_LOG2_E))
 
 
 def _order(x: Value) -> Value:
