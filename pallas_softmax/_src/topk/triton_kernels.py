@@ -164,7 +164,7 @@ def _store(
         if LOG is not None:
             scaled = (value.to(tl.float32) - m) * scale * again
             if SCALED:  # at temperature 0, any negative number is -inf
-                scaled = tl.where((again > 1) & (scaled < 0), float("-inf"), scaled)
+                scaled = tl.where(scaled < 0, scaled + tl.where(again > 1, float("-inf"), 0.0), scaled)
             value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
             masked = 0.0 if LOG == False else float("-inf")  # noqa: E712
