@@ -99,18 +99,21 @@ def _quack(x: Any, k: int) -> Any:
     return topk(softmax(x), k)  # QuACK's topk has a softmax too, but over the winners only
 
 
-PEERS = {
+PEERS_OF_FUSED_TOPK = {
     "jax_stable": "jax.nn.softmax, then lax.top_k",
     "jax_unstable": "the same with is_stable=False",
     "jax_raft": "jax_stable, for which XLA may take the kernels of RAFT",
     "torch": "softmax, then topk of torch",
     "quack": "softmax, then topk of QuACK",
+}
+PEERS_OF_TOP_K = {
     "lax_stable": "with --top_k: lax.top_k",
     "lax_unstable": "with --top_k: the same with is_stable=False",
     "fused_topk": "with --top_k: fused_topk of the same logits",
     "torch_topk": "with --top_k: topk of torch",
     "flashinfer": "with --top_k: top_k of FlashInfer",
 }
+PEERS = PEERS_OF_FUSED_TOPK | PEERS_OF_TOP_K
 _RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
 
 

@@ -40,7 +40,7 @@ STYLES = {
     "safe": ("safe softmax (3 reads, 1 write)", RED, "-"),
     "online": ("online softmax (2 reads, 1 write)", ORANGE, "-"),
     "topk": ("top-k alone", GREEN, "-"),
-    "fused_topk": ("fused_topk", SKY, "-"),
+    "fused_topk": ("fused_topk", GREEN, "-"),
     "jax_dense": ("plain JAX, dense weights", ORANGE, "--"),
     "safe_unfused": ("safe softmax and a separate top-k", RED, "-"),
     "safe_fused": ("safe softmax fused with top-k", PINK, "-"),

@@ -90,7 +90,15 @@ def test_contenders_can_be_told_apart():
     names = {name: (color, line) for name, (_, color, line) in plot.STYLES.items()}
     for group in (
         [*flags.IMPLEMENTATIONS, *softmax.PEERS, "naive", "safe", "online"],
-        [*flags.IMPLEMENTATIONS, *topk.PEERS, "topk", "safe_unfused", "safe_fused", "online_fused"],
+        [
+            *flags.IMPLEMENTATIONS,
+            *topk.PEERS_OF_FUSED_TOPK,
+            "topk",
+            "safe_unfused",
+            "safe_fused",
+            "online_fused",
+        ],
+        [*flags.IMPLEMENTATIONS, *topk.PEERS_OF_TOP_K],
         [*flags.IMPLEMENTATIONS[:1], *linear.PEERS],
         ["ours", "jax_stable", "jax.nn.softmax"],
     ):
@@ -160,7 +168,8 @@ def test_several_kinds_of_logits_are_one_chart(drawn):
     slowdown, share = drawn("topk_worst/topk").axes
     assert len(slowdown.texts) == len(share.texts) == 14 * 4
     ticks = {tick.get_text() for tick in slowdown.get_yticklabels()}
-    assert ticks == {f"{kind} ({text})" for kind, text in flags.LOGITS.items() if kind != "normal"}
+    others = flags.LOGITS.keys() - {"normal", "shifted", "scaled"}  # the last two are of select.flags
+    assert ticks == {f"{kind} ({flags.LOGITS[kind]})" for kind in others}
 
 
 def test_no_baseline_no_picture(tmp_path):

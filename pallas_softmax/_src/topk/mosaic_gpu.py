@@ -19,6 +19,7 @@ from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
+MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row from which a selection serves any lengths
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
 
 MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
@@ -62,10 +63,13 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns.
 
     A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows.
+    They are faster for short rows: with even lengths and k = 8, 29 and 47 microseconds for 4096 x 2,048 float32, but 91
+    and 44 for 4096 x 8,192 bfloat16.
     """
     ordering, k = plan(call, capability), call.k or 0
     many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
-    is_better = call.lengths or (many and (not call.sorted or _sorts_selected(call, k)))
+    of_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
+    is_better = of_lengths or (many and (not call.sorted or _sorts_selected(call, k)))
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason or not (is_better or isinstance(ordering, Refusal)):
         return ordering
