@@ -6,6 +6,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
+from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
@@ -156,8 +157,8 @@ def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
         (64, 8192, 1, True, True, "top_k_select"),
         (64, 32768, 2048, True, True, "top_k_select"),
         (1, 131072, 2048, True, True, "top_k_select"),
-        (64, MIN_VOCAB, 5, False, True, "top_k_select"),
-        (64, MIN_VOCAB - 1, 5, False, True, "top_k"),
+        (64, MIN_VOCAB_OF_LENGTHS, 5, False, True, "top_k_select"),
+        (64, MIN_VOCAB_OF_LENGTHS - 1, 5, False, True, "top_k"),
     ],
 )
 def test_choice(rows, v, k, in_order, has_lengths, kernel):

@@ -19,9 +19,9 @@ from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
-MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row from which a selection serves any lengths
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
 
+MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row; a selection serves the lengths of longer rows
 MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
