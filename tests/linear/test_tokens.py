@@ -166,7 +166,7 @@ def ties(n=12, vocab=50):
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), slow("float16")])
 @pytest.mark.parametrize("offset", [0.0, slow(-40.0), slow(1000.0)])
 def test_temperature_0_is_the_limit(dtype, offset):
-    """Tied largest logits share the probability, beside tokens of other temperatures. The gradients are 0."""
+    """Tied largest logits share the probability, also next to tokens of other temperatures. The gradients are 0."""
     x, w, bias = ties()
     x, w, bias = x.astype(dtype), w.astype(dtype), bias + offset
     z, _ = logits(x, w, bias=bias)

@@ -374,7 +374,7 @@ def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=
 
 
 def probs_of(labels, vocab):
-    """Returns labels and label_probs (n, K): some negative, some 0 at a bad label, some rows that are 0 or sum to 0."""
+    """Returns labels and label_probs (n, K): a few are negative, or 0 at a bad label; a few rows are 0 or sum to 0."""
     rng = np.random.default_rng(7)
     n, k = labels.shape
     labels, q = np.array(labels), rng.normal(0.3, 0.5, (n, k)).astype("float32")

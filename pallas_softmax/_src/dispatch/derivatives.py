@@ -3,7 +3,7 @@
 A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So JAX computes
 ys = f(xs) from xs without derivatives. A `jax.custom_jvp` that returns ys unchanged then adds the derivatives: the
 tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p`. f itself stays outside of the
-`custom_jvp`, because some tools do not look into one.
+`custom_jvp`, because some tools do not look into a `custom_jvp`.
 
     forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
     reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
@@ -119,8 +119,8 @@ def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
     given = dict(zip(operation.argument_names, arrays, strict=True))
     got = dict(zip(operation.result_names, operation.map_integers(_as_integer, results), strict=True))
     saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))
-    moved = dict(zip(operation.argument_names, tangents[1], strict=True))
-    dxs = [moved[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
+    tangent_of = dict(zip(operation.argument_names, tangents[1], strict=True))
+    dxs = [tangent_of[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
     dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree), saved, dxs))
     return results, [
         next(dys) if name in operation.differentiable else jnp.zeros_like(y)
@@ -129,7 +129,7 @@ def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
 
 
 def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
-    """Returns dys. Integer logits have no tangent."""
+    """Returns dys, the tangents of the differentiable results. Integer logits have no tangent, so 0 takes its place."""
     if len(dxs) < len(static.operation.variables):
         dxs = (jnp.zeros_like(saved[0][0], jnp.float32), *dxs)
     saved, without_limits = _without_limits(static, saved)
@@ -150,7 +150,7 @@ def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tupl
 
 
 def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
-    """Returns dxs. Rows may share a temperature; its cotangent is then the sum over these rows."""
+    """Returns dxs, the cotangents of the variables. The cotangent of a temperature is a sum over rows that share it."""
     operation, mesh_axes = static.operation, static.mesh_axes
     if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
         dys = sum_cotangents(dys, mesh_axes)

@@ -245,7 +245,7 @@ def _gradients_of_rows(layer: _Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
     w, bias = layer.w, layer.bias
-    size_of_chunk, product = _way_to_dw(layer, x, tokens)
+    size_of_chunk, product = _way_to_dw(layer, x)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
     rows = rows._replace(weights=weights / scale)
     step = functools.partial(_add_chunk, layer, rows, product, scale)
@@ -272,7 +272,7 @@ def _vary(per_row, layer: _Projection, rows: _Rows):
     return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
 
 
-def _way_to_dw(layer: _Projection, x, tokens: Tokens) -> tuple[Any, Callable | None]:
+def _way_to_dw(layer: _Projection, x) -> tuple[Any, Callable | None]:
     """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
 
     The function is None if chunks are added to a float32 dw.

@@ -5,9 +5,8 @@ The labels of a row are sorted, so each tile has consecutive ones:
     sorted labels of a row     3   90 | 300  310  500 | 1000 ..          tiles of 256 columns
     first[tile]                0        2               5
 
-In turn i, a tile picks label first + i of all its rows at once. It takes as many turns as the row with the most labels
-in the tile needs. All turns of all tiles together are about as many as tiles: for K = 64 random labels of 128,256
-columns, the fullest of 64 rows has one or two labels in a tile.
+In turn i, a tile picks label first + i of all its rows at once. The row with the most labels in the tile determines the
+number of turns. There are one or two turns per tile for K = 64 random labels of 128,256 columns.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ class SeveralLabels(NamedTuple):
 
     Attributes:
       column: int32 (rows * K,), row by row; _NO_COLUMN for a label that is no column.
-      first: int32 (tiles + 1, rows), the position in `column` of a row's first label in a tile or behind it.
+      first: int32 (tiles + 1, rows), the position in `column` of a row's first label in a tile or after it.
       turns: int32 (groups of 64 rows, tiles), the most labels that a row of the group has in the tile.
     """
 
@@ -47,43 +46,46 @@ class SeveralLabels(NamedTuple):
 
 
 def sorted_labels(labels: jax.Array, columns: int, vocab: int, rows: int) -> SeveralLabels:
-    """Returns the labels (n, K) of a product with this number of columns, for `rows` rows, n or more."""
+    """Returns labels (n, K) for a product with this number of columns and rows.
+
+    The product has at least n rows; the rows after these have no labels. Labels are columns below `vocab`.
+    """
     n, k = labels.shape
-    found, _ = _sorted(labels, vocab)
-    found = jnp.pad(found, ((0, rows - n), (0, 0)), constant_values=_NO_COLUMN)
+    column, _ = _sorted(labels, vocab)
+    column = jnp.pad(column, ((0, rows - n), (0, 0)), constant_values=_NO_COLUMN)
     tiles = -(-columns // TILE_N)
-    before = _count_before(found, jnp.arange(tiles + 1, dtype=jnp.int32) * TILE_N)
+    before = _count_before(column, jnp.arange(tiles + 1, dtype=jnp.int32) * TILE_N)
     turns = jnp.max(jnp.diff(before, axis=1).reshape(-1, WARPGROUP_ROWS, tiles), 1)
     first = before + k * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    return SeveralLabels(found.ravel(), first.T, turns)
+    return SeveralLabels(column.ravel(), first.T, turns)
 
 
-def _count_before(found: jax.Array, starts: jax.Array) -> jax.Array:
+def _count_before(labels: jax.Array, starts: jax.Array) -> jax.Array:
     """Returns how many sorted labels of each row are less than each start, by binary search: int32 (rows, starts).
 
-    XLA's GPU compiler did not end with a sum of comparisons of all labels with all starts.
+    XLA's GPU compiler did not terminate for a sum of comparisons of all labels with all starts.
     """
-    k = found.shape[1]
+    k = labels.shape[1]
     steps = k.bit_length()
 
     def step(i, count):
         more = jnp.minimum(count + (2 ** (steps - 1) >> i).astype(jnp.int32), k)
-        last = jnp.take_along_axis(found, more - 1, 1, mode="promise_in_bounds")
+        last = jnp.take_along_axis(labels, more - 1, 1, mode="promise_in_bounds")
         return jnp.where(last < starts[None], more, count)
 
-    none = vary_together(jnp.zeros((len(found), len(starts)), jnp.int32), found)[0]
+    none = vary_together(jnp.zeros((len(labels), len(starts)), jnp.int32), labels)[0]
     return lax.fori_loop(0, steps, step, none)
 
 
-def in_given_order(found: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
-    """Returns the logits at labels (n, K), 0 for a label that is no column, from what `pick_logits` has written."""
-    in_order, order = _sorted(labels, vocab)
-    found = jnp.where(in_order < vocab, found[: labels.size].reshape(labels.shape), 0)
-    return lax.sort((order, found), num_keys=1)[1]
+def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
+    """Returns the logits at labels (n, K), 0 for a label that is no column. `pick_logits` has written `picked`."""
+    column, place = _sorted(labels, vocab)
+    picked = jnp.where(column < vocab, picked[: labels.size].reshape(labels.shape), 0)
+    return lax.sort((place, picked), num_keys=1)[1]
 
 
 def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the sorted labels, and the places of the labels before."""
+    """Returns the sorted labels, and their places before the sort."""
     labels = jnp.where((labels >= 0) & (labels < vocab), labels, _NO_COLUMN)
     return lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
 
@@ -91,7 +93,7 @@ def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
 # ---- In the kernel
 
 
-def pick_logits(z, labels: SeveralLabels, place: Place, column, found_gmem) -> None:
+def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> None:
     """Writes the logits at all labels that are in this part of the product, (64, TILE_N).
 
     Args:
@@ -99,7 +101,7 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, found_gmem) -> N
       labels: references to the labels.
       place: where the part is.
       column: the column number of each element within the part.
-      found_gmem: float32 (rows * K,), in the order of `labels.column`.
+      picked_gmem: float32 (rows * K,), in the order of `labels.column`.
     """
     rows = pl.ds(place.row, WARPGROUP_ROWS)
     turns = labels.turns[place.row // WARPGROUP_ROWS, place.tile]
@@ -111,7 +113,7 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, found_gmem) -> N
         def turn(i, carry):
             at = first + i
             own = lax.broadcast_in_dim(_labels_at(labels.column, at, end) - place.column, z.shape, (0,))
-            _store(found_gmem, at, end, jnp.sum(jnp.where(column == own, z, 0.0), axis=1))
+            _store(picked_gmem, at, end, jnp.sum(jnp.where(column == own, z, 0.0), axis=1))
             return carry
 
         lax.fori_loop(0, turns, turn, None)
@@ -122,13 +124,15 @@ _ROWS: Any = plgpu.Layout.WGMMA.reduce(1)
 
 @twin(lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)])
 def _labels_at(gmem, at, end):
-    """Returns the labels at these positions, one per row; anything for a position that is not before `end`."""
+    """Returns the labels at these positions, one per row; an arbitrary number if a position is not before `end`."""
     result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=_ROWS)
 
     @inline(arg_types=(REF, _ROWS, _ROWS), return_type=result)
     def labels_at(_, gmem, at, end):
         pointer, i32 = utils.memref_ptr(gmem), ir.IntegerType.get_signless(32)
-        found = [predicated.load_vector(pointer, i32, 1, *_own(*pair)) for pair in _pairs(at, end)]
+        found = [
+            predicated.load_vector(pointer, i32, 1, *_offset_and_inside(*pair)) for pair in _pairs(at, end)
+        ]
         return array(_ROWS.to_mgpu(), at.shape, found)
 
     return labels_at(gmem, at, end)
@@ -152,16 +156,17 @@ def _store(gmem, at, end, values) -> None:
     @inline(arg_types=(REF, _ROWS, _ROWS, _ROWS))
     def store(_, gmem, at, end, values):
         for pair, register in zip(_pairs(at, end), values.registers.flat):
-            predicated.store_vector(utils.memref_ptr(gmem), register, *_own(*pair))
+            predicated.store_vector(utils.memref_ptr(gmem), register, *_offset_and_inside(*pair))
 
     store(gmem, at, end, values)
 
 
 def _pairs(at, end):
+    """Yields the registers of two arrays together."""
     return zip(at.registers.flat, end.registers.flat)
 
 
-def _own(at, end) -> tuple[Any, Any]:
+def _offset_and_inside(at, end) -> tuple[Any, Any]:
     """Returns the 64-bit offset of a position, and whether it is before the end."""
     (at,), (end,) = elements(at), elements(end)
     inside = arith.cmpi(arith.CmpIPredicate.slt, at, end)

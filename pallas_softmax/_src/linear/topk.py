@@ -76,8 +76,8 @@ def linear_topk(
       implementation: names the implementation of top-k, as for `fused_topk`. XLA computes the matrix product.
 
     Returns:
-      TopK(values, indices), each of shape (..., k). `values` are float32 (float64 for float64). The order is that of
-      the float32 logits. There is no gradient: pass the indices to `linear_log_probs` as labels.
+      TopK(values, indices), each of shape (..., k). `values` are float32 (float64 for float64). The float32 logits
+      determine the order. There is no gradient: pass the indices to `linear_log_probs` as labels.
 
     Raises:
       TypeError, ValueError: as `linear_logsumexp`, and as `fused_topk` for k and log.

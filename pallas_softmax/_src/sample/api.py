@@ -47,20 +47,15 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 
 def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
-    """Returns the parameters, checked if they are known."""
+    """Returns the parameters. Those that are not traced must be in range."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
-    of_noise = {}
-    if function == "sample" and given["mode"] is None:  # JAX caches programs without a look at this setting
-        of_noise = {"mode": "high" if jax.config.jax_high_dynamic_range_gumbel else "low"}
 
     def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
         value = given[name]
-        return (
-            value
-            if value is None
-            else arguments.in_range(function, name, value, accepted, wanted, integer=integer)
-        )
+        if value is None:
+            return None
+        return arguments.in_range(function, name, value, accepted, wanted, integer=integer)
 
     temperature = arguments.in_range(
         function, "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
@@ -70,7 +65,7 @@ def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
         "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
         "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
         "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
-    } | of_noise
+    }
 
 
 @at_once(
@@ -141,6 +136,8 @@ def sample(
     x, axis = checked_rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
     key = typed_keys("sample", key, batch)
+    if mode is None:  # a change of the setting makes another program: see `at_once`
+        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
     if not isinstance(mode, str) or mode not in noise.MODES:
         raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
@@ -227,13 +224,13 @@ def cut_rows(
 
 
 def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array, int]:
-    """Returns the checked logits and their axis."""
+    """Returns the logits and their axis, from 0 up, after checks."""
     x, axis = arguments.real_rows(function, "logits", logits, axis)
     if x.shape[axis] == 0:
         raise ValueError(f"{function}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
         x = x.astype(jnp.float16)  # the same numbers; sort keys have integer dtypes, of 8 bits or more
-    # a cast to its own dtype gives the gradient the weak type of the logits, as of `jax.nn.log_softmax`
+    # A cast to the same dtype gives the gradient the weak type of the logits, like `jax.nn.log_softmax`.
     return x.astype(x.dtype), axis
 
 

@@ -1,4 +1,4 @@
-"""The best entries of rows, in order: filters and draws that look at these alone.
+"""Filters and draws that look at the best entries of each row only.
 
 On a CPU, `lax.top_k` of a few elements of a long row is faster than the search for a cutoff, and only these elements
 need noise. On a mesh, devices exchange the best entries instead of searching together.
@@ -55,10 +55,11 @@ class Best(NamedTuple):
 
 
 def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, length):
-    """Returns the cutoff, which of the best entries are kept, and whether that is all that the row keeps.
+    """Returns the cutoff, which of the best entries are kept, and whether the row keeps no others.
 
-    The kept ones are all if the list has another entry, or the whole row. Rows without a draw count as such. The cutoff
-    is also right in rows that the filters leave whole.
+    The row keeps no others if the list ends with an entry that is left out, or if the list is the whole row. A row
+    without a draw also counts as complete. The cutoff is right in complete rows, and in rows that the filters leave
+    whole.
     """
     n = best.key.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (best.key.ndim - 1) + (n,), best.key.ndim - 1)
@@ -85,7 +86,7 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
 
 
 def sample_among(best: Best, totals: Totals, noise, temperature, top_k, top_p, min_p, length, *, stride):
-    """Returns the results of `sample`, and whether they are right: whether the best entries are all that is kept."""
+    """Returns the results of `xla.sample`, and whether they are right: the row keeps no entries other than the best."""
     cut, kept, complete = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
     perturbed = scaled(best.value, temperature, totals.greedy) + noise_of.at(noise, best.index, stride)
     perturbed = jnp.where(kept, perturbed, -jnp.inf)
@@ -95,16 +96,16 @@ def sample_among(best: Best, totals: Totals, noise, temperature, top_k, top_p, m
     return (*drawn_results(drawn, x, totals), cut.log_mass), complete
 
 
-def by_best(logits, where, temperature, top_k, row: "Row", of_best, by_search):
-    """Returns of_best(the best entries, totals) of long rows on a CPU with a small top_k; else by_search(logits).
+def by_best(logits, where, temperature, top_k, row: Row, of_best, by_search):
+    """Returns the first result of of_best(best, totals), on a CPU for long rows with a top_k; else by_search(logits).
 
-    The search runs for all rows if some row keeps more entries.
+    The second result of `of_best` says which rows are complete. If some row is not, the search runs for all rows.
     """
     is_long = isinstance(row.vocab, int) and row.vocab >= _LONG_ROW
     if top_k is None or row.mesh_axes or as_float(logits).dtype != jnp.float32 or not is_long:
         return by_search(logits)
 
-    def by_best(logits):
+    def by_candidates(logits):
         best, listed = _best(logits, where, row)
         totals = totals_of_rows(logits, where, temperature, row)
         found, complete = of_best(best, totals)
@@ -114,14 +115,14 @@ def by_best(logits, where, temperature, top_k, row: "Row", of_best, by_search):
         chosen = [jnp.where(complete, *both) for both in zip(found, others)]
         return Cutoff(*chosen) if isinstance(found, Cutoff) else tuple(chosen)
 
-    return lax.platform_dependent(logits, cpu=by_best, default=by_search)
+    return lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
 
 
-def _best(logits, where, row: "Row"):
-    """Returns the best entries of whole rows, and whether they are the best ones.
+def _best(logits, where, row: Row):
+    """Returns the candidates of whole rows, in order, and whether these are really the best entries.
 
-    They are not where `lax.top_k` and the keys order differently: on a CPU, XLA takes denormal numbers for zeros. The
-    second result depends on the row alone, so that a draw does not depend on other rows.
+    They are not if `lax.top_k` orders entries differently than their keys: on a CPU, XLA treats denormal numbers as
+    zeros. The second result depends on the row alone, so that a draw does not depend on other rows.
     """
     x = elements(logits, where, row)
     mask = None if where is None else jnp.broadcast_to(where, x.shape)
@@ -132,7 +133,7 @@ def _best(logits, where, row: "Row"):
     last, last_index = ~lowest_first[..., -1:], index[..., -1:]
 
     def number(keys, indices):
-        """Returns the number of entries up to the last candidate. A CPU adds floats five times as fast as integers."""
+        """Returns how many entries are up to the last candidate. A CPU adds floats five times as fast as integers."""
         before = (keys > last) | (keys == last) & (indices <= last_index)
         return jnp.sum(jnp.where(before, 1.0, 0.0), -1, keepdims=True)
 

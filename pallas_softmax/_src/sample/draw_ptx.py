@@ -66,7 +66,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands `winner_ptx.WORDS`
-        to find the cutoff, if that is None      <key>, <index>, <logsumexp>, <log_mass>
+        to find the cutoff, without a stride     <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     if stride is not None:
@@ -132,12 +132,12 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
-        of_mass = p.max(p.top_p * kept.mass, _LEAST_GOAL)
-        goal = p.var(p.select(is_mass, of_mass, p.convert(p.top_k, "f32")))
+        mass_goal = p.max(p.top_p * kept.mass, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, mass_goal, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
-            stays = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
-            top_p = p.select(stays, TOP_P_REUSE, TOP_P, "u32")
+            can_reuse = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
+            top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
             p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
         else:
             _search_lists(f, stage, total, bound, zone)
@@ -169,9 +169,9 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
 
 def _apply_min_p(p: RowProgram, kept: Kept) -> None:
     """Applies min_p to `kept`, if it is stricter than the other filters."""
-    is_kept = p.weight(p.of_key(kept.key)) >= p.min_p
-    enough = is_kept & kept.key.differs(KEEP_ALL)
-    with p.when((p.min_p > 0.0) & ~enough):
+    has_min_p = p.weight(p.of_key(kept.key)) >= p.min_p
+    all_have_min_p = has_min_p & kept.key.differs(KEEP_ALL)
+    with p.when((p.min_p > 0.0) & ~all_have_min_p):
         mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
         for words, _ in p.sweep():
             for x in p.floats(words):

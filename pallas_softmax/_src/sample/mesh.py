@@ -3,7 +3,8 @@
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered and merged
     filters      the best entries of each row are gathered, as by top-k; every device filters them and draws from them.
                  If some row keeps more entries, the devices search together, in plain JAX.
-    DRAW         like a draw without filters, with noise and a cutoff from elsewhere
+    DRAW         the noise and the cutoff are arguments. Each device finds the winner of its shard; the winners are
+                 merged as without filters.
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows.
 """
@@ -102,7 +103,7 @@ def _unfiltered(run_shard, logits, where, noise, temperature, row: Row, stride: 
     def largest(_):
         return jnp.max(logits_of(as_float(logits), where), -1, keepdims=True) != -jnp.inf
 
-    # Only here it matters whether a shard without a draw has a NaN, or nothing to draw from.
+    # A shard without a draw is bad, or it only has -inf. Its largest logit tells; it is computed only if needed.
     bad = ~has_draw & lax.cond(jnp.all(has_draw), lambda _: ~has_draw, largest, None)
     drawn = jnp.maximum(drawn, 0)
     at_drawn = jnp.where(has_draw, jnp.take_along_axis(wide_logits(logits), drawn, -1), _lowest(logits))
@@ -118,26 +119,26 @@ def _merge(perturbed, drawn, x, part: Normalizer, temperature, row: Row):
     """Merges a draw from each device's shard. Returns the results of `xla.sample` without filters.
 
     Args:
-      perturbed: the sum of the drawn entry and its noise; -inf if no entry may be drawn.
-      drawn: its index in the shard.
-      x: its logit, as `wide_logits` returns it.
-      part: m, as `wide_logits` returns it, and the sum d of exp((x - m) / temperature) over the shard.
+      perturbed: the drawn entry's x / temperature plus its noise; -inf in a shard without a draw.
+      drawn: the drawn entry's index in the shard.
+      x: the drawn logit, as `wide_logits` returns it.
+      part: the shard's largest logit m, as `wide_logits` returns it, and the sum d of exp((x - m) / temperature).
       temperature: as for `xla.draw`.
       row: the row.
     """
 
     def merge(gathered, temperature):
         perturbed, index, x, tops, d = gathered
-        both = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
-        tops_of, x_of = jnp.split(both, 2, -1)
-        m = jnp.max(tops_of, -1, keepdims=True)
+        floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
+        float_tops, float_x = jnp.split(floats, 2, -1)
+        m = jnp.max(float_tops, -1, keepdims=True)
         divisor = jnp.maximum(temperature, jnp.finfo(m.dtype).tiny)
-        total = normalizers.combine_parts(Normalizer(tops_of, d), divisor).d
+        total = normalizers.combine_parts(Normalizer(float_tops, d), divisor).d
         totals = totals_of(jnp.max(as_float(tops), -1, keepdims=True), m, total, temperature)
         rank = jnp.where(totals.greedy, wide_keys(x), sort_keys.key(perturbed))
         first = jnp.where(rank == jnp.max(rank, -1, keepdims=True), index, NOWHERE)
         at = jnp.argmin(first, -1, keepdims=True)
-        index, log_probs = drawn_results(*(jnp.take_along_axis(a, at, -1) for a in (index, x_of)), totals)
+        index, log_probs = drawn_results(*(jnp.take_along_axis(a, at, -1) for a in (index, float_x)), totals)
         return index, log_probs, jnp.where(totals.greedy | (index < 0), log_probs, 0)
 
     return merge_over(row.mesh_axes, merge, (perturbed, row.start + drawn, x, *part), temperature)
@@ -145,7 +146,7 @@ def _merge(perturbed, drawn, x, part: Normalizer, temperature, row: Row):
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
-    # from each device, so that all lists are much shorter than the row
+    # Each device lists n entries, so that all lists together have at most an eighth of the row.
     n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
     of_shard = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
     divisor = jnp.maximum(temperature, jnp.finfo(as_float(logits).dtype).tiny)
@@ -186,6 +187,6 @@ def _lowest(logits):
 
 
 def _unless(complete, found, other):
-    """Returns what was found where it is complete, and other(None) elsewhere. That runs only if some row needs it."""
+    """Returns `found` in complete rows, and other(None) elsewhere. `other` runs only if some row is not complete."""
     others = lax.cond(jnp.all(complete), lambda _: tuple(found), lambda _: tuple(other(None)), None)
     return [jnp.where(complete, *both) for both in zip(found, others)]

@@ -1,7 +1,7 @@
 """The kernel of `sample`: draws from each row of logits, and reads each row once from device memory.
 
-A row lies in the shared memory of a cluster of CTAs, one part in each CTA. The example has u = 0.7, top_k = 4 and a
-temperature that makes the weights powers of two:
+A row lies in the shared memory of a cluster of CTAs, one part in each CTA. The example has top_k = 4, and the
+temperature t = log2(e) = 1.44, which makes the weights powers of two:
 
     index                 0     1     2     3  |  4     5     6     7       two CTAs, with four elements each
     x                     3     5     0     4  |  5     1     4     4
@@ -9,9 +9,12 @@ temperature that makes the weights powers of two:
     weight, 2^(x - 5)    .25    1   .03    .5  |  1   .06    .5    .5                   the total mass is 3.84
                                                                             filters     the 4th largest is a 4:
     kept                  -     1     -    .5  |  1     -    .5     -                   two of the 4s are kept
-    kept mass                1.5               |        1.5                 draw        u * 3 = 2.1: the second CTA
-    up to here                  1         1.5  |  2.5                                   exceeds 2.1 first,
-    drawn                                         ^                                     at index 4
+    kept mass                1.5               |        1.5                             the kept mass is 3
+    x / t                 -   3.5     -   2.8  | 3.5    -   2.8     -
+    noise                 -   -.1     -   1.2  |  .3    -    .1     -       draw        the largest sum is 4.0,
+    sum                       3.4         4.0  | 3.8        2.9                         so index 3 is drawn
+                                          ^
+    results               log_prob = log(.5 / 3.84), log_mass = log(3 / 3.84)
 
 A CTA has several warpgroups. The first one starts the bulk copies of the part, one step for each warpgroup. Each
 warpgroup waits for its own step and masks it. Then the CTA synchronizes, and one program of inline PTX does the rest:
@@ -146,7 +149,10 @@ def scale_of(temperature):
 
 
 def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, barrier, stride) -> None:
-    """Synchronizes all warpgroups; then one of them computes the results in plain JAX, and writes them."""
+    """Synchronizes all warpgroups; then one of them computes the results in plain JAX, and writes them.
+
+    The row is one part, but it may start before or after the part's first position, by `part.origin`.
+    """
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -164,14 +170,14 @@ def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, bar
 
 
 def _moved(high, low, by):
-    """Returns the words of a place moved by a number of 32 bits."""
+    """Returns the two words of the place high * 2^32 + low + by; `by` is an int32, of either sign."""
     moved = low + by.astype(jnp.uint32)
     carry = jnp.where(by < 0, jnp.where(moved > low, -1, 0), jnp.where(moved < low, 1, 0))
     return high + carry.astype(jnp.uint32), moved
 
 
 def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:
-    """Copies the part to shared memory, where each warpgroup waits for its step, and masks it."""
+    """Starts the copies of the part to shared memory. Then each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)

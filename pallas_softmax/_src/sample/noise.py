@@ -1,17 +1,19 @@
-"""The noise of `jax.random.categorical`: what `jax.random.gumbel` has at a place of an array.
+"""The noise of `jax.random.categorical`, computed at chosen elements: `jax.random.gumbel` without the whole array.
 
-With threefry keys, the noise of an element is a function of the key and of the place alone. So four words stand for the
-noise of a row, and it can be computed at chosen elements:
+With threefry keys, the noise of an element depends only on the key and on the element's place: its number in the
+flattened array of noise. So four words describe the noise of a whole row:
 
-    words       uint32 (..., 4): the two words of the key, then the high and the low word of the place of the
-                row's first element. Places count the elements of the array of noise; they have 64 bits.
+    words       uint32 (..., 4): the two words of the key, then the high and the low word of the place, a 64-bit number,
+                of the row's first element
     stride      the distance between the places of neighbours in a row
 
-The GPU's kernel has the same function in PTX. With other generators, JAX makes the noise of the whole array.
+`noise_ptx.py` is the same function in PTX. For other generators, modes and dtypes, `of_array` returns the noise of the
+whole array.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +28,17 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
-    """Returns whether words stand for the noise of these keys, in an array of this shape and dtype."""
+    """Returns whether words can describe the noise of these keys, in an array of this shape and dtype."""
     threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
     static = all(isinstance(n, int) for n in shape)
     return bool(threefry and static and mode == "low" and jnp.dtype(dtype) == jnp.float32)
 
 
 def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
-    """Returns the words of each row along an axis, as four arrays with size 1 in place of the row, which comes last.
+    """Returns the words of each row along an axis: four arrays of the shape of the batch, with an axis of size 1 last.
 
     Args:
-      key: one key, or one for each row: then the noise of a row is an array of its own.
+      key: one key, or one for each row. In the second case, each row has its own array of noise, from place 0 on.
       shape: the shape of the array of noise.
       axis: the axis of a row.
     """
@@ -74,25 +76,28 @@ def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 
 def advance(words: jax.Array, index, stride: int) -> jax.Array:
-    """Returns the words of rows that begin at an index of these rows."""
+    """Returns the words of the rows without their first `index` elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     index = jnp.asarray(index).astype(jnp.uint32)
     return jnp.concatenate([key0, key1, *_place(start, index, stride, np.uint32(0))], -1)
 
 
 def _place(start, index, stride: int, offset):
-    """Returns the two words of start + index * stride + offset; `start` has two words, the others have one."""
-    by_high, by_low = (np.uint32(part) for part in divmod(stride, 2**32))
+    """Returns the high and the low word of start + index * stride + offset.
+
+    `start` is a pair of words. `index` and `offset` have one word.
+    """
+    stride_high, stride_low = (np.uint32(word) for word in divmod(stride, 2**32))
     high, low = start
-    high = high + index * by_high + _high_of_product(index, by_low)
-    for term in (index * by_low, offset):
+    high = high + index * stride_high + _high_of_product(index, stride_low)
+    for term in (index * stride_low, offset):
         low = low + term
         high = high + (low < term).astype(jnp.uint32)
     return high, low
 
 
 def _high_of_product(a, b: np.uint32):
-    """Returns the high word of a * b. `lax.mulhi` has no form that XLA divides over a mesh."""
+    """Returns the high word of a * b. XLA's partitioner cannot divide `lax.mulhi` over a mesh."""
     if b == 1:
         return np.uint32(0)
     (a1, a0), (b1, b0) = ((n >> np.uint32(16), n & np.uint32(0xFFFF)) for n in (a, b))
@@ -105,8 +110,9 @@ def of_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.A
     """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
     if key.ndim == 0:
         return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)
+    return each_key(lambda key: jax.random.gumbel(key, (shape[axis],), dtype, mode), key)
 
-    def of_row(key):
-        return jax.random.gumbel(key, (shape[axis],), dtype, mode)
 
-    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, of_row)(key)
+def each_key(function: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+    """Returns function(key) of each key of an array; their axes come first."""
+    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, function)(key)

@@ -69,7 +69,7 @@ SAMPLE = RowOperation(
     vmap_adds_rows=True,
     **_DERIVATIVES,
 )
-DRAW = RowOperation(
+DRAW = RowOperation(  # for noise that no words describe (`noise.has_words`)
     name="draw",
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW, PER_ROW),  # noise, temperature, key and index of the cutoff
     results=PER_ROW,

@@ -39,7 +39,7 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
-NOISE_AT_ONCE = 2  # elements for which a thread computes noise at once
+NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a

@@ -1,7 +1,8 @@
-"""Rows of `sample` in plain JAX: their elements and their sums, and the cutoff, which says what the filters keep.
+"""Rows of `sample` in plain JAX: their elements, their totals, and their cutoff, the last entry that the filters keep.
 
-The filters keep the first entries of a row in the order of `lax.top_k`: by value, ties by the lowest index. So the last
-kept entry says which entries are kept. `xla.py` explains the arguments.
+A row is in the order of `lax.top_k`: by value, ties by the lowest index. The filters keep the first entries in
+this order. So the last kept entry, as a sort key and an index, determines all kept entries. `xla.py` explains the
+arguments.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import logits_of
 
-NOWHERE = jnp.iinfo(jnp.int32).max  # larger than any index or number of entries
+NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
 
 
 class Cutoff(NamedTuple):
     """Where the filters cut each row, (..., 1), and two sums of it.
 
-    An entry is kept if its sort key is greater than `key`, or equal with an index of at most `index`. Every pair that
-    keeps the right entries will do.
+    An entry is kept if its sort key is greater than `key`, or if its key equals `key` and its index is at most `index`.
+    If several pairs (key, index) keep the right entries, any of them may be returned.
 
     Attributes:
       key: int32 (int64 for 64-bit logits). In a row without a draw it is the greatest integer, which keeps nothing.
@@ -44,11 +45,11 @@ class Totals(NamedTuple):
 
     Attributes:
       top: the largest logit, floating.
-      m: the same, or 0 for integers: the masses are exp((x - m) / temperature) of `_elements` x.
+      m: the largest of the row's `elements` x: `top`, or 0 for integers. The mass of x is exp((x - m) / temperature).
       total: the mass of the row: at least 1, or NaN in a row without a draw.
-      divisor: the temperature, or the smallest normal number.
-      greedy: whether the first entry alone is kept: at temperature 0, and where the quotient of the largest logit and
-        the temperature is beyond the range of floats, so that entries other than its equals have no mass.
+      divisor: the temperature, but at least the smallest normal number.
+      greedy: whether only the first entry is kept. This is so at temperature 0, and if top / temperature overflows:
+        then only the largest logit and its ties have a mass.
     """
 
     top: Any
@@ -102,7 +103,7 @@ class Row:
         return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
 
     def at(self, x, index):
-        """Returns the elements of x that have these indices in the whole row, bit by bit."""
+        """Returns the elements of x at these indices of the whole row, with unchanged bits even if they are NaN."""
         if not self.mesh_axes:
             return jnp.take_along_axis(x, index, -1)
         index = index - self.start
@@ -115,7 +116,7 @@ class Row:
 
 
 def keys(logits, where):
-    """Returns integers in the order of `lax.top_k`; masked elements get the least one."""
+    """Returns the sort keys of the logits: integers in the order of `lax.top_k`. Masked elements get the least one."""
     key = sort_keys.key(logits)
     return key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
 
@@ -136,7 +137,7 @@ def scaled(x, temperature, greedy):
 
 
 def is_kept(logits, where, key, index, positions):
-    """Returns which entries a cutoff keeps; their positions are indices in whole rows."""
+    """Returns which entries a cutoff (key, index) keeps. `positions` are their indices in whole rows."""
     keys = wide_keys(logits)
     kept = (keys > key) | (keys == key) & (positions <= index)
     return kept if where is None else kept & where
@@ -148,12 +149,12 @@ def wide_keys(logits):
     return key if key.dtype.itemsize >= 4 else key.astype(jnp.int32)
 
 
-def elements(logits, where, row: "Row"):
+def elements(logits, where, row: Row):
     """Returns the logits in the dtype of the arithmetic; integers as distances from the largest; -inf where masked."""
     return logits_of(normalizers.to_float(logits, (-1,), where, row.mesh_axes), where)
 
 
-def totals_of_rows(logits, where, temperature, row: "Row") -> Totals:
+def totals_of_rows(logits, where, temperature, row: Row) -> Totals:
     x = elements(logits, where, row)
     m = row.max(x)
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
@@ -163,14 +164,14 @@ def totals_of_rows(logits, where, temperature, row: "Row") -> Totals:
 
 
 def totals_of(top, m, total, temperature) -> Totals:
-    """Returns the `Totals` with these first fields."""
+    """Returns the `Totals` with these first three fields."""
     divisor = jnp.maximum(temperature, jnp.finfo(m.dtype).tiny)
     greedy = (temperature == 0) | jnp.isinf(top / divisor) & jnp.isfinite(top)
     return Totals(top, m, total, divisor, greedy)
 
 
 def cutoff_of(key, index, kept_total, totals: Totals, temperature) -> Cutoff:
-    """Returns the `Cutoff` with this key and index, where the kept entries have this mass."""
+    """Returns the `Cutoff` with this key and index. The kept entries have the mass `kept_total`."""
     top, _, total, divisor, greedy = totals
     drawable = total >= 1  # False where it is NaN
     limit = jnp.where(top == 0, jnp.log(total), jnp.where(top > 0, jnp.inf, -jnp.inf))
@@ -186,7 +187,7 @@ def cutoff_of(key, index, kept_total, totals: Totals, temperature) -> Cutoff:
 
 
 def drawn_results(drawn, x, totals: Totals):
-    """Returns the results of `draw`, where x is the drawn element."""
+    """Returns the results of `xla.draw` for the drawn index. `x` is the drawn one of the row's `elements`."""
     drawable = totals.total >= 1
     log_probs = (x - totals.m) / totals.divisor - jnp.log(totals.total)
     return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
@@ -198,7 +199,7 @@ def mass_wanted(top_p, total):
 
 
 def is_free(top_k, top_p, min_p, length):
-    """Returns which rows the filters leave whole."""
+    """Returns which rows the filters leave whole, whatever their logits are."""
     top_k, top_p, min_p = (
         default if f is None else f for f, default in ((top_k, length), (top_p, 1), (min_p, 0))
     )

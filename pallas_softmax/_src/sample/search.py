@@ -1,11 +1,10 @@
 """The search for the cutoff of each row, without a sort of the row.
 
-An entry is kept until the weights reach a target: top_k counts entries, top_p adds up their mass. Two steps find the
-last one:
+Entries have weights: 1 for top_k, their masses for top_p. The last kept entry is the first one, in the row's order, at
+which the sum of the weights reaches a target. Two steps find this entry:
 
-    the value   by bisection on the bits of integers that are ordered like the values: `_value_reaching`
-    the index   among the ties of that value, where the sum in the order of the row reaches the rest of the target:
-                `_index_reaching`
+    its key     by bisection on the bits of the sort keys: `_key_reaching`
+    its index   among the entries with that key: `_index_reaching`
 
 A row that is spread over a mesh is searched in the same way, with sums over its devices: a round finds 4 bits instead
 of one. If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
@@ -31,14 +30,14 @@ from pallas_softmax._src.sample.rows import (
 _BLOCK = 256
 
 
-def search(logits, where, temperature, top_k, top_p, min_p, row: "Row") -> Cutoff:
+def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
     mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
     indices = row.indices(key.ndim)
     last = (jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype), NOWHERE)  # keeps everything
 
-    def kept(value):
+    def kept(value):  # by the filters so far; 0 for other entries
         return jnp.where((key > last[0]) | (key == last[0]) & (indices <= last[1]), value, 0)
 
     if top_k is not None:
@@ -73,13 +72,13 @@ def _last_entry(key, weight, target, row: Row):
       target: positive. If the weights do not reach it, the result keeps all entries with a weight.
       row: the row that the keys belong to.
     """
-    bound = _value_reaching(key, weight, target, row)
+    bound = _key_reaching(key, weight, target, row)
     above = row.sum(jnp.where(key > bound, weight, 0))
     return bound, _index_reaching(jnp.where(key == bound, weight, 0), target - above, row)
 
 
-def _value_reaching(key, weight, target, row: Row):
-    """Returns the highest key at which the weights of all entries from it up reach the target; else the least key."""
+def _key_reaching(key, weight, target, row: Row):
+    """Returns the highest key such that the entries with at least this key reach the target; else the least key."""
     bits = 4 if row.mesh_axes else 1
     rounds = 8 * key.dtype.itemsize // bits
     digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
@@ -132,7 +131,7 @@ def _index_reaching(weight, target, row: Row):
 
 
 def _position_reaching(weight, target):
-    """Returns the position, as `_index_reaching` by one cumulative sum, and the rest of the target there."""
+    """Like `_index_reaching`, by one cumulative sum. Also returns the rest of the target before that position."""
     n = weight.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
     there = jnp.where((jnp.cumsum(weight, -1, dtype=weight.dtype) >= target) & (weight > 0), position, n)

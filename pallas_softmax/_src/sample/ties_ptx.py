@@ -1,4 +1,7 @@
-"""Finds the position of the last kept entry, among entries with the same key: the filters know how many are kept."""
+"""Finds the last kept entry among the ties, the entries with the last kept key.
+
+The filters know this key, and how many ties each CTA has and keeps. The kept ties are the first ones of the row.
+"""
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
@@ -11,16 +14,19 @@ def cut(p: RowProgram, kept: Kept) -> tuple[Value, Value, Value]:
 
     Ties up to that position are kept: all of them in lower CTAs, none in higher ones.
     """
-    some = p.any(kept.equal_kept < kept.equal)
+    is_cut = p.any(kept.equal_kept < kept.equal)
     last = p.last_that(kept.equal_kept > 0)
-    position = p.var(p.select(some & (p.cta > last), -1, HIGHEST, "s32"))
-    with p.when(some & p.cta.equals(last)):
+    position = p.var(p.select(is_cut & (p.cta > last), -1, HIGHEST, "s32"))
+    with p.when(is_cut & p.cta.equals(last)):
         p.set(position, _position_of(p, kept.key, p.shuffle(kept.equal_kept, "idx", last)))
-    return last, position, some
+    return last, position, is_cut
 
 
 def _position_of(p: RowProgram, key: Value, number: Value) -> Value:
-    """Returns the position of an element with this key: 1 is the first of the CTA. One warp has it."""
+    """Returns the position of element `number`, from 1, of the CTA's elements with this key.
+
+    Each warp counts its elements with the key. Then the warp that has the element looks for it, load by load.
+    """
     equal = p.var(0, "u32")
     for words, _ in p.sweep():
         for x in p.floats(words):

@@ -1,4 +1,4 @@
-"""verify: a step of speculative decoding, composed of `sample` and of the cutoff of `filter_logits`.
+"""verify: a step of speculative decoding, built from `sample` and the cutoff of `filter_logits`.
 
 A small model drafts S tokens; the target computes its logits at the S positions and at the next one. p is the
 distribution that `sample` draws from, and q the one that a draft was drawn from:
@@ -8,13 +8,12 @@ distribution that `sample` draws from, and q the one that a draft was drawn from
     accepted?      yes    no     -                with the probability min(1, p / q) of the draft
     tokens          17     8    -1    -1          the 8 is drawn from max(p - q, 0) of position 1
 
-Drafts that were chosen have no q, and are accepted with probability p. That is the probability that a draw from p is
-the draft. A draw that is another token has the distribution of p without the draft. So there `verify` draws from p at
-every position, and takes the draws up to the first one that differs from its draft.
+Drafts without q were not drawn but chosen, for instance by n-grams. Such a draft is accepted with probability p, the
+probability that a draw from p equals the draft. A draw that differs has the distribution of p without the draft. So
+`verify` draws from p at every position, and takes the draws up to the first one that differs from its draft.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from pallas_softmax._src import arguments
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.sample import api
+from pallas_softmax._src.sample.noise import each_key
 from pallas_softmax._src.sample.rows import Cutoff, as_float
 from pallas_softmax._src.sample.xla import filtered
 
@@ -97,34 +97,34 @@ def verify(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     check_name("verify", implementation)
-    drafts, x, q = _shaped(draft_tokens, logits, draft_log_probs)
+    drafts, x, log_q = _checked(draft_tokens, logits, draft_log_probs)
     where = None if where is None else arguments.mask("verify", where, x.shape)
     batch, positions = x.shape[:-2], x.shape[-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
     draw = functools.partial(api.sample, where=where, implementation=implementation)
-    if q is None:
-        keys = _each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
+    if log_q is None:
+        keys = each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
         drawn = draw(keys, x, **given).indices
         accepted = _leading(drafts == drawn[..., :-1])
         return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
 
-    keys = _each_key(jax.random.split, key)
-    uniform = _each_key(
-        lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], q.dtype), keys[..., 0]
+    keys = each_key(jax.random.split, key)
+    uniform = each_key(
+        lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], log_q.dtype), keys[..., 0]
     )
     target = _Target.of(x, where, given, implementation)
-    log_p, log_q = target.log_prob(drafts), _pick(q, drafts)
-    accepted = _leading((log_q > -jnp.inf) & (jnp.log(uniform) + log_q < log_p))
+    draft_log_p, draft_log_q = target.log_prob(drafts), _pick(log_q, drafts)
+    accepted = _leading((draft_log_q > -jnp.inf) & (jnp.log(uniform) + draft_log_q < draft_log_p))
 
-    last = jnp.minimum(accepted, positions - 2)  # the drafts' position, if one was rejected
-    rejected = (accepted < positions - 1) & (_at(log_q, last) > -jnp.inf)
-    log_r = target.residual(accepted, _at(q, last), rejected)
+    last = jnp.minimum(accepted, positions - 2)  # the position of the rejected draft, if there is one
+    rejected = (accepted < positions - 1) & (_at(draft_log_q, last) > -jnp.inf)
+    log_r = target.residual(accepted, _at(log_q, last), rejected)
     new = api.sample(keys[..., 1], log_r, implementation=implementation).indices
-    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, and the draft was right.
-    right = (new < 0) & rejected & jnp.isfinite(_at(log_p, last))
-    return _verified(drafts, accepted, jnp.where(right, _at(drafts, last), new))
+    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
+    keep_draft = (new < 0) & rejected & jnp.isfinite(_at(draft_log_p, last))
+    return _verified(drafts, accepted, jnp.where(keep_draft, _at(drafts, last), new))
 
 
 class _Target(NamedTuple):
@@ -149,7 +149,7 @@ class _Target(NamedTuple):
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_probs(self, positions=None) -> jax.Array:
-        """Returns log p of the logits; `positions` are their places in the rows, if these are not whole rows."""
+        """Returns log p of the logits. `positions` are their places in the rows; None means whole rows."""
         log_p = filtered(self.logits, self.where, self.temperature, self.cut, positions=positions)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
         return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
@@ -171,8 +171,8 @@ class _Target(NamedTuple):
         return jnp.where(rejected[..., None], jnp.log(left), log_p)
 
 
-def _shaped(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the drafts (int32, -1 for one that is negative), the logits, and the log-probabilities of the drafts."""
+def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the drafts (int32, -1 for a negative one), the logits, and the log-probabilities log q."""
     x, _ = api.checked_rows("verify", logits, -1)
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
@@ -185,18 +185,18 @@ def _shaped(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array
     drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
-    q = arguments.array("verify", "draft_log_probs", draft_log_probs)
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"verify: draft_log_probs must be floating, got {q.dtype.name}")
-    if q.shape != (*shape, x.shape[-1]):
+    log_q = arguments.array("verify", "draft_log_probs", draft_log_probs)
+    if not jnp.issubdtype(log_q.dtype, jnp.floating):
+        raise TypeError(f"verify: draft_log_probs must be floating, got {log_q.dtype.name}")
+    if log_q.shape != (*shape, x.shape[-1]):
         raise ValueError(
-            f"verify: draft_log_probs must have the shape {(*shape, x.shape[-1])}, got {q.shape}"
+            f"verify: draft_log_probs must have the shape {(*shape, x.shape[-1])}, got {log_q.shape}"
         )
-    return drafts, x, q.astype(as_float(x).dtype)
+    return drafts, x, log_q.astype(as_float(x).dtype)
 
 
 def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
-    """Returns a parameter for each position, where there was one per row."""
+    """Returns a parameter as a scalar or with one number per position; None stays None."""
     if value is None or jnp.ndim(value) == 0:
         return value
     if jnp.ndim(value) not in (len(batch), len(batch) + 1):
@@ -207,7 +207,7 @@ def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
 
 
 def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verified:
-    """Returns the first tokens of each row, as many as were accepted, then the new one, then -1."""
+    """Returns the accepted tokens of each row, the first ones, then the new token, then -1."""
     tokens = jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, 1)])
     position = lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
@@ -215,7 +215,7 @@ def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verifie
 
 
 def _leading(accepted: jax.Array) -> jax.Array:
-    """Returns how many of the first ones are True in each row."""
+    """Returns the number of True elements before the first False one in each row."""
     return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), -1), -1, dtype=jnp.int32)
 
 
@@ -230,9 +230,8 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
     """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
     nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
-    if any(
-        jax.typeof(a).sharding.spec[-1:]
-    ):  # JAX gathers nothing along an axis that Explicit mesh axes divide
+    is_divided = any(jax.typeof(a).sharding.spec[-1:])  # by Explicit mesh axes
+    if is_divided:  # JAX cannot gather along such an axis
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
         return jnp.max(jnp.where(at_draft, a, nothing), -1)
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
@@ -242,8 +241,3 @@ def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
 
 def _is_token(drafts: jax.Array, a: jax.Array) -> jax.Array:
     return (drafts >= 0) & (drafts < a.shape[-1])
-
-
-def _each_key(function: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
-    """Returns function(key) of each key of an array."""
-    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, function)(key)

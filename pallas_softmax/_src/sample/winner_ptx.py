@@ -10,9 +10,12 @@ needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.
              elements can win, it takes all of them without a list
     again    if the winner is below the guess, it becomes the goal of another sweep
 
-If the filters have listed all that they keep, these lists take the place of the sweep. The winner does not depend on
-the guess, or on the order of the sums. Only a few words of noise in a row can reach the goal. They are
-recognized by u itself: noise is at most -log(1 - u). So only these take two logarithms and a division.
+If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
+the guess nor on the order of the sums.
+
+Even at a listed element, few words of noise reach the goal. Noise is at most -log(1 - u), a bound that needs no
+logarithm: see `Race._perturb`. Only if this bound reaches the goal does a thread compute the two logarithms and the
+division.
 """
 
 import dataclasses
@@ -32,14 +35,19 @@ _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _GUESS = 2.0
 _DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
 _SIGN = 0x80000000
-WORDS = "key0", "key1", "high", "low"  # operands: the key, and the words of the place of the first element
+WORDS = (
+    "key0",
+    "key1",
+    "high",
+    "low",
+)  # operands: the key, and the words of the place of the row's first element
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
     """The noise of a row: the element at position i of this CTA has place start + i * stride, modulo 2^64."""
 
-    schedule: list[tuple[Value, Value]]
+    schedule: list[tuple[Value, Value]]  # `noise_ptx.key_schedule`
     start: Value
     stride: int
 
@@ -50,19 +58,19 @@ class Noise:
 
     @staticmethod
     def of(p: RowProgram, stride: int) -> "Noise":
-        """Returns the noise of the words that were kept."""
+        """Returns the noise that `keep` has put into shared memory."""
         key0, key1, high, low = p.load_vector(p.word(p.plan.noise), "u32", 4)
-        # An origin may be negative: then the sum has 2^32 * stride too much.
+        # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(p.origin.bits("u32"), stride, p.join(low, high))
-        too_much = p.select(p.origin < 0, stride, 0, "u32")
-        return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), too_much), stride)
+        excess = p.select(p.origin < 0, stride, 0, "u32")
+        return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), excess), stride)
 
 
 class Race:
     """The race of a row, and its state in this thread: the goal of the warp, and the best sum of the thread."""
 
     def __init__(self, p: RowProgram, noise: Noise, kept: Kept, cut: Value):
-        """`cut` is the position of the last kept tie."""
+        """`cut` is the position of the last kept tie: ties have the key `kept.key`."""
         self.p, self.noise, self.kept, self.cut = p, noise, kept, cut
         self.temperature = p.max(p.temperature, TINY)
         self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
@@ -75,7 +83,7 @@ class Race:
         """Returns the index of the winner, and the number of its CTA."""
         p = self.p
         index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
-        slot = p.var(p.word(p.plan.best))
+        slot = p.var(p.word(p.plan.best))  # one of two
         with p.loop() as leave:
             self._sweep()
             of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
@@ -97,15 +105,16 @@ class Race:
     def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, unless it is below the goal."""
         p, kept = self.p, self.kept
-        upto = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
-        after = p.of_key(kept.key + 1)
+        least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
+        above_ties = p.of_key(kept.key + 1)
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
-        most, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
-        of_warp = p.load(p.word(p.plan.listed), "s32") - p.warp.bits("s32") * share
-        listed = p.var(p.select(kept.listed, p.min(p.max(of_warp, 0), share), 0))
+        batch, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
+        # The filters' list is cut into a share for each warp.
+        from_share_on = p.load(p.word(p.plan.listed), "s32") - p.warp.bits("s32") * share
+        listed = p.var(p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0))
         list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
-        low = p.var(p.max(self._least_that_reaches(), upto))
-        # Neighbours that need no list: their number, and the position of the first one.
+        low = p.var(p.max(self._least_that_reaches(), least_kept))
+        # Neighbours that all get noise, without a list: their number, and the position of the first one.
         self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")
         with p.loop() as leave:
             p.sync_warp()
@@ -113,12 +122,13 @@ class Race:
                 best = _of_order(p.load(self.goal_of_cta, "u32"))
                 with p.when(best > self.goal):
                     self._set_goal(best)
-                    p.set(low, p.max(self._least_that_reaches(), upto))
-                self._list(list_, listed, at, remaining, low, after)
+                    p.set(low, p.max(self._least_that_reaches(), least_kept))
+                self._list(list_, listed, at, remaining, low, above_ties)
             p.sync_warp()
             more = p.var(remaining > 0)
             with p.loop() as enough:
-                enough((self.dense <= 0) & (listed < p.select(more, most, 1, "s32")))
+                # A partial batch waits for more positions, until there are none.
+                enough((self.dense <= 0) & (listed < p.select(more, batch, 1, "s32")))
                 self._perturb(list_, listed, more)
             leave(~more)
 
@@ -131,21 +141,23 @@ class Race:
         return p.max(p.top + distance - slack, LEAST_FINITE)
 
     def _slack(self) -> Value:
+        """Returns what rounding errors near the goal are relative to."""
         return self.p.absolute(self.goal) + 32.0
 
     def _own_list(self) -> Value:
+        """Returns the address of the warp's own list."""
         return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
 
     def _list(
-        self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, after: Value
+        self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, above_ties: Value
     ) -> None:
-        """Lists the next elements of the warp from `low` up, and from `after` up in threads that are after the cut."""
+        """Lists the next elements of the warp from `low` up. Threads after the cut list from `above_ties` up."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        least = p.select(position > self.cut, p.max(low, after), low)
+        least = p.select(position > self.cut, p.max(low, above_ties), low)
         for i, words in enumerate(vectors):  # the last element has the lowest bit
             outside = p.var(0, "u32")
             for x in p.floats(words):
@@ -168,7 +180,7 @@ class Race:
         p.increase(remaining, -loads)
 
     def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
-        """Takes the last positions off the list, and adds noise to the elements there.
+        """Takes the last positions of the list, or of the `dense` neighbours, and adds noise to the elements there.
 
         `more` is a condition: whether further positions will be listed.
         """
@@ -188,7 +200,7 @@ class Race:
         places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
         ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.schedule, places)]
         p.set(listed, p.max(listed, 0))
-        # noise <= -log(1 - u), so a sum that reaches the goal has 1 - u <= exp(x / temperature - goal)
+        # noise <= -log(1 - u), so 1 - u <= exp(x / temperature - goal) if the sum reaches the goal
         two = p.var(2.0, "f32")
         most = [two - p.exp2(p.multiply_add(x, p.scale, self.minus_goal)) for x in elements]
         reach = [~(one < most) for one, most in zip(ones, most)]
@@ -219,7 +231,7 @@ class Race:
         self._set_goal(p.max(self.goal, best))
 
     def _set_goal(self, goal: Value) -> None:
-        """Sets the goal, and what x * scale must exceed, for sums that reach it, less a little for rounding."""
+        """Sets the goal, and `minus_goal`: -goal * log2(e), plus a margin for rounding."""
         p = self.p
         p.set(self.goal, goal)
         p.set(self.minus_goal, p.multiply_add(self._slack(), 2.0**-20, goal * -_LOG2_E))
@@ -231,5 +243,5 @@ def _order(x: Value) -> Value:
 
 
 def _of_order(number: Value) -> Value:
-    """Returns the float of an integer from `_order`; 0 gives a NaN, which no comparison takes."""
+    """Returns the float of an integer from `_order`. 0 gives a NaN, and every comparison with it is false."""
     return flip_negative((number ^ _SIGN).bits("s32")).bits("f32")

@@ -9,8 +9,8 @@
     min_p         in [0, 1], or None
     mesh_axes     the mesh axes that each row is spread over, if any
 
-The numbers of a row have the rank of the logits. Their size is 1 in the last dimension, and 1 or the size of the logits
-in the others.
+The temperature and the filters have the rank of the logits. Their size is 1 in the last dimension, and 1 or the size of
+the logits in the others.
 """
 
 import jax.numpy as jnp
@@ -47,15 +47,16 @@ def cutoff(logits, where, temperature, top_k, top_p, min_p, *, mesh_axes=()):
 
 
 def draw(logits, where, noise, temperature, key, index, *, mesh_axes=()):
-    """Returns the index of the largest sum of a kept entry and its noise, and log softmax(logits / temperature) there.
+    """Draws once from each row: returns the kept entry with the largest sum of logits / temperature and noise.
 
     Args:
-      logits, where, temperature, mesh_axes: as for the file.
+      logits, where, temperature, mesh_axes: see the top of this file.
       noise: floating, in the shape of the logits.
       key, index: the fields of a `Cutoff`.
 
     Returns:
-      Each (..., 1): the index in the whole row (int32) and the log-probability; -1 and NaN in a row without a draw.
+      Each (..., 1): the index in the whole row (int32), and log softmax(logits / temperature) there, over all entries.
+      They are -1 and NaN in a row without a draw.
     """
     row = Row.of(logits, mesh_axes)
     totals = totals_of_rows(logits, where, temperature, row)
@@ -69,7 +70,7 @@ def sample(logits, where, noise, temperature, top_k, top_p, min_p, *, stride, me
     """Draws once from each row of softmax(logits / temperature), restricted by the filters.
 
     Args:
-      logits, where, temperature, top_k, top_p, min_p, mesh_axes: as for the file.
+      logits, where, temperature, top_k, top_p, min_p, mesh_axes: see the top of this file.
       noise, stride: the words of each row's noise, and their stride, as in `noise.py`.
 
     Returns:
@@ -92,7 +93,7 @@ def sample(logits, where, noise, temperature, top_k, top_p, min_p, *, stride, me
 def filtered(logits, where, temperature, cut: Cutoff, *, positions=None, mesh_axes=()):
     """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution.
 
-    The logits are those of whole rows, or only those at the given positions.
+    The logits are whole rows, or, with `positions`, the elements at these indices of the rows.
     """
     x = as_float(logits)
     positions = Row.of(logits, mesh_axes).indices(logits.ndim) if positions is None else positions

@@ -2,9 +2,11 @@
 
 The bits of float32 numbers, as signed integers, have this order if they are not negative. If the label is negative, all
 bits but the sign are flipped: then negative numbers are in order, and the others are above them in any case. So an
-element takes three instructions: it is flipped, compared and counted. Equal bits come before the label if their column
-is lower. All elements of a vector are compared with one bound, such that equal bits count if the vector starts before
-the label. So the vector that holds the label counts too many; the caller subtracts these.
+element takes three instructions: it is flipped, compared and counted.
+
+An element that equals the label comes before it if its column is lower. All elements of a vector are compared with one
+bound: in vectors that start before the label, it lets equal elements count. So the vector that holds the label may also
+count equal elements after the label; the caller subtracts these.
 """
 
 import jax
@@ -13,18 +15,18 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 
-_SUMS = 4  # an addition need not wait for the one before
+_SUMS = 4  # independent sums, so that no addition waits for the one before
 
 
 def count_before(count: jax.Array, xs: list[jax.Array], vec: int, column, key) -> jax.Array:
-    """Returns the count of each thread, with the elements `xs` of a step added that come before the label.
+    """Returns each thread's `count` plus the number of its elements `xs` of a step that come before the label.
 
-    In the vector that holds the label, all equal elements count, unless the label is its first.
+    In the vector that holds the label, all equal elements count, unless the label is its first element.
 
     Args:
       count: float32 (128,).
-      xs: float32 (128,) each: the `vec` neighbours of each block. Fillings are -inf, so they count if the label is -inf
-        or -NaN. A NaN must have the bits that it has in the row.
+      xs: float32 (128,) each: `vec` neighbours of each thread, block by block. Fillings are
+        -inf, so they count if the label is -inf or -NaN. A NaN must have the bits that it has in the row.
       vec: a power of two.
       column: the label's column, counted from the start of the step; any int32.
       key: the sort key of the label's logit in float32, more than the least int32.
@@ -47,7 +49,7 @@ def count_program(elements: int, vec: int) -> Program:
     distance = p.operand("column", "s32") - p.operand("thread", "u32").bits("s32") * vec
     flip = p.select(key < 0, 0x7FFFFFFF, 0, "s32")
     for first in range(0, elements, vec):
-        starts_before = distance > first // vec * stride
+        starts_before = distance > first // vec * stride  # the vector, before the label
         bound = p.select(starts_before, key - 1, key)
         for i in range(first, first + vec):
             p.increase(sums[i % _SUMS], 1.0, when=(xs[i] ^ flip) > bound)

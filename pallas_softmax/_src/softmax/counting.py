@@ -1,9 +1,12 @@
 """Counts the elements of a part that come before the row's label in the order of top-k, as part of its reduction.
 
-While the part arrives, each thread adds the elements of a step (`before_ptx`). It compares all elements of a vector
-with one bound, so the vector that holds the label may count elements after it: `overcount`. Masked elements and other
-fillings are -inf then, and 16-bit elements have become float32. In the rare rows where that matters, the part is
-counted again from shared memory, element by element: `recounted`.
+The functions are the stages, in order:
+
+    add_step     counts the elements of a step while the part arrives (`before_ptx`)
+    overcount    corrects the vector that holds the label, where elements after the label may have been counted
+    recounted    counts the part again from shared memory, element by element, in the rare rows where `add_step` may be
+                 wrong: if the label is -inf or -NaN, as masked elements and fillings were -inf; or if a 16-bit row
+                 has a NaN, which may have lost its sign when it became float32
 """
 
 from typing import Any
@@ -28,7 +31,7 @@ def _add_step_in_jax(part: Any, before, terms: list, i, size: int):
 
 @twin(_add_step_in_jax)
 def add_step(part: Any, before, terms: list, i, size: int):
-    """Returns the counts of all threads, with step i of the part's body added. `terms` are its terms."""
+    """Returns the counts `before` of all threads, with step i of the part's body added. `terms` are its elements."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
     return before_ptx.count_before(before, terms, walk.vec, label.column, label.wide_key)
@@ -36,22 +39,21 @@ def add_step(part: Any, before, terms: list, i, size: int):
 
 @twin(lambda part: blocks.filled(0.0))
 def overcount(part: Any):
-    """Returns how many elements each thread has that follow the label in its vector, equal it, and were counted."""
+    """Returns how many of each thread's elements were counted wrongly: they follow the label, equal, in its vector."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start)
     block = jnp.clip(label.column // walk.block_size, 0, walk.padded_length // walk.block_size - 1)
     start = block * walk.block_size
     position, column = blocks.positions(walk.vec), label.column - start
-    first = column - (
-        column & walk.vec - 1
-    )  # of the label's vector, which counts equal elements unless it is first
+    first = column - (column & walk.vec - 1)  # the first element of the label's vector
     same = _keys(part, start) == label.key
+    # If the label is the first element, its vector does not start before it, and counts no equal elements.
     follows = (position >= column) & (position < first + walk.vec) & (first < column)
     return _sum_of_counted(part, start, jnp.where(same & follows, 1.0, 0.0))
 
 
 def recounted(part: Any, total: Located):
-    """Returns the count of the part, counted again if -inf may count, or if a 16-bit NaN may have lost its sign."""
+    """Returns the count of the part; counted again if the sum of the steps is not exact."""
     inexact = _label_from(part, 0).key <= sort_keys.key_of_number(-np.inf, part.job.dtype)
     if part.job.dtype.itemsize == 2:
         inexact |= total.moments.m != total.moments.m
@@ -68,7 +70,7 @@ def recounted(part: Any, total: Located):
 
 
 def in_edges(part: Any):
-    """Returns how many elements of the edges each thread has that come before the label."""
+    """Returns how many of each thread's elements in the edges come before the label."""
     label, counts = _label_from(part, 0), []
     for edge in part.edges:
         keys = sort_keys.key32(edge.arrays[0])
@@ -79,7 +81,7 @@ def in_edges(part: Any):
 
 
 def _count_in_block(part: Any, start):
-    """Returns how many elements each thread has, of the block at element `start` of the body, that come before."""
+    """Returns how many of each thread's elements come before the label, in the block at element `start` of the body."""
     label = _label_from(part, part.body_start + start)
     before = comes_before(_keys(part, start), blocks.positions(part.job.parts.vec), label)
     return _sum_of_counted(part, start, before)
@@ -92,7 +94,7 @@ def _keys(part: Any, start):
 
 
 def _sum_of_counted(part: Any, start, numbers):
-    """Returns the sum over each thread's elements of a block, without those masked, or after the end of the body."""
+    """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
     walk = part.job.parts.walk
     left = walk.length - start
     if walk.length % walk.block_size:

@@ -11,12 +11,12 @@ from pallas_softmax._src.topk.xla import TopK, best_order, within
 
 
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
-    """Merges each device's winners over one mesh axis after the other, the last first: a tree.
+    """Merges each device's winners over one mesh axis after the other, from the last axis to the first.
 
-    The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
-    winners, which lie in the order of the devices, can be merged by position. `xla.topk` documents most arguments, here
-    for this device's shard. `merge` is the operation that merges lists of winners. run_shard(operation, arrays, static)
-    returns the operation's results on this device's shard; None stands for top-k itself.
+    Shards are in the order of their devices, so the first of gathered winners that tie is the best. `xla.topk`
+    documents most arguments, here for this device's shard. `merge` is the operation that merges lists of winners.
+    run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
+    itself.
     """
     vocab = logits.shape[-1]
     keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}

@@ -1,4 +1,4 @@
-"""Top-k of a softmax, its gradient and its merge as Mosaic GPU kernels, on arrays of any rank."""
+"""`fused_topk` with its gradient, `top_k`, and the merge of winners as Mosaic GPU kernels, on arrays of any rank."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ from pallas_softmax._src.topk.xla import within
 LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
 
-MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row; a selection serves the lengths of longer rows
+MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row; with fewer, a mask is faster than a selection by lengths
 MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
@@ -62,14 +62,17 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns.
 
-    A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows.
-    They are faster for short rows: with even lengths and k = 8, 29 and 47 microseconds for 4096 x 2,048 float32, but 91
-    and 44 for 4096 x 8,192 bfloat16.
+    A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows,
+    which is faster for short rows. With k = 8 and lengths from 0 to V, in microseconds:
+
+                                  mask    selection
+        4096 x 2,048, float32       29           47
+        4096 x 8,192, bfloat16      91           44
     """
     ordering, k = plan(call, capability), call.k or 0
     many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
-    of_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
-    is_better = of_lengths or (many and (not call.sorted or _sorts_selected(call, k)))
+    has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
+    is_better = has_lengths or (many and (not call.sorted or _sorts_selected(call, k)))
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason or not (is_better or isinstance(ordering, Refusal)):
         return ordering
@@ -79,14 +82,17 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
 def _sorts_selected(call: Call, k: int) -> bool:
     """Returns whether a selection, sorted by XLA, is faster than a kernel that puts the winners in order.
 
-    With 131,072 float32 and k = 2,048, in microseconds: 37.5 and 33.5 for 1 row, 47 and 59 for 64, 836 and 1,190 for
-    2,048 rows. The sort is not worth it for shorter rows.
+    The sort is not worth it for shorter rows. With V = 131,072, k = 2,048 and float32, in microseconds:
+
+        rows                      1     64    2,048
+        selection and sort     37.5     47      836
+        ordering kernel        33.5     59    1,190
     """
     return call.dtype == "float32" and k > LONE_ROW_WINNERS and call.vocab > LONE_ROW and call.rows > 1
 
 
 def slower_select(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not. It is not where winners need no order, or rows have lengths."""
+    """Returns why XLA is faster; None if it is not. It is not if winners need no order, or if rows have lengths."""
     return slower(call) if call.sorted and not call.lengths else None
 
 

@@ -1,4 +1,4 @@
-"""Integer operands of `top_k`, for kernels of floats: as floats in the same order."""
+"""Integer operands of `top_k`. The kernels take floats, so integers become floats in the same order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 def plan_by(plan: Callable, call: Call, capability: tuple[int, int]) -> Any:
-    """Returns the result of `plan`, the planner of a kernel of floats."""
+    """Returns what `plan`, which knows floats only, returns for the call with its operand as floats."""
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)
     if call.masked or call.lengths:  # the least integer would count as masked

@@ -1,4 +1,4 @@
-"""Top-k, of a softmax and without one, their derivatives, and the merge of several devices' winners, as objects."""
+"""The operations of `fused_topk` (TOPK) and `top_k` (SELECT), their derivatives, and the merge of lists of winners."""
 
 import functools
 from collections.abc import Callable

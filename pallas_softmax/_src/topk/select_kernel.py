@@ -24,26 +24,26 @@ from pallas_softmax._src.topk.xla import TopK
 def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool) -> TopK:
     """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
 
-    Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k do, the
-    others come last, as -inf, in the order of their indices. `lengths` is (rows,) or (1,) int32, or None. Without
-    `sorted`, the same winners come in the same order in each run.
+    Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
+    part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
+    int32, or None. Without `sorted`, the winners are in no promised order, but in the same order in each run.
     """
-    if mask is not None and mask.array.shape[1] == 1:  # a row counts as a whole or not at all
+    if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
     fill = np.array(-np.inf, x.dtype)
-    keeps_all = lowest_last = mask is None and lengths is None
-    if sorted:
-        lowest_last = True  # so that the order puts the others last
-    values, indices = _launch(x, mask, lengths, k, plan, None if lowest_last else fill)
+    keeps_all = mask is None and lengths is None
+    # For the sort, the kernel marks fillings with the lowest key, so that they come after winners of -inf.
+    values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
     if not sorted:
         return TopK(values, indices)
     order, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
-    is_other = ~order == sort_keys.lowest_key(x.dtype)
-    return TopK(values if keeps_all else jnp.where(is_other, fill, values), indices)
+    is_filling = ~order == sort_keys.lowest_key(x.dtype)
+    return TopK(values if keeps_all else jnp.where(is_filling, fill, values), indices)
 
 
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
+    """Runs the kernel. `fill` is the value of fillings; None is the value with the lowest key."""
     rows, vocab = x.shape
     ctas = 1 if interpret() else plan.ctas
 
@@ -87,7 +87,7 @@ def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) 
 
 @twin(_select_in_jax)
 def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Runs the program in this CTA. `memory` refers to x, the mask or None, the results, the list and the scratch."""
+    """Runs the program in this CTA. `memory` has references: x, the mask or None, two results, list and scratch."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
     refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
     refs |= {"list": list_smem, "scratch": scratch_smem}

@@ -1,8 +1,8 @@
 """The lists of a selection: each CTA of a cluster has one, in shared memory. CTA 0 gathers them.
 
 An entry is a word with the bits of an element, in its upper half if it has 16 bits, and the element's index in the row.
-Entries are in the order of the row. So among entries that tie at the last key, the first ones win, and an element after
-a compacted list must exceed its last key.
+Entries are in the order of the row. So if entries tie at the last key that wins, the first of them win. An element that
+comes after a compacted list wins only if its key is greater than the least key of the list.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pallas_softmax._src.topk.select_plan import BUCKETS, SelectPlan
 
 ENTRY_BYTES = 8
 _ENTRIES = 2  # that a thread handles at once
-_TOGGLE = 64  # bytes between the two sets of sums of warps
+_TOGGLE = 64  # bytes between the two sets of `sums`
 _SYNC = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"  # also shows writes to other CTAs
 
 
@@ -25,7 +25,7 @@ class ListProgram(CtaProgram):
     """A program of a CTA with a list. `SelectPlan` has the layout of the scratch.
 
     Variables: `n` is the number of entries, at most `plan.capacity`. All entries have keys of at least `floor`. Few
-    elements have keys above `greatest`.
+    elements have keys above `greatest`, the greatest key of the sample.
     """
 
     def __init__(self, plan: SelectPlan, dtype):
@@ -46,7 +46,10 @@ class ListProgram(CtaProgram):
         return key >> 16 if self.element.halves else key
 
     def missing(self, number: Value) -> Value:
-        """Returns index `number` of those that the list lacks. Before entry i, it lacks index - i numbers."""
+        """Returns index `number`, from 0, of the ascending indices that the list lacks.
+
+        Before entry i, which has some index, the list lacks index - i of them.
+        """
         low, high = self.var(0, "u32"), self.var(self.n)
         with self.loop() as leave:
             leave(low.equals(high))
@@ -60,7 +63,7 @@ class ListProgram(CtaProgram):
     # --- Sums
 
     def over_cta(self, upto: Value) -> tuple[Value, Value]:
-        """Returns the sum over the lower warps, and over all. The last lane of each warp has the warp's number."""
+        """Returns the sum of `upto` over the lower warps, and over all warps. Only last lanes count."""
         self.store(self.at(self.sums, self.warp, 4), upto, when=self.lane.equals(LANES - 1))
         self.barrier()
         own = self.load(self.at(self.sums, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
@@ -78,10 +81,10 @@ class ListProgram(CtaProgram):
         rank: Value,
         enough: Value,
     ) -> tuple[KeyRange, Value, Value]:
-        """Returns a range that has key number `rank` of some keys from low to high, and two numbers: of keys above the
-        range, and of keys that reach it.
+        """Returns a range that contains the key of a rank (1 is the greatest) among keys from `low` to `high`.
 
-        At most `enough` keys reach the range, unless it is a single key. visit(see) calls see(key, when) for each key.
+        Also returns how many keys are above the range, and how many are above it or in it. The second number is at most
+        `enough`, unless the range is a single key. visit(see) calls see(key, when) for each key.
         """
         keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
         histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
@@ -120,9 +123,9 @@ class ListProgram(CtaProgram):
     # --- The k best
 
     def last_key(self) -> tuple[KeyRange, Value]:
-        """Returns a range of keys that has the k-th greatest key, and the number of entries above the range.
+        """Returns a range of keys that contains the k-th greatest key, and the number of entries above the range.
 
-        The range has one key, or exactly k entries reach it.
+        The range is a single key, or exactly k entries are above it or in it.
         """
         rank, high = self.var(self.plan.k, "u32"), self.var(self.greatest)
 
@@ -138,7 +141,7 @@ class ListProgram(CtaProgram):
 
         with self.loop() as leave:
             found, above, _ = self.find(visit, self.floor, high, rank, rank)
-            # Greater keys than `high` counted as `high`.
+            # Keys above `high` counted as `high`. So if the range contains `high`, it may be wrong.
             leave((found.high < high) | high.equals(self.highest))
             self.set(high, self.highest)
         return found, above
@@ -146,7 +149,7 @@ class ListProgram(CtaProgram):
     def compact(self, put: Callable[..., None]) -> None:
         """Passes the k best of more than k entries to put(number, bits, index, when), in the same order.
 
-        An entry's new number is not greater than its old one, and is passed when the old entry has been read.
+        `number` is the entry's new place, not after its old one. All threads have read the entries up to there.
         """
         found, above = self.last_key()
         room = self.plan.k - above  # for entries in the range that was found

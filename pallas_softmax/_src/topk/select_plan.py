@@ -32,23 +32,25 @@ MIN_VOCAB = 2_048  # elements of a row
 #     the same, bfloat16                                                         53.5   43.9
 #
 # The columns 8, 2 and 4, 2 and 2, 2 are from earlier runs of a slightly slower program, except for 64 x 32,768.
-# So a CTA with many warps has a multiprocessor to itself if there are enough. With more rows, each is one CTA's, and
+# So with few rows, each CTA has four warpgroups and a multiprocessor to itself. With more rows, a row has one CTA, and
 # four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
 # search, so more and smaller CTAs pay off.
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: one block
 
-# With more elements, a thread would have more than 64 registers, and fewer than four CTAs would run at once.
-THREAD_ELEMENTS = 16  # of a block
+# A CTA reads its part block by block. With more elements of a block, a thread would have more than 64 registers, and
+# fewer than four CTAs would run at once.
+THREAD_ELEMENTS = 16  # elements of a thread in a block
 CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
-LEAST_CAPACITY = 2_048
+LEAST_CAPACITY = 2_048  # entries of a list, at least
 BUCKETS = 256  # of a round of `narrow`
 PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
-# The sample should have this many of the k best, so that it bounds them well. The margin is in standard deviations.
-SAMPLED_WINNERS, MARGIN = 64, 4.5
+# The sample should have this many of the k best, so that it bounds them well.
+SAMPLED_WINNERS = 64
+MARGIN = 4.5  # standard deviations between the expected number of sampled winners and the rank of the bound
 MAX_SAMPLE_VECTORS = 4  # of a thread
 
 
@@ -57,10 +59,15 @@ class SelectPlan:
     """How many CTAs and threads select the winners of a row, and the room of their lists.
 
     The CTAs of a row are a cluster. Each has a part of the row, and a list of entries of 8 bytes in shared memory. The
-    scratch starts with two sets of one word for each warp; then there are more words, and the histogram:
+    scratch starts at these bytes:
 
-        byte     0       64      128     192        256        320      384       512
-                 sums    sums    turns   counts     gathered   picked   extremes  histogram
+        0      sums        a count of each warp; two sets, used in turn
+        128    turns       how many entries each warp appended when the warps took turns
+        192    counts      the number of entries of this CTA's list
+        256    gathered    the numbers of entries of all CTAs' lists
+        320    picked      what one warp found in the histogram, for all warps to read
+        384    extremes    two keys of each warp's part of the sample
+        512    histogram
     """
 
     vocab: int
@@ -80,7 +87,7 @@ class SelectPlan:
 
     @property
     def room(self) -> int:
-        """Number of entries that a CTA lists by itself. The list of a cluster has room for k more."""
+        """Number of entries that a CTA lists of its part. CTA 0 of a cluster then has room for k more."""
         return self.capacity - (self.k if self.ctas > 1 else 0)
 
     @property
@@ -93,10 +100,11 @@ class SelectPlan:
         return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
 
     def rank(self, itemsize: int) -> tuple[float, float]:
-        """Returns (a, b): in a row of n elements, the bound is number a / n + b of the sample.
+        """Returns (a, b): the bound of a row of n elements has the rank a / n + b in the sample.
 
-        A sample of m elements has about q = k m / n of the winners, give or take sqrt(q). The margin is the tangent of
-        MARGIN sqrt(q) where n is `vocab`; it is larger than that elsewhere.
+        A sample of m elements has about q = k m / n of the winners, with a standard deviation of sqrt(q). So the rank
+        should be at least q + MARGIN sqrt(q) + 1. This uses the tangent of sqrt(q) at n = `vocab`, which is linear in
+        1 / n and nowhere below sqrt(q).
         """
         product = self.k * self.sampled(itemsize)
         root = math.sqrt(product / self.vocab)

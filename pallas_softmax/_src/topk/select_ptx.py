@@ -1,8 +1,9 @@
 """Inline PTX that selects the k best elements of a row, without putting them in order, in one read of the row.
 
-    sample     about k * m / n of m sampled elements are winners, so a sampled element of a somewhat higher rank is a
-               bound for the k best of all n elements: few more than k reach it
-    stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`
+    sample     of m sampled elements, about k * m / n are winners. So a sampled element of a somewhat greater rank
+               (1 is the largest) bounds the winners from below, and few more than k of all n elements reach it
+    stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`, a key that
+               is at first just below the bound
     compact    if the list is full: keep its k best, and raise the floor to the least of them
     gather     CTA 0 appends the lists of the other CTAs of the cluster, and compacts again
     write      the list is in the order of the indices
@@ -16,9 +17,9 @@ If many sampled elements equal the bound, the floor is the bound itself. Then a 
 list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample
 misled, and everything starts again with the lowest floor.
 
-Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and those outside of the row,
-get this key. If the list ends with fewer than k entries, the lowest indices that it lacks come last. The result is
-exact for every row; rows in unusual orders take more time.
+Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and elements outside of the
+row, get this key. If the final list has fewer than k entries, the lowest indices that it lacks fill the results. The
+result is exact for every row; rows in unusual orders take more time.
 """
 
 import functools
@@ -49,15 +50,15 @@ class SelectProgram(ListProgram):
         self.block_vectors = plan.threads * self.loads
         length = self.max(self.operand("length", "s32"), 0)
         self.length = self.min(length, plan.vocab).bits("u32")
-        # A vector is 16 bytes; vector 0 has the start of the row, after `before` other elements.
+        # A vector is 16 bytes. Vector 0 has the start of the row, after `lead` elements of the row before.
         start = self.operand("x", "u64") + self.multiply_wide(self.row, plan.vocab * itemsize)
         self.base = start & -ACCESS_BYTES
         self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
         vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
-        self.vectors = vectors
+        self.vectors = vectors  # of the row; this CTA has those from `first` to `end`
         self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
         self.end = self.var(end)
-        # Blocks between these vectors have elements of the row only.
+        # The vectors from `whole_from` to `whole_to` have elements of the row only.
         self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
         self.own = self.warp * (LANES * self.loads) + self.lane  # the thread's first vector in a block
@@ -123,12 +124,12 @@ class SelectProgram(ListProgram):
         If many sampled elements equal that one, the floor is the element itself.
         """
         plan, words = self.plan, []
-        runs = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
-        together = self.vectors >> _log2(_SECTOR_VECTORS)
+        sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
+        sectors = self.vectors >> _log2(_SECTOR_VECTORS)
         end, self.end = self.end, self.vectors  # the sample is of the whole row
-        for i in range(plan.sample_vectors):
-            run = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
-            first = (run * together >> _log2(runs)) << _log2(_SECTOR_VECTORS)
+        for i in range(plan.sample_vectors):  # sampled sectors have equal distances
+            number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
+            first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
             vector = [self.fresh("s32") for _ in range(4)]
             self.read_checked(vector, first | self.thread & (_SECTOR_VECTORS - 1))
             words += vector
@@ -138,8 +139,9 @@ class SelectProgram(ListProgram):
         rank = self.convert(rank, "u32")
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
-        # Each thread, or each group of lanes, has an element that reaches the least of their largest elements. There
-        # must be `rank` groups; larger groups leave fewer elements to search.
+        # Sets `low` to a high key that at least `rank` sampled elements reach. Each group of threads has an element
+        # that reaches the least of the groups' largest elements. So `rank` groups are enough, and larger groups give
+        # a higher key.
         low = self.var(self.select(rank <= plan.threads, largest, least))
         for bit in range(_log2(LANES)):
             larger = self.shuffle(low, "bfly", 1 << bit)
@@ -192,7 +194,7 @@ class SelectProgram(ListProgram):
         return tests
 
     def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
-        """Returns how many elements are above the floor in the lower lanes, and up to this lane.
+        """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
 
         The numbers have a field for each vector of a thread: 4 fields with 8 bits, or 2 fields with 16 bits.
         """
@@ -214,7 +216,10 @@ class SelectProgram(ListProgram):
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
     def append(self, words, at: Value, n: Value, before: Value, upto: Value, ties: bool = False) -> None:
-        """Writes the warp's elements that count to entries n, n + 1, ... Ties end at entry k."""
+        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k.
+
+        `before` and `upto` are the results of `count`.
+        """
         of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
         first, end = (at + self.own) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
         for j in range(self.loads):
@@ -246,7 +251,7 @@ class SelectProgram(ListProgram):
     # --- The results
 
     def write_results(self) -> None:
-        """Writes the values and indices of the k best of the list, and fills the rest."""
+        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
         k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
@@ -269,7 +274,7 @@ class SelectProgram(ListProgram):
 
 @functools.lru_cache(maxsize=16)
 def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program. `fill` has the bits of masked winners, in the upper half for 16 bits; None: all ones."""
+    """Returns the program. `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones."""
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
         p.prefetch(p.first, PREFETCHED)
@@ -290,7 +295,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
         leave((p.n >= plan.k) | p.floor.equals(p.lowest))
         p.stream(ties=True)
         leave(p.n >= plan.k)
-        p.set(p.floor, p.lowest)  # the sample misled
+        p.set(p.floor, p.lowest)  # the bound was too high
         p.set(p.n, 0)
     with p.when(p.part.equals(0)):
         p.write_results()
