@@ -295,7 +295,7 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=3)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=2)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW, fast=2)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], fast=0)
@@ -488,7 +488,7 @@ FILTERS = {
 }
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=5)
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=2)
 def tokens(filters, how, impl):
     """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
@@ -916,7 +916,7 @@ def assert_all_close(got, want):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
-@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=3)
+@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=2)
 @each(op=("sample",), shape=MESHES, heads=HEADS, fast=1)
 @each(op=LINEAR, shape=MESHES, heads=HEADS, fast=1)
 def reshaped(op, shape, heads):
@@ -1023,7 +1023,7 @@ def explained(op, how):
         assert (choices[0].call.rows, choices[0].call.vocab) == local
 
 
-@each(op=[*TOPK, "token_stats"], dtype=(F32, BF16), fast=3)
+@each(op=[*TOPK, "token_stats"], dtype=(F32, BF16), fast=2)
 def many_devices(op, dtype):
     """With more devices than one all-gather is for, each merges its share of the rows; the results are the same."""
     at, x = split("line", "shard_map"), logits(dtype)
@@ -1070,7 +1070,7 @@ AROUND = {
 }
 
 
-@each(name=SHARDS, around=AROUND, fast=5)
+@each(name=SHARDS, around=AROUND, fast=3)
 def shard_map_without_jit(name, around):
     """Values and gradients equal the results of the jitted `jax.shard_map`."""
     at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
