@@ -378,8 +378,8 @@ def probs_of(labels, vocab):
     rng = np.random.default_rng(7)
     n, k = labels.shape
     labels, q = np.array(labels), rng.normal(0.3, 0.5, (n, k)).astype("float32")
-    q[1::9, 1] = 0
-    labels[1::9, 1] = rng.choice([-100, vocab, 2**31 - 1], len(labels[1::9]))
+    q[1::9, 1:2] = 0  # a slice, since K may be 1
+    labels[1::9, 1:2] = rng.choice([-100, vocab, 2**31 - 1], (len(labels[1::9]), 1))
     q[2::9] = 0
     q[3::9] = np.resize([1, -1], k)
     q[3::9, -1] -= q[3::9].sum(1)

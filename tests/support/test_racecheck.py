@@ -17,9 +17,10 @@ def test_hazards_are_found_in_a_report():
     ranks = " (block rank 0)", " (block rank 1)"
     peers = hazard("RAW", ("Write", 3, ranks[0], 1), ("Read", 4, ranks[1], 2))
     warpgroups = ("Write", 3, "", 1), ("Read", 160, "", 2)
-    met = peers + hazard("RAW", *warpgroups, kernel="sample_kernel")
+    of_sample = [f"{name}_mosaic_gpu" for name in ("sample", "filter_cutoff")]
+    met = peers + "".join(hazard("RAW", *warpgroups, kernel=name) for name in of_sample)
     assert not hazards(one_slot + one_value, "triton") and not hazards(met, "mosaic_gpu")
-    assert len(hazards(one_slot + one_value, "mosaic_gpu")) == 2 and len(hazards(met, "triton")) == 2
+    assert len(hazards(one_slot + one_value, "mosaic_gpu")) == 2 and len(hazards(met, "triton")) == 3
     warps = hazard("WAW", ("Write", 31, "", 1), ("Write", 32, "", 1))
     digits = hazard("WAW", ("Write", 31, "", 1), ("Write", 32, "", 1), (1, 12))
     read = hazard("RAW", ("Write", 3, "", 1), ("Read", 4, "", 2), (7, 7))
