@@ -150,7 +150,7 @@ def _losses(contender: str, loss: Loss) -> Callable:
             return functools.partial(pallas_softmax.linear_log_probs, **options)
     options["implementation"] = named(contender)
     if loss.stats:
-        return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options))
+        return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options)[:4])
     reduction = "mean" if loss.reduction == "mean" else None
     return functools.partial(pallas_softmax.linear_cross_entropy, reduction=reduction, **options)
 
@@ -434,7 +434,8 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
         x = jax.nn.gelu(x @ weights["input"].astype(dtype)) @ weights["hidden"].astype(dtype)
         if contender == "jax":
             return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32))
-        return pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
+        ours: Any = pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
+        return ours
 
     state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)))
     step = (

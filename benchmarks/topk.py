@@ -145,6 +145,7 @@ def contenders(
 def _of_top_k(
     case: Case, implementations: tuple[str, ...], peers: tuple[str, ...], ordered: bool
 ) -> list[Contender]:
+    assert case.k is not None
     in_any_order = {"k": case.k, "ordered": ordered}
     functions: dict[str, Any] = {
         "lax_stable": (functools.partial(_lax_stable, k=case.k), prepare_jax),

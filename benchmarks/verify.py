@@ -105,7 +105,7 @@ def ours(name: str, key: jax.Array, given: dict[str, jax.Array], filters: dict[s
     return pallas_softmax.verify(key, **given, **filters, **options).tokens
 
 
-def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, float]) -> Any:
+def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, Any]) -> Any:
     return pallas_softmax.sample(key, given["logits"], temperature=TEMPERATURE, **filters)
 
 

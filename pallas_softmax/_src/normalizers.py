@@ -236,7 +236,7 @@ def combine_lanes(
     lane: Sums,
     axis: int | None = None,
     broadcast: Callable | None = None,
-    scale: ArrayLike | None = None,
+    scale: Any = None,
     m: jax.Array | None = None,
 ) -> Sums:
     """Merges the normalizers of all lanes, or of the lanes along an axis.

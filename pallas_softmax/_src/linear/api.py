@@ -308,7 +308,8 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
     if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
         # kernels sort several labels
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
-    losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+    results: Any = derivatives.per_token(static, x, w, bias, tokens)
+    losses, logsumexp = results
     losses = _of_kept(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
     return losses, _of_kept(tokens, jax.lax.stop_gradient(logsumexp))
@@ -353,9 +354,11 @@ def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, r
     if reduction == "mean":
         weights = formulas.shares(weights)
     if x.dtype == jnp.float16:
-        losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+        results: Any = derivatives.per_token(static, x, w, bias, tokens)
+        losses, logsumexp = results
         losses = derivatives.weighted_sum(differentiable_if_finite(losses), weights)
         total = differentiable_if_finite(losses)
     else:
-        total, logsumexp = derivatives.total(static, x, w, bias, tokens, weights)
+        results: Any = derivatives.total(static, x, w, bias, tokens, weights)
+        total, logsumexp = results
     return total, jnp.where(weights == 0, 0, jax.lax.stop_gradient(logsumexp))

@@ -49,12 +49,14 @@ _RANGES: dict[str, tuple[float, Callable, str]] = {
 # ---- Before `at_once`: checks of numbers that are known
 
 
-def known_options(function: str, softcap, transpose_w, workspace_bytes, axis_name, implementation) -> Options:
+def known_options(
+    function: str, softcap, transpose_w, workspace_bytes: Any, axis_name, implementation
+) -> Options:
     """Returns the options. Equal numbers of any type become one: programs are compiled for their values."""
     softcap = _known_softcap(function, softcap)
-    if isinstance(workspace_bytes, float | np.floating) and workspace_bytes == workspace_bytes // 1:
-        workspace_bytes = int(workspace_bytes)  # 1e9 is an integer too
-    return Options(function, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    is_whole = isinstance(workspace_bytes, float | np.floating) and workspace_bytes == workspace_bytes // 1
+    memory: Any = int(workspace_bytes) if is_whole else workspace_bytes  # 1e9 is an integer too
+    return Options(function, softcap, transpose_w, memory, axis_name, implementation)
 
 
 def _known_softcap(function: str, softcap) -> float | None:

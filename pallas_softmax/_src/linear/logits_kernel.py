@@ -328,12 +328,12 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 
-def _has_labels(labels_gmem: Labels, place: Place):
+def _has_labels(labels_gmem: Any, place: Place):
     """Returns whether any row of this part of the product has its label in this part."""
     return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
 
 
-def _at_label(labels_gmem: Labels, place: Place, column):
+def _at_label(labels_gmem: Any, place: Place, column):
     """Returns which elements are at the label of their row."""
     return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
 

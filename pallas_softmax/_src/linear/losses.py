@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
@@ -82,7 +83,7 @@ class Tokens(NamedTuple):
         """The number that divides the logits of each row, above 0; None for 1."""
         return None if self.temperature is None else jnp.where(self.temperature == 0, _COLD, self.temperature)
 
-    def at_0(self, limit: jax.Array, value: jax.Array) -> jax.Array:
+    def at_0(self, limit: ArrayLike, value: jax.Array) -> jax.Array:
         """Returns `limit` where the temperature is 0, and `value` elsewhere."""
         if self.temperature is None:
             return value

@@ -87,7 +87,8 @@ def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Arra
 def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Returns the sorted labels, and their places before the sort."""
     labels = jnp.where((labels >= 0) & (labels < vocab), labels, _NO_COLUMN)
-    return lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
+    in_order, places = lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
+    return in_order, places
 
 
 # ---- In the kernel

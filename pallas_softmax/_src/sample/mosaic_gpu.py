@@ -162,7 +162,8 @@ def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, bar
         if stride is None:
             results, indexed = xla.cutoff(x, None, *one_row), 1
         else:
-            noise = jnp.stack([*words[:2], *_moved(*words[2:], part.origin * stride)])[None]  # of position 0
+            key0, key1, high, low = words
+            noise = jnp.stack([key0, key1, *_moved(high, low, part.origin * stride)])[None]  # of position 0
             results, indexed = xla.sample(x, None, noise, *one_row, stride=stride), 0
         for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
             index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)

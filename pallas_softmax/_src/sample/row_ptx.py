@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +160,7 @@ class RowProgram(CtaProgram):
 
         The CTA must synchronize between two calls.
         """
-        over_warp = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
+        over_warp: Any = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
         own = self.word(self.plan.warps, self.warp, self.plan.warp_words)
         for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)

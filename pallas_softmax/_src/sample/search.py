@@ -11,6 +11,8 @@ of one. If there are many short rows, sorting each of them is slower than search
 benchmarks/results/NOTES.md).
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,7 +37,10 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
     mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
     indices = row.indices(key.ndim)
-    last = (jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype), NOWHERE)  # keeps everything
+    last: Any = (
+        jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype),
+        NOWHERE,
+    )  # keeps everything
 
     def kept(value):  # by the filters so far; 0 for other entries
         return jnp.where((key > last[0]) | (key == last[0]) & (indices <= last[1]), value, 0)

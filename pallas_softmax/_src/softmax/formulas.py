@@ -113,8 +113,8 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
         neutral=-jnp.inf,
         per_thread=PerThread(
             functools.partial(add, add_logits=moments_ptx.add_logits),
-            lambda lanes, scratch: Located(*moments_ptx.combine_threads(*lanes, scratch, scale)),
-            lambda sent, count, scratch: Located(*moments_ptx.combine_ctas(*sent, count, scratch, scale)),
+            lambda lanes, scratch: Located(*moments_ptx.combine_threads(*lanes, scratch, scale)),  # pyright: ignore[reportCallIssue]
+            lambda sent, count, scratch: Located(*moments_ptx.combine_ctas(*sent, count, scratch, scale)),  # pyright: ignore[reportCallIssue]
         ),
     )
 

@@ -10,7 +10,7 @@ Below, u = (x - m) / temperature, where m is the largest logit. At temperature 0
 all derivatives: no statistic depends on the number that is subtracted before the exponential.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,8 @@ def _wide_keys(x):
 
 def with_rank(stats: RowStats, is_ranked) -> RowStats:
     """Returns the statistics with the rank in place of the count of `counted_stats`."""
-    return stats._replace(rank=jnp.where(is_ranked, 1 + stats.rank, 0))
+    count: Any = stats.rank
+    return stats._replace(rank=jnp.where(is_ranked, 1 + count, 0))
 
 
 def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> RowStats:

@@ -6,6 +6,7 @@ comes after a compacted list wins only if its key is greater than the least key 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -75,7 +76,7 @@ class ListProgram(CtaProgram):
 
     def find(
         self,
-        visit: Callable[[Callable[..., None]], None],
+        visit: Callable[[Callable[..., None]], Any],
         low: Value,
         high: Value,
         rank: Value,
