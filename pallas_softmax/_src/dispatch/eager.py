@@ -62,7 +62,7 @@ def at_once(
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
             with stage_constants():
-                # JAX caches programs without a look at this setting of its noise, which `verify` draws with
+                # JAX's own cache ignores this setting, which changes the noise of `sample` and `verify`.
                 settings = target.capability(), jax.config.jax_high_dynamic_range_gumbel
                 return _program(function, static, types, settings)(*args, **kwargs)
 
