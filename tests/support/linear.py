@@ -573,7 +573,8 @@ def _assert_stats(run, n, depth, vocab, dtype, features, peak, temperature):
     g = np.random.default_rng(1).standard_normal((3, n)).astype("float32")
     g[:, ::5] = 0
     t = np.linspace(0.5, 2, n, dtype="float32") if temperature else np.ones(n, "float32")
-    (*values, argmax, _), gradients = run(x, w, bias, labels, t, g, keywords)
+    stats, gradients = run(x, w, bias, labels, t, g, keywords)
+    *values, argmax = stats[:4]
     z, slope = logits(x, w, bias=bias, temperature=wide(t)[:, None], **keywords)
     *want, want_argmax = oracle.token_stats(z, labels)
     ulp = np.spacing(np.float32(1 + np.abs(z).max()))
