@@ -125,6 +125,7 @@ def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, work
     ("n", "depth", "vocab", "k", "workspace", "keywords"),
     [
         (9, 64, 320, 5, 2**29, {}),
+        (1, 64, 257, 1, 2**29, {}),
         (
             130,
             72,

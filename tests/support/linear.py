@@ -458,12 +458,12 @@ def assert_operations_of_soft_labels(
     static = {"head": Head(softcap=softcap), "workspace_bytes": workspace_bytes}
 
     @jit
-    def run(x, w, bias):
+    def run(x, w, bias, tokens, weights):  # arguments: XLA would take seconds to sort constant labels
         alone = operations["projection"](x, w, bias, tokens, **static)
         known = operations["projection_grad"](x, w, bias, tokens, weights, alone, **static)
         return alone, known, operations["projection_with_grad"](x, w, bias, tokens, weights, **static)
 
-    alone, known, (found, *together) = run(x, w, bias)
+    alone, known, (found, *together) = run(x, w, bias, tokens, weights)
     lse = size + np.log(vocab)
     unit = np.spacing(np.float32(1 + lse)) * (np.abs(q).sum(1) + 0.2 * lse)
     for statistics in (alone, found):
@@ -497,12 +497,12 @@ def run_operations(operations, workspace_bytes, x, w, bias, labels, g, keywords)
     tokens = Tokens(labels, jnp.full(len(x), temperature, "float32"))
 
     @jit
-    def run(x, w, bias):
+    def run(x, w, bias, tokens, g):
         found = operations["projection"](x, w, bias, tokens, **static)
         gradients = operations["projection_grad"](x, w, bias, tokens, -g, found, **static)
         return -projection.losses(found, tokens, None), gradients
 
-    return run(x, w, bias)
+    return run(x, w, bias, tokens, g)
 
 
 def assert_stats(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, temperature=True, **more):
@@ -573,7 +573,8 @@ def _assert_stats(run, n, depth, vocab, dtype, features, peak, temperature):
     g = np.random.default_rng(1).standard_normal((3, n)).astype("float32")
     g[:, ::5] = 0
     t = np.linspace(0.5, 2, n, dtype="float32") if temperature else np.ones(n, "float32")
-    (*values, argmax, _), gradients = run(x, w, bias, labels, t, g, keywords)
+    stats, gradients = run(x, w, bias, labels, t, g, keywords)
+    *values, argmax = stats[:4]
     z, slope = logits(x, w, bias=bias, temperature=wide(t)[:, None], **keywords)
     *want, want_argmax = oracle.token_stats(z, labels)
     ulp = np.spacing(np.float32(1 + np.abs(z).max()))
