@@ -253,7 +253,7 @@ def statistics_and_winners(how, layout):
 
     def gradient(f):
         def total(*args):
-            log_probs, entropy, logsumexp, _ = f(*args)
+            log_probs, entropy, logsumexp, *_ = f(*args)
             return jnp.sum(log_probs * entropy + logsumexp**2)
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
