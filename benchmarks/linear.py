@@ -380,7 +380,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     functions = rows.function.unique() if "function" in rows else ("cross_entropy",)
     title = ", ".join(f"linear_{name}" for name in functions)
     title += f": {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
-    if set(rows.contender[~rows.ours.astype(bool)]) - {*YARDSTICKS, baseline}:
+    has_others = set(rows.contender[~rows.ours.astype(bool)]) - {*YARDSTICKS, baseline}
+    if has_others and len(ours):  # a wrong result of ours has no time
         title += f", {_beside_fastest(losses)} as fast as the fastest other code"
     if peak == peak:
         title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
