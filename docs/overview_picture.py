@@ -61,7 +61,6 @@ COMPARISONS = (
     _rows("`softmax`, backward", "targets/softmax", 4096, 128256, "bfloat16", direction="backward"),
     _rows("`fused_topk`, k = 5", "topk_targets/topk", 4000, 25000, "float32", "jax_stable", True, k="5"),
     _rows("`fused_topk`, k = 64", "topk_targets/topk", 4096, 128256, "float32", "jax_stable", k="64"),
-    _rows("`sample`, top_p = 0.9", "sample/sample", 64, 128256, "float32", drawn=True, function="top_p"),
     Comparison("`linear_cross_entropy`, forward and backward", *_LOSSES, "jax_float32", drawn=True),
     Comparison("the same, against bfloat16 logits in JAX", *_LOSSES, "jax_inexact"),
 )

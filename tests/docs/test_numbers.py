@@ -67,8 +67,7 @@ def unstable_us() -> str:
 
 # the sentences with measured numbers, without their line breaks, made from the results
 README_SENTENCES = (
-    f"softmax {speedup('softmax')} times as fast as plain JAX, top-k {speedup('fused_topk')} times, "
-    f"sampling {speedup('sample')} times",
+    f"softmax {speedup('softmax')} times as fast as plain JAX, top-k {speedup('fused_topk')} times",
     f"The loss is {speedup('linear_cross_entropy')} times as fast as with float32 logits in JAX, and needs "
     f"{overview.gibibytes('auto'):.1f} GiB of temporaries instead of {overview.gibibytes('jax_float32'):.1f} GiB. "
     f"It is {speedup('the same')} times as fast as with bfloat16 logits",
