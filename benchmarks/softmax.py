@@ -30,7 +30,7 @@ def _ours(x: jax.Array, where: Any = None, *, function: str, **options: Any) -> 
 
 def _stacked(statistics: Any, axis: int) -> jax.Array:
     """Returns log p of label 0, the entropy, logsumexp and the argmax of each row, as float32 along `axis`."""
-    return jnp.stack([a.astype(jnp.float32) for a in statistics], axis)
+    return jnp.stack([a.astype(jnp.float32) for a in statistics if a is not None], axis)
 
 
 def _jax(x: jax.Array, where: Any = None, *, function: str, axis: int) -> tuple[jax.Array, None]:

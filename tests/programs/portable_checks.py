@@ -52,12 +52,13 @@ def drawn(x):
 
 
 LOGITS = {"x": ((ROWS, V), P("b", "v"))}
+LONG_ROWS = {"x": ((ROWS, 4 * V), P("b", "v"))}  # 256 entries of each shard are gathered: little only of a long row
 CASES = {
     "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
     "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
     "top_k": Case(lambda x: ps.top_k(x, 4, where=x < 2, lengths=16 * labels() + 9), LOGITS),
-    "sample": Case(drawn, LOGITS),
-    "filter_logits": Case(lambda x: jnp.maximum(ps.filter_logits(x, top_k=50), -99), LOGITS),
+    "sample": Case(drawn, LONG_ROWS),
+    "filter_logits": Case(lambda x: jnp.maximum(ps.filter_logits(x, top_k=50), -99), LONG_ROWS),
     "token_stats": Case(lambda x: ps.token_stats(x, labels()), LOGITS),
     "route": Case(lambda x: ps.route(x, 4), {"x": ((ROWS, EXPERTS), P(("b", "v"), None))}),
     "linear_cross_entropy": Case(

@@ -882,8 +882,10 @@ def by_heads(op, heads):
         y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
         return y.reshape(-1), ()
 
+    width = 2**14 if op == "sample" else 128  # 256 entries of each shard are gathered: little only of a long row
+
     def rows(x):
-        x = x.reshape(8, heads, 128)
+        x = x.reshape(8, heads, width)
         if op == "sample":
             return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
         y, indices = ps.fused_topk(x, 2) if op == "topk" else (getattr(ps, op)(x, -1), ())
@@ -891,7 +893,7 @@ def by_heads(op, heads):
 
     rng = np.random.default_rng(heads)
     if op not in LINEAR:
-        return rows, (rng.standard_normal((8, 128 * heads)).astype(F32),), (1,)
+        return rows, (rng.standard_normal((8, width * heads)).astype(F32),), (1,)
     x, w = (rng.standard_normal(shape).astype(F32) for shape in ((128 * heads, 16), (16, 16)))
     return projection, (x, w, rng.integers(0, 16, len(x))), (0, None, 0)
 

@@ -247,9 +247,16 @@ def test_bias_of_nan_or_inf(bad):
 # --- Derivatives --------------------------------------------------------------------------------------
 
 
+SCORES = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+}
+
+
 def composed(x, k, gate, bias):
     """Returns weights and logsumexp as a user would write them with jax.numpy."""
-    score = jax.nn.softmax(x) if gate.score == "softmax" else jax.nn.sigmoid(x)
+    score = SCORES[gate.score](x)
     weights = jnp.take_along_axis(score, route(x, k, gate, bias).indices, -1)
     if gate.renormalize:
         weights = weights / jnp.sum(weights, -1, keepdims=True)
