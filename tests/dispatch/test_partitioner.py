@@ -333,7 +333,7 @@ def test_program_of_a_gpu(name):
     program = lowered(portable_checks.with_gradient(case), portable_checks.like(case, mesh, "bfloat16"))
     modules = []
     for shapes, call in divided_calls(program):
-        specs = [P(*({16: "b", 4096: "v"}.get(n) for n in shape)) for shape, _ in shapes]
+        specs = [P(*({16: "b", 4096: "v", 16384: "v"}.get(n) for n in shape)) for shape, _ in shapes]
         tiles = [
             jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec)))
             for spec in specs
@@ -342,5 +342,5 @@ def test_program_of_a_gpu(name):
         with mlir.make_ir_context():
             modules.append(str(mlir.ir.Module.parse(module)))
     assert modules
-    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (4096, 64)), "a whole array"
+    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), "a whole array"
     assert {kernel for module in modules for kernel in kernel_names(module)} == KERNELS[name]
