@@ -113,7 +113,7 @@ def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_f
 
 
 def test_the_readme_is_short():
-    assert README.count("\n") <= 140
+    assert README.count("\n") <= 125
 
 
 def test_the_home_of_the_site_says_what_the_readme_says():

@@ -74,9 +74,7 @@ README_SENTENCES = (
     f"With `is_stable=False`, JAX takes {unstable_us()} µs for k = 64",
     f"keeps the logits in float32 and its gradients are {off('auto')} off, while JAX with bfloat16 logits "
     f"rounds each logit and its gradients are {off('jax_inexact')} off",
-    f"needs {overview.gibibytes('auto'):.1f} GiB of temporaries. JAX needs "
-    f"{overview.gibibytes('jax_float32'):.1f} GiB with float32 logits, and "
-    f"{overview.gibibytes('jax_inexact'):.1f} GiB with bfloat16 logits",
+    f"JAX with bfloat16 logits needs {overview.gibibytes('jax_inexact'):.1f} GiB of temporaries",
     f"moves data at {share('softmax')} of the speed of a plain copy",
 )
 NOT_MEASURED = ("creates an environment (800 MB)", "(Linux, 1 GB)")  # .ci/run checks the first one
