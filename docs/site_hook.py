@@ -9,6 +9,7 @@ repository. This hook adds
 - a page for each source file or folder that a document links to. With `repo_url`, the link leads to the repository;
 - weights of the search: pages of users come before pages of builders;
 - a link from each picture of a plot to the picture itself, which a phone shows scaled;
+- places where a long name in a table may break, and none where a minus or a flag must not;
 - MathJax, from the package django-static-mathjax;
 - addresses of the types of other packages that appear in signatures.
 
@@ -68,6 +69,10 @@ LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", "
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+_TABLE = re.compile(r"(<table>.*?</table>)", re.DOTALL)
+_CODE = re.compile(r"<code>([^<]*)</code>")
+_FLAG = r"(?<!\S)--?[a-z]\S*"
+_TEXT = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<script.*?</script>|<[^>]*>)", re.DOTALL)
 _PLOT = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 
 
@@ -130,7 +135,12 @@ def on_page_markdown(markdown, page, config, files):
         uri = path.removeprefix("docs/")
         if uri == "reference.md" and anchor:
             uri = places[anchor.removeprefix("#")]
-        on_site = [name for name in (uri, f"{uri}.md", f"{uri}/index.md") if _is_on_site(files, name)]
+        names = (
+            uri,
+            f"{uri}/README.md",
+            *(f"{name}{end}" for name in (uri, path) for end in (".md", "/index.md")),
+        )
+        on_site = [name for name in names if _is_on_site(files, name)]
         if on_site:
             place = posixpath.relpath(on_site[0], posixpath.dirname(page.file.src_uri) or ".")
         elif config.repo_url:
@@ -168,6 +178,30 @@ def _is_on_site(files, uri: str) -> bool:
 def on_page_content(html, page, config, files):
     """Makes each picture of a plot a link to itself."""
     return _PLOT.sub(r'<p class="plot"><a href="\2">\1</a></p>', html)
+
+
+def on_post_page(output, page, config):
+    """Says where lines may break. The search has read the page before, so it finds names without these marks."""
+    pieces = _TABLE.split(output)  # every other one is a table
+    pieces[1::2] = [_CODE.sub(_breakable, table) for table in pieces[1::2]]
+    output = re.sub(r"<code>.*?</code>", _with_whole_flags, "".join(pieces))
+    texts = _TEXT.split(output)  # every other one is between two tags
+    texts[::2] = [re.sub(r"(?<![\w)])-(?=inf\b|NaN\b|\d)", "-\u2060", text) for text in texts[::2]]
+    return "".join(texts)
+
+
+def _breakable(code: re.Match) -> str:
+    """Lets a long name break after an underscore, a dot, a slash or a parenthesis, and before a capital letter."""
+    pieces = re.split(f"({_FLAG})", code[1])  # every other one is a flag
+    pieces[::2] = [
+        re.sub(r"(?<=\w)[_./(]+(?=\w)|(?<=[a-z])(?=[A-Z])", r"\g<0><wbr>", text) for text in pieces[::2]
+    ]
+    return "<code>" + "".join(pieces) + "</code>"
+
+
+def _with_whole_flags(code: re.Match) -> str:
+    """Moves a flag of a command, such as --seconds=0.1, to the next line as a whole."""
+    return "<code>" + re.sub(_FLAG, r'<span class="flag">\g<0></span>', code[1]) + "</code>"
 
 
 def _add_reference(files, config):
