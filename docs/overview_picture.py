@@ -157,6 +157,7 @@ def draw(narrow: bool = False) -> None:
         memory.set_xlim(-0.6, 1.6)
         memory.set_ylim(0, 9)
     memory.spines["bottom" if narrow else "left"].set_visible(False)
+    time.spines["left"].set_visible(not narrow)  # it would cross the names
     for axes in (time, memory):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=0)

@@ -95,7 +95,7 @@ def value(name: str, column: str = "p50_us", query: str = "", **where: Any) -> f
 
 def times(ratio: float) -> str:
     """Returns a speed-up as text."""
-    return f"{ratio:.2f}" if ratio < 10 else number(ratio)
+    return f"{ratio:.2f}" if round(ratio, 2) < 10 else number(ratio)
 
 
 def span(values: Iterable[float], form: Callable[[float], str] = times) -> str:
