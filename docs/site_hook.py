@@ -70,9 +70,10 @@ LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", "
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _TABLE = re.compile(r"(<table>.*?</table>)", re.DOTALL)
-_CODE = re.compile(r"<code>([^<]*)</code>")
+_CODE = re.compile(r"<code>((?:[^<]|<wbr>)*)</code>")
 _FLAG = r"(?<!\S)--?[a-z]\S*"
-_TEXT = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<script.*?</script>|<[^>]*>)", re.DOTALL)
+_BLOCK = re.compile(r"(<pre.*?</pre>|<script.*?</script>)", re.DOTALL)
+_TAG = re.compile(r"(<code.*?</code>|<[^>]*>)", re.DOTALL)
 _PLOT = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 
 
@@ -182,10 +183,16 @@ def on_page_content(html, page, config, files):
 
 def on_post_page(output, page, config):
     """Says where lines may break. The search has read the page before, so it finds names without these marks."""
-    pieces = _TABLE.split(output)  # every other one is a table
+    pieces = _BLOCK.split(output)  # every other one is a block of code
+    pieces[::2] = [_with_breaks(piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _with_breaks(html: str) -> str:
+    pieces = _TABLE.split(html)  # every other one is a table
     pieces[1::2] = [_CODE.sub(_breakable, table) for table in pieces[1::2]]
-    output = re.sub(r"<code>.*?</code>", _with_whole_flags, "".join(pieces))
-    texts = _TEXT.split(output)  # every other one is between two tags
+    html = _CODE.sub(_with_whole_flags, "".join(pieces))
+    texts = _TAG.split(html)  # every other one is between two tags
     texts[::2] = [re.sub(r"(?<![\w)])-(?=inf\b|NaN\b|\d)", "-\u2060", text) for text in texts[::2]]
     return "".join(texts)
 
