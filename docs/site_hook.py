@@ -201,7 +201,8 @@ def _breakable(code: re.Match) -> str:
     """Lets a long name break after an underscore, a dot, a slash or a parenthesis, and before a capital letter."""
     pieces = re.split(f"({_FLAG})", code[1])  # every other one is a flag
     pieces[::2] = [
-        re.sub(r"(?<=\w)[_./(]+(?=\w)|(?<=[a-z])(?=[A-Z])", r"\g<0><wbr>", text) for text in pieces[::2]
+        re.sub(r"(?<=\w\w)[_./(]+(?=\w{3})|(?<=[A-Za-z])(?=[A-Z][a-z]{2})", r"\g<0><wbr>", text)
+        for text in pieces[::2]
     ]
     return "<code>" + "".join(pieces) + "</code>"
 

@@ -151,6 +151,16 @@ def test_commands_and_links_exist(document):
     assert not missing
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md", "benchmarks/results/NOTES.md"])
+def test_a_list_is_a_paragraph_of_its_own(document):
+    """GitHub shows a list right below a sentence. The site shows it as part of the sentence."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    paragraphs = re.split(r"\n\s*\n", text)
+    assert [
+        p for p in paragraphs if re.search(r"\n *(?:-|\d+\.) ", p) and not re.match(r" *(?:-|\d+\.) ", p)
+    ] == []
+
+
 def test_the_site_has_every_document():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for document in DOCUMENTS[1:]:

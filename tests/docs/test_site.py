@@ -23,9 +23,10 @@ def hook():
     [
         (
             "<table><td><code>jax.nn.log_softmax(x, -jnp.inf)</code></td></table>",
-            "<table><td><code>jax.<wbr>nn.<wbr>log_<wbr>softmax(<wbr>x, "
+            "<table><td><code>jax.nn.<wbr>log_<wbr>softmax(x, "
             '<span class="flag">-jnp.inf)</span></code></td></table>',
         ),
+        ("<table><td><code>top_k</code></td></table>", "<table><td><code>top_k</code></td></table>"),
         (
             "<table><td><code>LigerLoss</code></td></table>",
             "<table><td><code>Liger<wbr>Loss</code></td></table>",
