@@ -725,6 +725,13 @@ def test_parameters_out_of_range(bad):
 traced = jax.jit(lambda parameters: sample(KEY, X[0], **parameters))
 
 
+@pytest.mark.slow
+def test_a_traced_top_k_of_64_bits_never_wraps(x64):
+    assert traced({"top_k": jnp.array([-(2**32) + 5, 2**32 + 1, 1])}).indices.tolist()[0] == -1
+    got, want = (traced({"top_k": jnp.array([1, k, 1])}) for k in (2**32 + 1, 0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

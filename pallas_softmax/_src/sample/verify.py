@@ -182,6 +182,7 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
         raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
     if drafts.shape != shape:
         raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
+    drafts = drafts if drafts.dtype.itemsize >= 4 else drafts.astype(jnp.int32)  # int8 cannot hold the bounds
     drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
