@@ -213,6 +213,15 @@ def test_drafts_of_every_integer_dtype(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "uint16", "int32"])
+def test_logits_of_integers(q, dtype):
+    target, drafts = np.round(TARGET + 3).clip(0, 7), np.array([1, V, 2])
+    got, want = (verify(KEY, drafts, target.astype(jnp.dtype(of)), q, top_k=4) for of in (dtype, "float32"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
 def test_no_drafts():
     tokens, accepted = verify(KEY, np.zeros((2, 0), int), TARGET[None, :1].repeat(2, 0), np.zeros((2, 0, V)))
     np.testing.assert_array_equal(tokens, ps.sample(KEY, TARGET[None, :1].repeat(2, 0)).indices)

@@ -229,8 +229,10 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
-    nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
+    """Returns the elements of a (..., S, V) at the drafts (..., S); for a draft that is no token, the least number."""
+    is_integer = jnp.issubdtype(a.dtype, jnp.integer)
+    least = jnp.iinfo(a.dtype).min if is_integer else False if a.dtype == bool else -jnp.inf
+    nothing = jnp.asarray(least, a.dtype)
     is_divided = any(jax.typeof(a).sharding.spec[-1:])  # by Explicit mesh axes
     if is_divided:  # JAX cannot gather along such an axis
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
