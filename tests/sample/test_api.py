@@ -650,6 +650,15 @@ def test_4_bit_logits():
 
 
 @pytest.mark.slow
+def test_logits_of_a_float_without_a_sign():
+    x = jnp.asarray([[0.25, 4, 1, 0.5, 2, 1]], "float8_e8m0fnu")
+    for f in (functools.partial(sample, KEY, top_k=2), functools.partial(ps.filter_logits, top_p=0.5)):
+        assert_equal(f(x), f(x.astype(F32)))
+    rank = functools.partial(ps.token_stats, labels=jnp.array([5]), rank=True)
+    assert_equal(rank(x), rank(x.astype(F32)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_values_that_disable_filters(traced):
     """top_k = 0 and -1 disable top_k. A top_p may exceed 1 by rounding."""
