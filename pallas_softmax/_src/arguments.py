@@ -193,7 +193,7 @@ def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: in
       dtype: the floating dtype of the logits' softmax.
     """
     t = array(function, "temperature", temperature)
-    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+    if t.dtype == jnp.bool_ or jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: temperature must be real, got {t.dtype.name}")
     t = per_row(function, "temperature", t, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)

@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 
 def key(x: jax.Array) -> jax.Array:
     """Returns the sort keys of floats; other numbers as signed integers in the same order."""
+    if x.dtype == jnp.float8_e8m0fnu:  # it has no sign
+        x = lax.bitcast_convert_type(x, jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)))
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):

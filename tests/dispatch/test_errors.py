@@ -315,6 +315,14 @@ def test_temperature_must_be_a_real_array(temperature):
         topk(X, 1, temperature=temperature)
 
 
+@pytest.mark.parametrize("dtype", [bool, complex])
+@pytest.mark.parametrize("name", ["fused_topk", "sample", "token_stats", "linear_log_probs"])
+def test_a_traced_temperature_must_be_real(name, dtype):
+    call = (CALLS | {"token_stats": functools.partial(ps.token_stats, X)})[name]
+    with pytest.raises(TypeError, match=f"^{name}: temperature must be .*real.*, got {dtype.__name__}"):
+        jax.eval_shape(lambda t: call(temperature=t), jnp.ones((), dtype))
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64], ids=["int32", "bool", "complex64"])
 def test_topk_dtype_must_be_floating(dtype):
     """Integer probabilities would all be 0."""

@@ -650,6 +650,15 @@ def test_4_bit_logits():
 
 
 @pytest.mark.slow
+def test_logits_of_a_float_without_a_sign():
+    x = jnp.asarray([[0.25, 4, 1, 0.5, 2, 1]], "float8_e8m0fnu")
+    for f in (functools.partial(sample, KEY, top_k=2), functools.partial(ps.filter_logits, top_p=0.5)):
+        assert_equal(f(x), f(x.astype(F32)))
+    rank = functools.partial(ps.token_stats, labels=jnp.array([5]), rank=True)
+    assert_equal(rank(x), rank(x.astype(F32)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_values_that_disable_filters(traced):
     """top_k = 0 and -1 disable top_k. A top_p may exceed 1 by rounding."""
@@ -723,6 +732,13 @@ def test_parameters_out_of_range(bad):
 
 
 traced = jax.jit(lambda parameters: sample(KEY, X[0], **parameters))
+
+
+@pytest.mark.slow
+def test_a_traced_top_k_of_64_bits_never_wraps(x64):
+    assert traced({"top_k": jnp.array([-(2**32) + 5, 2**32 + 1, 1])}).indices.tolist()[0] == -1
+    got, want = (traced({"top_k": jnp.array([1, k, 1])}) for k in (2**32 + 1, 0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize(

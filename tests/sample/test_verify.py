@@ -202,6 +202,26 @@ def test_export_round_trip(q, symbolic):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint16", "uint32"])
+def test_drafts_of_every_integer_dtype(dtype):
+    target, drafts = TARGET[:2], np.array([TARGET[0].argmax()])
+    tokens, accepted = verify(KEY, drafts.astype(jnp.dtype(dtype)), target, temperature=0.0)
+    np.testing.assert_array_equal(tokens, target.argmax(-1))
+    assert accepted == 1
+    if jnp.iinfo(dtype).min:
+        assert verify(KEY, (drafts * 0 - 1).astype(jnp.dtype(dtype)), target, temperature=0.0).accepted == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "uint16", "int32"])
+def test_logits_of_integers(q, dtype):
+    target, drafts = np.round(TARGET + 3).clip(0, 7), np.array([1, V, 2])
+    got, want = (verify(KEY, drafts, target.astype(jnp.dtype(of)), q, top_k=4) for of in (dtype, "float32"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
 def test_no_drafts():
     tokens, accepted = verify(KEY, np.zeros((2, 0), int), TARGET[None, :1].repeat(2, 0), np.zeros((2, 0, V)))
     np.testing.assert_array_equal(tokens, ps.sample(KEY, TARGET[None, :1].repeat(2, 0)).indices)

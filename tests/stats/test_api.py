@@ -55,6 +55,27 @@ def test_integers(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, [2.0, 0, 0.5]], ids=str)
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+def test_integers_that_floats_cannot_hold(dtype, temperature):
+    """Neighbours are equal as floats of the same width."""
+    with jax.enable_x64(dtype.endswith("64")):
+        largest, step = np.iinfo(dtype).max, np.array([1, 0, 3, 1, 2, 2**20], dtype)
+        x = np.stack([largest - step, largest // 2 - step, np.flip(step)])
+        where, labels, t = np.arange(6) != 1, np.array([2, 3, 4]), np.array(temperature, "float32")
+        got = jax.jit(lambda x: ps.token_stats(x, labels, where=where, temperature=t, rank=True))(x)
+        top = x.max(-1, where=where, initial=0, keepdims=True)
+        below = (x.astype(object) - top.astype(object)).astype("int64")
+        log_probs, entropy, _, argmax = oracle.token_stats(below.astype("float64"), labels, where, t)
+        np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-6)
+        np.testing.assert_allclose(got.entropy, entropy, rtol=1e-6)
+        np.testing.assert_array_equal(got.argmax, argmax)
+        np.testing.assert_array_equal(got.rank, oracle.rank(below, labels, where))
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(got.logsumexp, top[:, 0] / np.float64(t), rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_without_labels():
     got, want = ps.token_stats(X), ps.token_stats(X, LABELS)
     assert got.log_probs is None

@@ -263,7 +263,9 @@ def _parameters(function: str, x: jax.Array, axis: int, temperature, top_k, top_
     k, top_p, min_p = per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p)
     good = t >= 0
     if k is not None:
-        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
+        if jnp.iinfo(k.dtype).max > _INT32_MAX:
+            k = jnp.clip(k, -2 if jnp.iinfo(k.dtype).min else 0, _INT32_MAX)
+        k = k.astype(jnp.int32)
         good &= k >= -1
         k = jnp.where(k > 0, k, _INT32_MAX)
     if top_p is not None:

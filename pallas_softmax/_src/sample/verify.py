@@ -182,6 +182,7 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
         raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
     if drafts.shape != shape:
         raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
+    drafts = drafts if drafts.dtype.itemsize >= 4 else drafts.astype(jnp.int32)  # int8 cannot hold the bounds
     drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
@@ -228,8 +229,10 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns the elements of a (..., S, V) at the drafts (..., S); -inf or False for a draft that is no token."""
-    nothing = jnp.asarray(False if a.dtype == bool else -jnp.inf, a.dtype)
+    """Returns the elements of a (..., S, V) at the drafts (..., S); for a draft that is no token, the least number."""
+    is_integer = jnp.issubdtype(a.dtype, jnp.integer)
+    least = jnp.iinfo(a.dtype).min if is_integer else False if a.dtype == bool else -jnp.inf
+    nothing = jnp.asarray(least, a.dtype)
     is_divided = any(jax.typeof(a).sharding.spec[-1:])  # by Explicit mesh axes
     if is_divided:  # JAX cannot gather along such an axis
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]

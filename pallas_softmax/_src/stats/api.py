@@ -1,19 +1,25 @@
 """token_stats: what it promises, and how its gradient is wired."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export
+from jax import export, lax
 from jax.typing import ArrayLike
 
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, sort_keys
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.masks import differentiable_if_finite
+from pallas_softmax._src.normalizers import to_float
 from pallas_softmax._src.stats.operation import RANKED_STATS, TOKEN_STATS
+from pallas_softmax._src.stats.xla import RowStats, tempered_largest
 
 
 class TokenStats(NamedTuple):
@@ -94,22 +100,48 @@ def token_stats(
     """
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
-    x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    if not (is_wide := jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4):
+        x = x.astype(floating)
     if (ranked := arguments.static_bool(name, "rank", rank)) and labels is None:
         raise ValueError(f"{name}: rank=True needs labels, got labels=None")
     scaled = temperature is not None
-    t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, x.dtype)
+    t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, floating)
     column = _labels(name, labels, x.shape, axis)
     per_row = [("temperature", t), ("labels", column)]
     operation = RANKED_STATS if ranked else TOKEN_STATS
-    call, arrays = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
-    stats = evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
+    call, (x, *arrays) = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
+    call = dataclasses.replace(call, dtype=floating.name)
+    run = functools.partial(_run, call, implementation, scaled)
+    stats = _of_integers(run, x, *arrays, call.mesh_axes) if is_wide else run(x, *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
         differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
     )
     ranks = stats.rank[..., 0] if ranked else None
     return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
+
+
+def _run(call: Call, implementation: str | None, scaled: bool, *arrays: Any) -> RowStats:
+    return evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
+
+
+def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, mesh_axes) -> RowStats:
+    """Returns the `RowStats` of integers that floats may be unable to hold.
+
+    Their distances from the largest have the same softmax. Ranks are those of floats in the same order.
+    """
+    distances = to_float(x, (-1,), where, mesh_axes)
+    stats = run(distances, where, temperature, labels)
+    top = jnp.max(x, -1, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
+    top = lax.pmax(top, mesh_axes) if mesh_axes else top
+    stats = stats._replace(
+        logsumexp=tempered_largest(top.astype(distances.dtype), temperature) + stats.logsumexp
+    )
+    if stats.rank is None:
+        return stats
+    in_order = sort_keys.from_key(sort_keys.key(x), f"float{8 * x.dtype.itemsize}")
+    return stats._replace(rank=run(in_order, where, temperature, labels).rank)
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
