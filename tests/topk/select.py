@@ -59,39 +59,21 @@ def assert_selected(values, indices, x, k, kept, fill, name):
 def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fill=None, rng=None):
     """Runs the program for one row in NumPy, `offset` elements after a multiple of 16 bytes.
 
-    Returns the values, the indices and the number of steps.
+    Device memory has no more of the row and of the mask than the length. Returns the values, the indices and the number
+    of steps.
     """
-    v, k, itemsize = plan.vocab, plan.k, x.dtype.itemsize
-    sizes = {
-        "list": 8 * plan.capacity,
-        "scratch": plan.scratch_bytes,
-        "x": x.nbytes + 32,
-        "values": k * itemsize,
-        "indices": 4 * k,
-        "mask": v,
-    }
-    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 128) * 128 for size in sizes.values())]).tolist()))
-    memory = np.full((plan.ctas, starts["mask"] + v + 64 - v % 16), 0xCD, "u1")
-    starts["x"] += offset * itemsize
-    memory[:, starts["x"] : starts["x"] + x.nbytes] = x.view("u1")
+    length = plan.vocab if length is None else length
+    values, indices = ptx.Device(np.zeros(plan.k, x.dtype)), ptx.Device(np.zeros(plan.k, "int32"))
+    arrays = {"x": ptx.Device(x[:length], offset * x.itemsize), "values": values, "indices": indices}
     if mask is not None:
-        memory[:, starts["mask"] : starts["mask"] + v] = mask.view("u1")
-    bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
-    # The machine has no device memory that can be read: each CTA has a copy of the row in its shared memory.
-    text = str(select_program(plan, x.dtype, mask is not None, bits)).replace(".global", ".shared")
-    numbers = {
-        "row": 0,
-        "part": np.arange(plan.ctas),
-        "mask_row": 0,
-        "length": v if length is None else length,
-    }
-    machine = ptx.Machine(text, memory, plan.threads, starts | numbers, rng)
+        arrays["mask"] = ptx.Device(mask[:length], offset)
+    numbers = {"row": 0, "part": np.arange(plan.ctas), "mask_row": 0, "list": 0, "scratch": 8 * plan.capacity}
+    memory = np.full((plan.ctas, plan.smem_bytes), 0xCD, "u1")
+    bits = None if fill is None else int(fill.view(f"u{x.itemsize}")) << 32 - 8 * x.itemsize
+    program = select_program(plan, x.dtype, mask is not None, bits)
+    machine = ptx.Machine(program, memory, plan.threads, arrays | numbers | {"length": length}, rng)
     machine.run()
-    values, indices = (
-        memory[0, starts[name] : starts[name] + sizes[name]].view(dtype)
-        for name, dtype in (("values", x.dtype), ("indices", "int32"))
-    )
-    return values, indices, machine.steps
+    return values.array, indices.array, machine.steps
 
 
 def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret=INTERPRET):

@@ -49,6 +49,21 @@ def test_masked_program(plan, dtype, kind):
         assert_selected(values, indices, x, k, kept, fill, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_any_address(masked, dtype):
+    """The machine refuses accesses outside of the row, which starts and ends anywhere between multiples of 16 bytes."""
+    dtype = jnp.dtype(dtype)
+    vec = 16 // dtype.itemsize
+    for offset in range(vec):
+        v = 2071 - 3 * offset
+        x = np.random.default_rng(v).standard_normal(v).astype(dtype)
+        mask = x > -1 if masked else None
+        values, indices, _ = machine_select(SelectPlan(v, 5, 1, 1, 2048, 1), x, mask=mask, offset=offset)
+        assert_selected(values, indices, x, 5, kept_of(x[None], mask)[0], LOWEST[dtype.name], f"{offset}")
+
+
 def test_few_steps():
     """A row in random order, and one in a narrow band or with ties, is read once; no list overflows."""
     plan = SelectPlan(20000, 512, 1, 2, 2048, 4)
