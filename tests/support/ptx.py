@@ -73,28 +73,29 @@ def run(code, memory, **operands):
 
 
 class Machine:
-    """A cluster that runs one text.
+    """Clusters of CTAs that run one text.
 
     Args:
       code: the text; <name> stands for an operand.
-      memory: (CTAs, bytes), the shared memory, which the program changes.
+      memory: (CTAs of all clusters, bytes), the shared memory, which the program changes.
       threads: number of threads of a CTA.
       operands: by name, a number for all, or an array with one for each CTA or for each thread. A `Device` stands for
         its address.
       rng: chooses the warp that runs next; if None, all warps run together.
+      clusters: number of clusters.
 
     Attributes:
-      registers: (threads of the cluster,) uint64 by name.
+      registers: (threads of all clusters,) uint64 by name.
       steps: number of instructions run, each by many threads.
     """
 
-    def __init__(self, code, memory, threads, operands, rng=None):
+    def __init__(self, code, memory, threads, operands, rng=None, clusters=1):
         self.program, self.labels = _parse(str(code))
         self.memory, self.rng = memory, rng
-        self.ctas, self.threads = len(memory), threads
-        self.cta = np.arange(self.ctas * threads) // threads
+        self.ctas, self.threads = len(memory) // clusters, threads  # of a cluster, of a CTA
+        self.cta = np.arange(len(memory) * threads) // threads
         self.devices, self.steps = [], 0
-        thread = np.arange(self.ctas * threads) % threads
+        thread = np.arange(len(memory) * threads) % threads
         self.registers = {
             "%tid.x": thread.astype(np.uint64),
             "%thread": (thread % WARPGROUP).astype(np.uint64),
@@ -105,7 +106,7 @@ class Machine:
                 self.devices.append(number)
                 number = (len(self.devices) << _DEVICE) + number.start
             per_thread = (
-                number if np.size(number) == len(self.cta) else np.broadcast_to(number, self.ctas)[self.cta]
+                number if np.size(number) == len(self.cta) else np.broadcast_to(number, len(memory))[self.cta]
             )
             self.write(f"%{name}", slice(None), per_thread)
 
@@ -166,7 +167,8 @@ class Machine:
         _, op, arguments = self.program[place]
         here = self.waiting & (self.at == place)
         if op[0] == "barrier":  # the cluster's barrier
-            ready = here & (self.arrived.min() > self.waited)
+            arrivals = self.arrived.reshape(-1, self.ctas * self.threads).min(1)
+            ready = here & (np.repeat(arrivals, self.ctas * self.threads) > self.waited)
             self.waited[ready] += 1
         else:
             together = LANES if op[0] in _OF_WARP or op[1] == "warp" else self.threads
@@ -286,11 +288,11 @@ class Machine:
         at &= 0xFFFFFFFF
         cta, at = (at >> _PEER) - 1, at & ((1 << _PEER) - 1)
         assert "shared_cluster" in op or (cta < 0).all(), f"an address of another CTA: {where}"
-        cta = np.where(cta < 0, self.cta[group], cta)
+        own = self.cta[group]
         assert (at % span == 0).all(), f"misaligned: {where}"
         inside = (at + span <= self.memory.shape[1]) & (cta < self.ctas)
         assert inside.all(), f"outside: {where}"
-        return self.memory, cta, at
+        return self.memory, np.where(cta < 0, own, own // self.ctas * self.ctas + cta), at
 
     def _in_device(self, op, at, span, group, where):
         """Returns the memory of the array in device memory, and the byte of each access. `span` is in bytes."""
