@@ -56,6 +56,24 @@ def test_control():
     np.testing.assert_array_equal(run(sum_below_unless_multiple_of_four), want)
 
 
+def test_device_memory():
+    """Threads copy an array in device memory. The machine refuses accesses before or after an array."""
+    x = np.arange(130, dtype="uint16")
+
+    def copy(first):
+        p, y = Program(), ptx.Device(np.zeros(128, x.dtype), 6)
+        at = p.multiply_wide(p.operand("thread", "u32"), 2)
+        element = p.load(p.operand("x", "u64") + at, "u16", offset=2 * first, space="global")
+        p.store(p.operand("y", "u64") + at, element, space="global")
+        ptx.run(p, np.zeros(16, "u1"), x=ptx.Device(x, 4), y=y)
+        return y.array
+
+    np.testing.assert_array_equal(copy(2), x[2:])
+    for first in (-1, 3):
+        with pytest.raises(AssertionError, match="outside: ld.global.b16"):
+            copy(first)
+
+
 @pytest.mark.parametrize("change_between", [False, True])
 def test_combined_comparison(change_between):
     """A comparison combined with a condition uses its operands at the time it was written."""

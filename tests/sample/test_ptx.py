@@ -18,9 +18,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 EVERY = [*cases.FINITE, *cases.SPECIAL]
 WORDS_OF_ONE = np.array([1, 2, 3, 4], np.uint32)
 _X = 1024  # address of the part in shared memory
-# The results by their names in the program, and their addresses in device memory.
-_OF_DRAW = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}
-_OF_CUTOFF = {"key": 1 << 32, "index": 2 << 32, "logsumexp": 3 << 32, "log_mass": 4 << 32}
+# The results by their names in the program, and their dtypes.
+_OF_DRAW = {"index": "int32", "log_prob": "float32", "log_mass": "float32"}
+_OF_CUTOFF = {"key": "int32", "index": "int32", "logsumexp": "float32", "log_mass": "float32"}
+_UNSET = -7  # what a result holds that the program did not write
 
 
 def part_of(plan, x, i):
@@ -33,9 +34,13 @@ def part_of(plan, x, i):
     return part, start - low
 
 
-def machine_of(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
-    """Returns a machine after a draw from a row x, which is -inf where masked; without words it finds the cutoff."""
-    count, results = plan.window.count, _OF_CUTOFF if words is None else _OF_DRAW
+def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
+    """Runs a draw from a row x, which is -inf where masked; without words it finds the cutoff.
+
+    Returns the machine, and the results as arrays of one.
+    """
+    count, dtypes = plan.window.count, _OF_CUTOFF if words is None else _OF_DRAW
+    results = {name: ptx.Device(np.full(1, _UNSET, dtype)) for name, dtype in dtypes.items()}
     parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
     numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
@@ -52,21 +57,7 @@ def machine_of(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
     text = row_program(plan, x.dtype, None if words is None else 1)
     machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
-    return machine
-
-
-def results_of(plan, x, words, *parameters, rng=None):
-    """Returns the results for a row x, which is -inf where masked, as arrays of one."""
-    machine, results = (
-        machine_of(plan, x, words, *parameters, rng=rng),
-        _OF_CUTOFF if words is None else _OF_DRAW,
-    )
-    assert sorted(machine.stored) == sorted(results.values())
-    dtypes = {"key": "int32", "index": "int32"}
-    return [
-        np.array([machine.stored[at]], "uint32").view(dtypes.get(name, "float32"))
-        for name, at in results.items()
-    ]
+    return machine, [result.array for result in results.values()]
 
 
 def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
@@ -74,9 +65,9 @@ def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
     kept = x if where is None else np.where(where, x, np.array(-np.inf, x.dtype))
     of_row, mask = [np.array([a]) for a in parameters], None if where is None else where[None]
     assert_draws(
-        results_of(plan, kept, words, *parameters, rng=rng), x[None], words[None], labels, of_row, mask
+        run_row(plan, kept, words, *parameters, rng=rng)[1], x[None], words[None], labels, of_row, mask
     )
-    assert_cutoffs(results_of(plan, kept, None, *parameters, rng=rng), x[None], labels, of_row, mask)
+    assert_cutoffs(run_row(plan, kept, None, *parameters, rng=rng)[1], x[None], labels, of_row, mask)
 
 
 def assert_all_right(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
@@ -161,7 +152,7 @@ def test_ptx_of_zeros_is_fast(row, dtype, more):
     plan = plan_of(v, dtype, 2, 1)
     parameters = 1.0, v, 0.7, 0.0
     zeros, others = (np.resize(np.array(of, dtype), v) for of in (row, [3, 2]))
-    machines = [machine_of(plan, x, None, *parameters) for x in (zeros, others)]
+    machines = [run_row(plan, x, None, *parameters)[0] for x in (zeros, others)]
     barriers = [machine.arrived.max() for machine in machines]  # arrivals at the cluster's barrier
     assert barriers[0] == barriers[1] + more
     assert_right(plan, zeros, WORDS_OF_ONE, parameters, [str(row)])
@@ -179,7 +170,7 @@ def test_ptx_of_sorted_rows():
     assert v // count > plan.list_size
     x = np.random.default_rng(0).standard_normal(v).astype(F32)
     rows = x, np.sort(x), -np.sort(-x)
-    barriers = [machine_of(plan, row, None, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
+    barriers = [run_row(plan, row, None, 1.0, 5, 0.9, 0.0)[0].arrived.max() for row in rows]
     assert barriers[1:] == [barriers[0] + 2] * 2
     # Among the 39 combinations of a row, this picks one with top_k = 5 and one with all filters.
     assert_all_right(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)

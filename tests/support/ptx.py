@@ -1,4 +1,5 @@
-"""Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, with branches, barriers and shared memory.
+"""Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, with branches, barriers, shared memory, and
+arrays in device memory.
 
 Threads of a warp at the same instruction run it together, and threads that lag behind run first. A warp that is chosen
 at random runs for a while and then another one, or all warps run together, which is faster. Threads run until they
@@ -33,6 +34,8 @@ _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equ
             "ge": np.greater_equal}  # fmt: skip
 _OF_WARP = ("shfl", "redux", "vote")
 _PEER = 24  # bits of an address in shared memory; the bits above hold the number of another CTA, plus one
+_DEVICE = 32  # bits of an address in device memory; the bits above hold the number of an array, plus one
+_MOST_BYTES = 16  # of an access
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that min.NaN and max.NaN return for any NaN
 _UNSET = 0xABCDEF  # bits of a register that was not written yet
 # How likely another warp runs next, while the last one could go on. Without one barrier of `ranking_ptx`, 10 of 32
@@ -44,6 +47,24 @@ _PREDICATE = re.compile(r"^\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", re.S)
 _ARGUMENT = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)")
 
 
+class Device:
+    """A copy of an array in device memory. Accesses outside of the array fail.
+
+    Args:
+      array: the array.
+      offset: the array starts this number of bytes, a multiple of its itemsize, after a multiple of 256 bytes.
+
+    Attributes:
+      array: the copy, which the program changes.
+    """
+
+    def __init__(self, array, offset=0):
+        self.start, self.end = offset, offset + array.nbytes
+        self.memory = np.zeros(-(-self.end // _MOST_BYTES) * _MOST_BYTES, "u1")
+        self.array = self.memory[self.start : self.end].view(array.dtype).reshape(array.shape)
+        self.array[...] = array
+
+
 def run(code, memory, **operands):
     """Runs the text in one CTA with one warpgroup and returns the machine. `memory` is shared memory, as bytes."""
     machine = Machine(code, memory[None], WARPGROUP, operands, np.random.default_rng(0))
@@ -52,36 +73,40 @@ def run(code, memory, **operands):
 
 
 class Machine:
-    """A cluster that runs one text.
+    """Clusters of CTAs that run one text.
 
     Args:
       code: the text; <name> stands for an operand.
-      memory: (CTAs, bytes), the shared memory, which the program changes.
+      memory: (CTAs of all clusters, bytes), the shared memory, which the program changes.
       threads: number of threads of a CTA.
-      operands: by name, a number for all, or an array with one for each CTA or for each thread.
+      operands: by name, a number for all, or an array with one for each CTA or for each thread. A `Device` stands for
+        its address.
       rng: chooses the warp that runs next; if None, all warps run together.
+      clusters: number of clusters.
 
     Attributes:
-      registers: (threads of the cluster,) uint64 by name.
-      stored: 32-bit words that were written to device memory, by address.
+      registers: (threads of all clusters,) uint64 by name.
       steps: number of instructions run, each by many threads.
     """
 
-    def __init__(self, code, memory, threads, operands, rng=None):
+    def __init__(self, code, memory, threads, operands, rng=None, clusters=1):
         self.program, self.labels = _parse(str(code))
         self.memory, self.rng = memory, rng
-        self.ctas, self.threads = len(memory), threads
-        self.cta = np.arange(self.ctas * threads) // threads
-        self.stored, self.steps = {}, 0
-        thread = np.arange(self.ctas * threads) % threads
+        self.ctas, self.threads = len(memory) // clusters, threads  # of a cluster, of a CTA
+        self.cta = np.arange(len(memory) * threads) // threads
+        self.devices, self.steps = [], 0
+        thread = np.arange(len(memory) * threads) % threads
         self.registers = {
             "%tid.x": thread.astype(np.uint64),
             "%thread": (thread % WARPGROUP).astype(np.uint64),
             "%lanemask_lt": ((1 << thread % LANES) - 1).astype(np.uint64),
         }
         for name, number in operands.items():
+            if isinstance(number, Device):
+                self.devices.append(number)
+                number = (len(self.devices) << _DEVICE) + number.start
             per_thread = (
-                number if np.size(number) == len(self.cta) else np.broadcast_to(number, self.ctas)[self.cta]
+                number if np.size(number) == len(self.cta) else np.broadcast_to(number, len(memory))[self.cta]
             )
             self.write(f"%{name}", slice(None), per_thread)
 
@@ -142,7 +167,8 @@ class Machine:
         _, op, arguments = self.program[place]
         here = self.waiting & (self.at == place)
         if op[0] == "barrier":  # the cluster's barrier
-            ready = here & (self.arrived.min() > self.waited)
+            arrivals = self.arrived.reshape(-1, self.ctas * self.threads).min(1)
+            ready = here & (np.repeat(arrivals, self.ctas * self.threads) > self.waited)
             self.waited[ready] += 1
         else:
             together = LANES if op[0] in _OF_WARP or op[1] == "warp" else self.threads
@@ -182,7 +208,12 @@ class Machine:
             case "fence":
                 return
             case "cp" if "prefetch" in op:
-                return
+                at, size = (
+                    self.value(arguments[0].strip("[]"), group, "u64"),
+                    self.value(arguments[1], group, "u32"),
+                )
+                for byte in (0, size - _MOST_BYTES):  # the first and the last 16 bytes
+                    self._in_device(op, at.astype(np.int64) + byte, _MOST_BYTES, group, op)
             case "barrier":
                 self.arrived[group] += 1
             case "ld" | "st" | "red" | "atom":
@@ -230,23 +261,13 @@ class Machine:
         names = _names(data)
         base, _, offset = address.strip("[]").partition("+")
         at = self.value(base.strip(), group, "u64").astype(np.int64) + int(offset or 0)
-        if op[1] == "global":
-            assert op[0] == "st" and size == 4
-            for i, name in enumerate(names):
-                written = np.broadcast_to(self.value(name, group, "b32"), group.shape)
-                self.stored.update(zip((at + 4 * i).tolist(), written.tolist()))
-            return
-        at &= 0xFFFFFFFF
-        cta, at = (at >> _PEER) - 1, at & ((1 << _PEER) - 1)
-        assert "shared_cluster" in op or (cta < 0).all(), f"an address of another CTA: {op} {arguments}"
-        cta = np.where(cta < 0, self.cta[group], cta)
-        span = size * len(names)
-        assert (at % span == 0).all(), f"misaligned: {op} {arguments}"
-        inside = (at + span <= self.memory.shape[1]) & (cta < self.ctas)
-        assert inside.all(), f"outside: {op} {arguments}"
-        memory = self.memory.view(f"u{size}")
+        where = f"{'.'.join(op)} {arguments}"
+        memory, *row, at = (self._in_device if op[1] == "global" else self._in_shared)(
+            op, at, size * len(names), group, where
+        )
+        memory = memory.view(f"u{size}")
         for i, name in enumerate(names):
-            place = cta, at // size + i
+            place = *row, at // size + i
             if op[0] == "ld":
                 self.write(name, group, memory[place])
                 continue
@@ -257,10 +278,31 @@ class Machine:
                 (np.maximum if "max" in op else np.add).at(memory, place, numbers)
             else:
                 before = []
-                for c, word, number in zip(*place, numbers):
-                    before.append(memory[c, word])
-                    memory[c, word] += number
+                for *of_row, word, number in zip(*place, numbers):
+                    before.append(memory[*of_row, word])
+                    memory[*of_row, word] += number
                 self.write(arguments[0], group, np.array(before))
+
+    def _in_shared(self, op, at, span, group, where):
+        """Returns the shared memory, and the CTA and the byte of each access. `span` is in bytes."""
+        at &= 0xFFFFFFFF
+        cta, at = (at >> _PEER) - 1, at & ((1 << _PEER) - 1)
+        assert "shared_cluster" in op or (cta < 0).all(), f"an address of another CTA: {where}"
+        own = self.cta[group]
+        assert (at % span == 0).all(), f"misaligned: {where}"
+        inside = (at + span <= self.memory.shape[1]) & (cta < self.ctas)
+        assert inside.all(), f"outside: {where}"
+        return self.memory, np.where(cta < 0, own, own // self.ctas * self.ctas + cta), at
+
+    def _in_device(self, op, at, span, group, where):
+        """Returns the memory of the array in device memory, and the byte of each access. `span` is in bytes."""
+        (number,) = np.unique(at >> _DEVICE)
+        assert 1 <= number <= len(self.devices), f"not in device memory: {where}"
+        device, at = self.devices[number - 1], at & ((1 << _DEVICE) - 1)
+        assert (at % span == 0).all(), f"misaligned: {where}"
+        inside = (at >= device.start) & (at + span <= device.end)
+        assert inside.all(), f"outside: {where}"
+        return device.memory, at
 
     def _exchange(self, op, arguments, group):
         """Runs an instruction that exchanges values between the lanes of a warp."""

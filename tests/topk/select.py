@@ -56,42 +56,41 @@ def assert_selected(values, indices, x, k, kept, fill, name):
     np.testing.assert_array_equal(values.view(bits), want.view(bits), err_msg=name)
 
 
+def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
+    """Does what `select_kernel._launch` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
+
+    Returns the values and the indices of each row, and the number of steps of the machine, which runs all rows at once.
+    """
+    rows, itemsize = len(x), x.dtype.itemsize
+    row = np.repeat(np.arange(rows), plan.ctas)
+    values, indices = (ptx.Device(np.zeros((rows, k), dtype)) for dtype in (x.dtype, "int32"))
+    operands = {"x": ptx.Device(np.asarray(x), offset * itemsize), "values": values, "indices": indices}
+    operands |= {"row": row, "part": np.arange(len(row)) % plan.ctas, "list": 0, "scratch": 8 * plan.capacity}
+    operands["length"] = plan.vocab if lengths is None else np.resize(np.asarray(lengths), rows)[row]
+    if mask is not None:
+        operands |= {
+            "mask": ptx.Device(np.asarray(mask.array), offset),
+            "mask_row": np.asarray(mask.row(row)),
+        }
+    bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
+    program = select_program(plan, x.dtype, mask is not None, bits)
+    memory = np.full((len(row), plan.smem_bytes), 0xCD, "u1")
+    machine = ptx.Machine(program, memory, plan.threads, operands, rng, clusters=rows)
+    machine.run()
+    return values.array, indices.array, machine.steps
+
+
 def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fill=None, rng=None):
-    """Runs the program for one row in NumPy, `offset` elements after a multiple of 16 bytes.
+    """Runs the program for one row. Device memory has no more of the row and of the mask than the length.
 
     Returns the values, the indices and the number of steps.
     """
-    v, k, itemsize = plan.vocab, plan.k, x.dtype.itemsize
-    sizes = {
-        "list": 8 * plan.capacity,
-        "scratch": plan.scratch_bytes,
-        "x": x.nbytes + 32,
-        "values": k * itemsize,
-        "indices": 4 * k,
-        "mask": v,
-    }
-    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 128) * 128 for size in sizes.values())]).tolist()))
-    memory = np.full((plan.ctas, starts["mask"] + v + 64 - v % 16), 0xCD, "u1")
-    starts["x"] += offset * itemsize
-    memory[:, starts["x"] : starts["x"] + x.nbytes] = x.view("u1")
-    if mask is not None:
-        memory[:, starts["mask"] : starts["mask"] + v] = mask.view("u1")
-    bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
-    # The machine has no device memory that can be read: each CTA has a copy of the row in its shared memory.
-    text = str(select_program(plan, x.dtype, mask is not None, bits)).replace(".global", ".shared")
-    numbers = {
-        "row": 0,
-        "part": np.arange(plan.ctas),
-        "mask_row": 0,
-        "length": v if length is None else length,
-    }
-    machine = ptx.Machine(text, memory, plan.threads, starts | numbers, rng)
-    machine.run()
-    values, indices = (
-        memory[0, starts[name] : starts[name] + sizes[name]].view(dtype)
-        for name, dtype in (("values", x.dtype), ("indices", "int32"))
-    )
-    return values, indices, machine.steps
+    whole = length is None
+    x, mask = (None if a is None else a[None] if whole else a[None, :length] for a in (x, mask))
+    mask = None if mask is None else folding.Mask(mask, lambda row: 0)
+    lengths = None if whole else np.array([length])
+    values, indices, steps = machine_launch(x, mask, lengths, plan.k, plan, fill, offset=offset, rng=rng)
+    return values[0], indices[0], steps
 
 
 def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret=INTERPRET):

@@ -96,23 +96,14 @@ def test_rank(k, n, kind):
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices[best])
 
 
-def lists_in_memory(rng, lists, k, kind, keys_at):
-    """Returns shared memory with sorted lists at address `keys_at`, their keys, and keys and indices of the k best."""
+def sorted_lists(rng, lists, k, kind):
+    """Returns the keys and indices of sorted lists, and the keys and indices of the k best."""
     keys, indices = keys_of(rng, lists * k, kind).reshape(lists, k), rng.permutation(10**6)[: lists * k]
     indices = indices.reshape(lists, k)
     order = np.lexsort((indices, -keys))
     keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
-    memory = np.zeros(SMEM, "u1")
-    words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
-    words(memory, keys_at + 4 * lists * k, lists * k, "int32")[:] = indices.ravel()
     best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
-    return memory, keys, keys.ravel()[best], indices.ravel()[best]
-
-
-def run_lists(code, memory, keys_at, lists, k, **operands):
-    # the machine can only load shared memory
-    code = str(code).replace("ld.global", "ld.shared")
-    ptx.run(code, memory, keys=keys_at, indices=keys_at + 4 * lists * k, row=0, **operands)
+    return keys, indices, keys.ravel()[best], indices.ravel()[best]
 
 
 @pytest.mark.parametrize("kind", ["anything", "special", *map(slow, ("few", "bfloat16 special"))])
@@ -123,17 +114,20 @@ def test_rank_lists(lists, k, kind):
     The first list belongs to another merge.
     """
     padded, capacity = -(-k // 128) * 128, max(256, 1 << (lists * k - 1).bit_length())
-    starts = np.cumsum([0, 8 * capacity, 4 * capacity, 8 * padded, 512, 4 * k]).tolist()
-    candidates, buckets, ranked, counts, first_list, keys_at = starts
-    memory, listed, keys, indices = lists_in_memory(np.random.default_rng(k), lists, k, kind, keys_at)
-    words(memory, first_list, k, "int32")[:] = 2**31 - 1
+    candidates, buckets, ranked, counts = np.cumsum([0, 8 * capacity, 4 * capacity, 8 * padded]).tolist()
+    listed, listed_indices, keys, indices = sorted_lists(np.random.default_rng(k), lists, k, kind)
     bound = max(listed[:, -(-k // lists) - 1].min(), listed[:, -1].max())
-    memory[:first_list] = 0xAB
+    memory = np.full(SMEM, 0xAB, "u1")
+    of_other_merge = np.full(k, 2**31 - 1)
+    in_device = {
+        name: ptx.Device(np.append(of_other_merge, of_lists).astype("int32"))
+        for name, of_lists in (("keys", listed), ("indices", listed_indices))
+    }
     scratch = {"candidates": candidates, "buckets": buckets, "ranked": ranked, "counts": counts}
     part = {"first": k, "n": lists * k, "bound": int(bound)}
     dtype = BF16 if kind.startswith("bf") else F32
     code = merge_kernel.rank_lists_program((lists + 1) * k, capacity, k, np.dtype(dtype))
-    run_lists(code, memory, first_list, lists, k, **scratch, **part)
+    ptx.run(code, memory, row=0, **in_device, **scratch, **part)
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
 

@@ -13,19 +13,37 @@ from tests.support.covering import first, first_values
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
-from tests.topk.select import LOWEST, PLANS, assert_rows, assert_selected, kept_of, machine_select, rows_of
+from tests.topk.select import (
+    LOWEST,
+    PLANS,
+    assert_rows,
+    assert_selected,
+    kept_of,
+    machine_launch,
+    machine_select,
+    rows_of,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]
 
 
-@pytest.mark.parametrize("name", first_values(2, NAMES))
 @pytest.mark.parametrize(("plan", "dtype"), first(2, PLANS), ids=str)
-def test_program(plan, dtype, name):
+def test_program(plan, dtype):
+    rows = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+    x = np.stack([*rows.values()])
+    values, indices, _ = machine_launch(x, None, None, plan.k, plan, None)
+    for i, (name, kept) in enumerate(zip(rows, kept_of(x))):
+        assert_selected(values[i], indices[i], x[i], plan.k, kept, LOWEST[dtype], name)
+
+
+@pytest.mark.parametrize("name", first_values(1, NAMES))
+@pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS), ids=str)
+def test_program_in_any_order(plan, dtype, name):
+    """Warps run in random order, unless they wait for each other."""
     x = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))[name]
-    for i, rng in enumerate((None, np.random.default_rng(0))):
-        values, indices, _ = machine_select(plan, x, offset=3 * i, rng=rng)
-        assert_selected(values, indices, x, plan.k, kept_of(x[None])[0], LOWEST[dtype], name)
+    values, indices, _ = machine_select(plan, x, offset=3, rng=np.random.default_rng(0))
+    assert_selected(values, indices, x, plan.k, kept_of(x[None])[0], LOWEST[dtype], name)
 
 
 @pytest.mark.parametrize("kind", ["length", "mask", "both"])
@@ -47,6 +65,21 @@ def test_masked_program(plan, dtype, kind):
         values, indices, _ = machine_select(plan, x, mask=mask, length=length, offset=1, fill=fill)
         (kept,) = kept_of(x[None], mask, None if length is None else [length])
         assert_selected(values, indices, x, k, kept, fill, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_any_address(masked, dtype):
+    """The machine refuses accesses outside of the row, which starts and ends anywhere between multiples of 16 bytes."""
+    dtype = jnp.dtype(dtype)
+    vec = 16 // dtype.itemsize
+    for offset in range(vec):
+        v = 2071 - 3 * offset
+        x = np.random.default_rng(v).standard_normal(v).astype(dtype)
+        mask = x > -1 if masked else None
+        values, indices, _ = machine_select(SelectPlan(v, 5, 1, 1, 2048, 1), x, mask=mask, offset=offset)
+        assert_selected(values, indices, x, 5, kept_of(x[None], mask)[0], LOWEST[dtype.name], f"{offset}")
 
 
 def test_few_steps():

@@ -92,22 +92,48 @@ class SelectProgram(ListProgram):
                         vector = words[4 * j : 4 * j + 4]
                         self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
                     done()
-            for j in range(self.loads):
-                self.read_checked(words[4 * j : 4 * j + 4], first + LANES * j)
+            self.read_checked(words, [first + LANES * j for j in range(self.loads)])
 
-    def read_checked(self, words: list[Value], vector: Value) -> None:
-        """Loads a vector. Elements outside of the part, and masked ones, become the lowest key."""
-        address, inside = self.base + self.multiply_wide(vector, ACCESS_BYTES), vector < self.end
+    def read_checked(self, words: list[Value], vectors: list[Value]) -> None:
+        """Loads vectors. Elements outside of the part, and masked ones, become the lowest key.
+
+        A vector with elements outside of the row is read element by element, since the array may end there.
+        """
+        parts = []
         for word in words:
             self.set(word, -1)
-        self.load_into(words, address, when=inside, space="global")
-        index = vector * self.vec - self.lead
+        for j, vector in enumerate(vectors):
+            own, address = words[4 * j : 4 * j + 4], self.base + self.multiply_wide(vector, ACCESS_BYTES)
+            inside, index = vector < self.end, vector * self.vec - self.lead
+            is_whole = inside & (index < self.length) & (index + (self.vec - 1) < self.length)
+            self.load_into(own, address, when=is_whole, space="global")
+            parts.append((own, address, index, inside, inside & ~is_whole))
+        for own, address, index, _, is_cut in parts:  # after all whole ones, which arrive meanwhile
+            with self.when(is_cut):
+                self.read_elements(own, address, index)
+        if self.masked:
+            for own, _, index, inside, _ in parts:
+                self.mask_elements(own, index, inside)
+
+    def read_elements(self, words: list[Value], address: Value, index: Value) -> None:
+        """Loads the elements of a vector that are in the row."""
+        element, kind = self.element, "u16" if self.element.halves else "s32"
+        lowest = element.all_ones if element.halves else -1
+        found = []
         for e in range(self.vec):
-            bits = self.element.all_ones << 8 * (e * self.element.itemsize % 4)
-            word, within = words[e * self.element.itemsize // 4], index + e < self.length
-            self.update(word, "or", bits, when=~within)
-            if self.masked:
-                self.update(word, "or", bits, when=self.is_masked(index + e, within & inside))
+            byte, within = e * element.itemsize, index + e < self.length
+            found.append(self.load(address, kind, offset=byte, when=within, default=lowest, space="global"))
+        if element.halves:
+            found = [self.join(*found[e : e + 2], "s32") for e in range(0, self.vec, 2)]
+        for word, bits in zip(words, found):
+            self.set(word, bits)
+
+    def mask_elements(self, words: list[Value], index: Value, inside: Value) -> None:
+        """Turns masked elements of a vector into the lowest key."""
+        for e in range(self.vec):
+            byte = e * self.element.itemsize
+            masked = self.is_masked(index + e, inside & (index + e < self.length))
+            self.update(words[byte // 4], "or", self.element.all_ones << 8 * (byte % 4), when=masked)
 
     def is_masked(self, index: Value, within: Value) -> Value:
         """Returns whether the mask leaves out an element of the row."""
@@ -123,16 +149,16 @@ class SelectProgram(ListProgram):
 
         If many sampled elements equal that one, the floor is the element itself.
         """
-        plan, words = self.plan, []
+        plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         sectors = self.vectors >> _log2(_SECTOR_VECTORS)
-        end, self.end = self.end, self.vectors  # the sample is of the whole row
         for i in range(plan.sample_vectors):  # sampled sectors have equal distances
             number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
             first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
-            vector = [self.fresh("s32") for _ in range(4)]
-            self.read_checked(vector, first | self.thread & (_SECTOR_VECTORS - 1))
-            words += vector
+            vectors.append(first | self.thread & (_SECTOR_VECTORS - 1))
+        words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
+        end, self.end = self.end, self.vectors  # the sample is of the whole row
+        self.read_checked(words, vectors)
         self.end = end
         a, b = plan.rank(self.element.itemsize)
         rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
@@ -277,7 +303,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
     """Returns the program. `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones."""
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
-        p.prefetch(p.first, PREFETCHED)
+        p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
     with p.when(p.warp.equals(0)):
         p.clear_histogram()
     p.barrier()

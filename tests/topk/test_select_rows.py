@@ -1,0 +1,90 @@
+"""The selection of rows of every kind: the program in NumPy (tests/support/ptx.py), and what is around it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_softmax._src.topk import mosaic_gpu, select_kernel
+from pallas_softmax._src.topk.select_plan import CHUNK, LEAST_CAPACITY, MAX_SELECTED, SelectPlan
+from tests.support import cases, oracle
+from tests.support.cases import ALL, BF16, F16, F32
+from tests.support.gpu import assert_top_k
+from tests.topk.select import machine_launch, rows_of
+
+FLOATS = [F32, BF16, F16]
+INTEGERS = [*map(np.dtype, ("int32", "uint32", "int16", "uint16", "int8", "uint8"))]
+MODES = ["plain", "where", "one mask", "mask of rows", "lengths", "both"]
+SEEDS = 36  # every dtype with every mode. benchmarks/results/NOTES.md has the result of 20,000 rows
+
+
+def integers(rng, v, dtype):
+    """Returns rows of integers. As floats, some of them are NaNs, infinities and subnormal numbers."""
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    anywhere, at = rng.integers(low, high, v, "int64", endpoint=True), np.arange(v)
+    rows = [
+        anywhere,
+        np.sort(anywhere),
+        -np.sort(-anywhere),
+        anywhere // 64,
+        np.full(v, low),
+        np.full(v, high),
+        np.where(at == v // 2, low + 1, low),
+        np.where(at % 7, high, low),
+        rng.integers(max(low, -3), min(high, 3), v, endpoint=True),
+    ]
+    return np.stack(rows).astype(dtype)
+
+
+def random_rows(seed, v, k, dtype):
+    """Returns 45 or more rows of every kind."""
+    if dtype in INTEGERS:
+        return np.concatenate([integers(np.random.default_rng([seed, i]), v, dtype) for i in range(5)])
+    return np.concatenate([cases.rows(ALL, v, dtype, seed), [*rows_of(v, k, dtype, seed).values()]])
+
+
+def random_plan(rng):
+    """Returns a plan of any kind; its lists have little room or much."""
+    v, ctas = int(np.exp(rng.uniform(5, 9.2))), int(rng.choice([1, 1, 2, 4]))
+    warpgroups, sample_vectors = map(int, rng.choice([1, 2, 4], 2))
+    k = int(np.exp(rng.uniform(0, np.log(min(v, MAX_SELECTED) + 1))))
+    least = k + CHUNK + (k if ctas > 1 else 0)
+    capacity = max(least, int(rng.choice([least, 3 * k, LEAST_CAPACITY])))
+    return SelectPlan(v, k, ctas, warpgroups, -(-capacity // 32) * 32, sample_vectors)
+
+
+def spoiled(rng, mode, x):
+    """Returns x with NaN and infinities where masked; what is unmasked; `where` and `lengths` as JAX arrays."""
+    where = lengths = None
+    rows, v = x.shape
+    if mode in ("where", "one mask", "mask of rows", "both"):
+        shape = (rows if mode in ("where", "mask of rows") else 1, 1 if mode == "mask of rows" else v)
+        where = rng.random(shape) < rng.choice([0.01, 0.5, 0.95], (shape[0], 1))
+    if mode in ("lengths", "both"):
+        lengths = rng.integers(-9, v + 9, rows).astype("int32")
+        lengths[: rows // 3] = rng.integers(0, min(v, 40), rows // 3)
+    if where is None and lengths is None:
+        return x, None, None, None
+    kept = oracle.within(x, np.full(rows, v) if lengths is None else lengths, where)
+    where = None if where is None else jnp.asarray(where)
+    lengths = None if lengths is None else jnp.asarray(lengths)[:, None]
+    return cases.spoil_masked(x, kept), kept, where, lengths
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_rows(monkeypatch, seed):
+    """The winners as they are, bit by bit; x begins and ends anywhere between multiples of 16 bytes."""
+    rng = np.random.default_rng(seed)
+    plan, dtype = random_plan(rng), [*2 * FLOATS, *INTEGERS][seed % 12]
+    mode, is_sorted = "plain" if dtype in INTEGERS else MODES[(seed + seed // 12) % 6], bool(rng.integers(2))
+    x, kept, *masking = spoiled(rng, mode, random_rows(seed, plan.vocab, plan.k, dtype))
+    offset = int(rng.integers(16 // dtype.itemsize))
+
+    def launch(*args):
+        return machine_launch(*args, offset=offset)[:2]
+
+    monkeypatch.setattr(select_kernel, "_launch", launch)
+    got = mosaic_gpu.select(plan, jnp.asarray(x), *masking, k=plan.k, sorted=is_sorted)
+    names = [f"row {i} of {plan}, {dtype}, {mode}, sorted: {is_sorted}" for i in range(len(x))]
+    assert_top_k(got, x, plan.k, names, kept, is_sorted)
