@@ -12,9 +12,10 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.networks import LOWEST
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
+from pallas_softmax._src.gpu.tiles import TileProgram
 
 
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
