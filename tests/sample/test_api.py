@@ -748,7 +748,6 @@ traced = jax.jit(lambda parameters: sample(KEY, X[0], **parameters))
         ({"axis": 2}, ValueError, "axis 2 is out of bounds"),
         ({"axis": (0, 1)}, TypeError, "axis must be an integer"),
         ({"axis_name": "v"}, ValueError, "axis_name must name mesh axes"),
-        ({"implementation": "cuda"}, ValueError, "implementation must be None"),
         ({"mode": "highest of all"}, ValueError, "mode must be None or one of"),
         ({"key": 0}, TypeError, "key must be a key of jax.random"),
         ({"key": KEYS}, ValueError, r"key must be one key or have the batch shape \(3,\), got \(2, 3\)"),
