@@ -275,12 +275,12 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
     results: Any = derivatives.per_token(static, x, w, bias, tokens)
     losses, logsumexp = results
-    losses = _of_kept(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
+    losses = _zero_if_left_out(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
-    return losses, _of_kept(tokens, jax.lax.stop_gradient(logsumexp))
+    return losses, _zero_if_left_out(tokens, jax.lax.stop_gradient(logsumexp))
 
 
-def _of_kept(tokens: Tokens, results):
+def _zero_if_left_out(tokens: Tokens, results):
     """Returns the results, 0 for tokens that are left out."""
     if tokens.kept is None:
         return results
@@ -303,8 +303,8 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     found: Any = derivatives.per_token(static, x, w, bias, tokens)
     *floats, bits = found
-    log_probs, entropy, logsumexp = (_of_kept(tokens, differentiable_if_finite(a)) for a in floats)
-    argmax = _of_kept(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
+    log_probs, entropy, logsumexp = (_zero_if_left_out(tokens, differentiable_if_finite(a)) for a in floats)
+    argmax = _zero_if_left_out(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
 

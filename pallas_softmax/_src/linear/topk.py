@@ -137,8 +137,8 @@ def _projection_topk(
         def step(chunk: Chunk, found: TopK) -> TopK:
             z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
             arrays = z, None, chunk.slice(tokens.divisor)[:, None]
-            of_chunk, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
-            return chunk.put(found, vary(TopK(*of_chunk), x, w, tokens)[0])
+            best, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
+            return chunk.put(found, vary(TopK(*best), x, w, tokens)[0])
 
         return over_chunks(n, chunk_rows(n, vocab, dtype.itemsize, workspace_bytes), step, none(n)), None
 

@@ -273,8 +273,8 @@ def _add_step(
         insert_ptx(p, refs, {"step": step})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    factors = dict(zip(("scale", "again"), scale if isinstance(scale, Scale) else (scale,)))
-    factors["scale"] = factors["scale"] * LOG2_E
+    first, *again = scale if isinstance(scale, Scale) else (scale,)
+    factors = {"log2_scale": first * LOG2_E} | dict(zip(["again"], again))
     p.set(new_m, p.max(p.reduce("max", largest), m))
     s = p.select(new_m.equals(-math.inf), 0.0, new_m)
 
