@@ -82,7 +82,7 @@ def linear_topk(
 def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> TopK:
     name = options.function
     x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
-    k = arguments.count_in_row(name, "k", k, vocab)
+    k = arguments.winners(name, k, vocab)
     log = arguments.static_bool(name, "log", log)
     dtype, batch = widen(x).dtype, x.shape[:-1]
     if where is not None:

@@ -16,8 +16,7 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.plan import plan_by
 from pallas_softmax._src.topk.xla import TopK, within
 from pallas_softmax._src.triton import checks
-from pallas_softmax._src.triton.launch import launch
-from pallas_softmax._src.triton.masks import mask_arguments
+from pallas_softmax._src.triton.launch import launch, mask_arguments
 from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_in, merge_warps, plan_topk
 
 
