@@ -326,10 +326,6 @@ def test_64_bit_dtypes_warn_like_jax():
         assert topk(X, 2, dtype=float).values.dtype == jnp.float32
 
 
-def test_a_numpy_bool_is_a_bool():
-    assert topk(X, 1, log=np.bool_(True)).values[0, 0] < 0
-
-
 # --- Forward mode, which linear_* do not support -------------------------------------------------------
 
 

@@ -487,18 +487,6 @@ def test_float16_gradient_of_a_tiny_cotangent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_under_strict_promotion(dtype):
-    x, w, labels, bias = arrays(6, 8, 100, dtype, bias=True)
-    with jax.numpy_dtype_promotion("strict"):
-        for loss in (ps.linear_cross_entropy, lambda *args, **kw: ps.linear_log_probs(*args, **kw).sum()):
-            got = jax.grad(lambda x, loss=loss: loss(x, w, labels, bias=bias))
-            with jax.numpy_dtype_promotion("standard"):
-                want = jax.jit(got)(x)
-            np.testing.assert_allclose(got(x).astype("float32"), want.astype("float32"), rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transpose_w", [False, True])
 def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
     """The CPU takes the path for large V. The last block of columns overlaps the block before."""
@@ -912,11 +900,6 @@ def test_export_of_any_depth():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
     with pytest.raises(NotImplementedError, match="V=v is symbolic"):
         jax.export.export(jax.jit(loss))(x, jax.ShapeDtypeStruct((d, v), "float32"), labels)
-
-
-def test_forward_mode_raises():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
 
 
 def test_second_derivatives_raise():
