@@ -1,4 +1,4 @@
-"""Five calls of this package and of plain JAX, checked and timed: python -m benchmarks.quick_start
+"""Are five calls right, and how fast are they here? python -m benchmarks.quick_start
 
 The calls are a softmax, a top-k, a draw, a gate, and a loss with its gradients. On a GPU they have the sizes of the
 table in README.md, elsewhere small ones. The other benchmarks check and time them, and this one shows one table.

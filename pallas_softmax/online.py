@@ -108,10 +108,10 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
     """
     _check_of("scan", of)
     x, axes = _row_axes("scan", x, (axis,))
-    return lax.associative_scan(normalizers.combine, _of_each(x, of), axis=axes[0])
+    return lax.associative_scan(normalizers.combine, _single(x, of), axis=axes[0])
 
 
-def _of_each(x: jax.Array, of: type[Sums]) -> Sums:
+def _single(x: jax.Array, of: type[Sums]) -> Sums:
     """Returns the normalizer of each logit by itself: m is the logit, d is 1 if it is finite, and t is 0."""
     d = jnp.exp(x - normalizers.shift(x))
     return of._make((x, d, 0 * d)[: len(of._fields)])

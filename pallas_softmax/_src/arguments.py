@@ -356,10 +356,10 @@ def static_int(function: str, name: str, value) -> int:
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
 
 
-def count_in_row(function: str, name: str, value, length) -> int:
-    """Returns `value`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
-    number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
-    wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
+def winners(function: str, k, length) -> int:
+    """Returns `k`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
+    number: Any = k if export.is_symbolic_dim(k) else static_int(function, "k", k)
+    wanted = f"{function}: k must be from 0 to the row's length {length}, got {k}"
     try:
         if 0 <= number <= length:
             return number

@@ -76,10 +76,10 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
     """
     if where is None:
         return None
-    of_batch, of_row = where.shape[:batch], where.shape[batch:]
-    if any(size > 1 for size in of_row):  # a row of the mask must be whole, or one element
-        where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
-    return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
+    batch_shape, row_shape = where.shape[:batch], where.shape[batch:]
+    if any(size > 1 for size in row_shape):  # a row of the mask must be whole, or one element
+        where = jnp.broadcast_to(where, (*batch_shape, *shape[batch:]))
+    return Mask(where.reshape(math.prod(batch_shape), -1), mask_rows(batch_shape, shape[:batch]))
 
 
 def fold(
@@ -95,15 +95,15 @@ def fold(
     batch = tuple(a for a in range(len(shape)) if a not in axes)
     order = (*batch, *axes)
     transposed = tuple(shape[a] for a in order)
-    of_batch, of_row = transposed[: len(batch)], transposed[len(batch) :]
+    batch_shape, row_shape = transposed[: len(batch)], transposed[len(batch) :]
     mask = fold_mask(None if where is None else where.transpose(order), transposed, len(batch))
 
     def unfold(result):
-        kept = of_row if result.size == arrays[0].size else (1,) * len(axes)
+        kept = row_shape if result.size == arrays[0].size else (1,) * len(axes)
         back = [order.index(a) for a in range(len(shape))]
-        return result.reshape(*of_batch, *kept).transpose(back)
+        return result.reshape(*batch_shape, *kept).transpose(back)
 
-    return [a.transpose(order).reshape(-1, math.prod(of_row)) for a in arrays], mask, unfold
+    return [a.transpose(order).reshape(-1, math.prod(row_shape)) for a in arrays], mask, unfold
 
 
 def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:

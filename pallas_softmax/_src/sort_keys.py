@@ -53,13 +53,20 @@ INTEGERS_AS_FLOATS = {
 
 
 def as_floats(x: jax.Array) -> jax.Array:
-    """Returns floats in the order of the integers `x`, also as sort keys. NaNs and subnormal numbers are among them."""
+    """Returns floats in the order of the integers `x`, also as sort keys. NaNs and subnormal numbers are among them.
+
+    Floats stay as they are.
+    """
+    if x.dtype.name not in INTEGERS_AS_FLOATS:
+        return x
     dtype = INTEGERS_AS_FLOATS[x.dtype.name]
     return from_key(key(x).astype(_int_dtype(dtype)), dtype)
 
 
 def from_floats(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the integers that `as_floats` turned into `x`."""
+    """Returns the numbers of this dtype that `as_floats` turned into `x`."""
+    if jnp.dtype(dtype).name not in INTEGERS_AS_FLOATS:
+        return x
     signed = key(x).astype(_int_dtype(dtype))
     if jnp.issubdtype(dtype, jnp.signedinteger):
         return signed

@@ -2,13 +2,19 @@
 
 import contextlib
 import csv
+import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from absl.flags import FLAGS
 
+import benchmarks
 from benchmarks.support import plot, timing
+
+NAMES = [file.stem for file in sorted(Path(benchmarks.__path__[0]).glob("*.py"))]
+MODULES = [importlib.import_module(f"benchmarks.{name}") for name in NAMES if not name.startswith("__")]
 
 
 @contextlib.contextmanager

@@ -11,24 +11,10 @@ import pytest
 from absl.flags import IllegalFlagValueError, UnrecognizedFlagError
 
 from benchmarks import __main__ as both
-from benchmarks import (
-    accuracy,
-    beam_search,
-    linear,
-    paper,
-    programs,
-    quick_start,
-    route,
-    sample,
-    serve,
-    sharded,
-    softmax,
-    topk,
-    verify,
-)
+from benchmarks import beam_search, paper, softmax, topk
 from benchmarks.support import cases
 from pallas_softmax import paper as algorithms
-from tests.benchmarks.conftest import flags_of
+from tests.benchmarks.conftest import MODULES, flags_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -63,28 +49,8 @@ def test_lists_become_tuples(parse):
     assert (found.shapes, found.axis, found.vocab) == (((4, 5),), (-1,), (4096, 32000))
 
 
-MODULES = (
-    accuracy,
-    beam_search,
-    linear,
-    paper,
-    programs,
-    quick_start,
-    route,
-    sample,
-    serve,
-    sharded,
-    softmax,
-    verify,
-)
-MODULES += (topk,)
 BINARIES = {"benchmarks": both} | {module.__name__: module for module in MODULES}
 FLAG_FILES = sorted((ROOT / "configs").glob("*.flags"))
-
-
-def test_every_benchmark_is_a_binary():
-    files = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__"}
-    assert {f"benchmarks.{name}" for name in files} | {"benchmarks"} == set(BINARIES)
 
 
 @pytest.mark.slow

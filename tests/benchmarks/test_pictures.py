@@ -9,20 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as both
-from benchmarks import (
-    accuracy,
-    beam_search,
-    linear,
-    paper,
-    programs,
-    sample,
-    serve,
-    sharded,
-    softmax,
-    topk,
-    verify,
-)
+from benchmarks import linear, softmax, topk
 from benchmarks.support import flags, plot, redraw, result
+from tests.benchmarks.conftest import MODULES
 from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
 
@@ -224,22 +213,8 @@ def test_numbers(value, text):
 
 
 def test_help_lists_every_benchmark():
-    modules = [
-        accuracy,
-        beam_search,
-        linear,
-        paper,
-        programs,
-        sample,
-        serve,
-        sharded,
-        softmax,
-        topk,
-        verify,
-        redraw,
-    ]
     lines = (both.__doc__ or "").splitlines()  # absl prints the docstring
-    for module in modules:
+    for module in [*MODULES, redraw]:
         what = (module.__doc__ or "").split(" python -m")[0].rstrip(":")
         found = [line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{module.__name__} ")]
         assert found == [what]

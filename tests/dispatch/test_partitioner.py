@@ -342,5 +342,7 @@ def test_program_of_a_gpu(name):
         with mlir.make_ir_context():
             modules.append(str(mlir.ir.Module.parse(module)))
     assert modules
-    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), "a whole array"
+    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), (
+        "a whole array"
+    )
     assert {kernel for module in modules for kernel in kernel_names(module)} == KERNELS[name]

@@ -487,18 +487,6 @@ def test_float16_gradient_of_a_tiny_cotangent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_under_strict_promotion(dtype):
-    x, w, labels, bias = arrays(6, 8, 100, dtype, bias=True)
-    with jax.numpy_dtype_promotion("strict"):
-        for loss in (ps.linear_cross_entropy, lambda *args, **kw: ps.linear_log_probs(*args, **kw).sum()):
-            got = jax.grad(lambda x, loss=loss: loss(x, w, labels, bias=bias))
-            with jax.numpy_dtype_promotion("standard"):
-                want = jax.jit(got)(x)
-            np.testing.assert_allclose(got(x).astype("float32"), want.astype("float32"), rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transpose_w", [False, True])
 def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
     """The CPU takes the path for large V. The last block of columns overlaps the block before."""
@@ -716,16 +704,11 @@ def test_topk_and_bad_input():
         (TypeError, "k must be an integer, got 1.0", {"k": 1.0}),
         (TypeError, "log must be True or False, got 1", {"log": 1}),
         (ValueError, "temperature must be 0, or from 1e-37 to 1e37, got -1.0", {"temperature": -1.0}),
-        (
-            ValueError,
-            r"temperature must be a scalar or broadcast .*\(3,\), got \(2,\)",
-            {"temperature": np.ones(2)},
-        ),
+        (ValueError, r"temperature must be .* broadcast .*\(3,\), got \(2,\)", {"temperature": np.ones(2)}),
         (ValueError, "workspace_bytes must be positive, got 0", {"workspace_bytes": 0}),
         (ValueError, r"w \(V, D\) for transpose_w=True", {"transpose_w": True}),
         (ValueError, "softcap must be", {"softcap": -1}),
         (NotImplementedError, "cannot run topk", {"implementation": "mosaic_gpu"}),
-        (ValueError, "implementation must be", {"implementation": "cuda"}),
     ):
         with pytest.raises(error, match=f"linear_topk: .*{match}"):
             ps.linear_topk(X, W, **{"k": 2, **keywords})
@@ -919,11 +902,6 @@ def test_export_of_any_depth():
         jax.export.export(jax.jit(loss))(x, jax.ShapeDtypeStruct((d, v), "float32"), labels)
 
 
-def test_forward_mode_raises():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
-
-
 def test_second_derivatives_raise():
     for reduction in ("mean", None):
         f = jax.grad(lambda x, of=reduction: jnp.sum(ps.linear_cross_entropy(x, W, L, reduction=of)))
@@ -991,69 +969,42 @@ def test_explain_and_named_implementations():
 
 X, W, L = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jnp.zeros(3, jnp.int32)
 BAD = [
-    (TypeError, "x must be of float16", (X.astype(int), W, L), {}),
-    (TypeError, "one dtype, got float32 and bfloat16", (X, W.astype("bfloat16"), L), {}),
-    (TypeError, "labels must be integers, got float32", (X, W, L.astype("float32")), {}),
-    (TypeError, "labels must be an array", (X, W, [0, 1, 2]), {}),
-    (ValueError, r"w \(D, V\) for transpose_w=False, got \(3, 4\) and \(5, 4\)", (X, W.T, L), {}),
-    (ValueError, r"w \(V, D\) for transpose_w=True", (X, W, L), {"transpose_w": True}),
-    (ValueError, r"labels must have the shape .*\(3,\), got \(2,\)", (X, W, L[:2]), {}),
-    (ValueError, r"bias must have the shape \(5,\), got \(4,\)", (X, W, L), {"bias": jnp.zeros(4)}),
-    (TypeError, "bias must be of", (X, W, L), {"bias": jnp.zeros(5, int)}),
-    (ValueError, "where must be None or boolean", (X, W, L), {"where": jnp.ones(3)}),
-    (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
-    (
-        TypeError,
-        "token_weights must be None or of real numbers, got dtype bool",
-        (X, W, L),
-        {"token_weights": jnp.ones(3, bool)},
-    ),
-    (
-        TypeError,
-        "token_weights must be None or of real numbers, got dtype complex64",
-        (X, W, L),
-        {"token_weights": jnp.ones(3, "complex64")},
-    ),
-    (TypeError, "token_weights must be an array", (X, W, L), {"token_weights": [1, 2, 3]}),
-    (
-        ValueError,
-        r"token_weights must be a scalar or broadcast .*\(3,\), got \(2,\)",
-        (X, W, L),
-        {"token_weights": jnp.ones(2), "reduction": None},
-    ),
-    *(
-        (ValueError, "softcap must be None or from 1e-37 to 1e37", (X, W, L), {"softcap": softcap})
-        for softcap in (-1, 1e38, 1e-40)
-    ),
-    (ValueError, "softcap must be within the range of floats", (X, W, L), {"softcap": 10**400}),
-    (ValueError, r"softcap must be None or from .*, got shape \(3,\)", (X, W, L), {"softcap": np.ones(3)}),
-    (TypeError, "softcap must be an array or a scalar, got '3'", (X, W, L), {"softcap": "3"}),
-    (TypeError, "labels must be an array", (X, W, None), {"reduction": None}),
-    (ValueError, r"w must have at least one column, got \(D, V\) = \(4, 0\)", (X, W[:, :0], L), {}),
-    (
-        ValueError,
-        r"z_loss must be a scalar or broadcast .*\(3,\), got \(2,\)",
-        (X, W, L),
-        {"z_loss": np.ones(2)},
-    ),
-    (
-        ValueError,
-        "label_smoothing must be from 0 to 1, got 1.5",
-        (X, W, L),
-        {"label_smoothing": 1.5},
-    ),
-    (ValueError, "z_loss must be a finite number of 0 or more, got -0.1", (X, W, L), {"z_loss": -0.1}),
-    (ValueError, "reduction must be 'mean', 'sum' or None, got 'none'", (X, W, L), {"reduction": "none"}),
-    (ValueError, "workspace_bytes must be positive, got 0", (X, W, L), {"workspace_bytes": 0}),
-    (ValueError, "axis_name must name mesh axes", (X, W, L), {"axis_name": "v"}),
-    (ValueError, "implementation must be", (X, W, L), {"implementation": "cuda"}),
+    (TypeError, "x must be of float16", {"x": X.astype(int)}),
+    (TypeError, "one dtype, got float32 and bfloat16", {"w": W.astype("bfloat16")}),
+    (TypeError, "labels must be integers, got float32", {"labels": L.astype("float32")}),
+    (TypeError, "labels must be an array or a scalar, got", {"labels": [0, 1, 2]}),
+    (TypeError, "labels must be an array or a scalar, got None", {"labels": None, "reduction": None}),
+    (ValueError, r"w \(D, V\) for transpose_w=False, got \(3, 4\) and \(5, 4\)", {"w": W.T}),
+    (ValueError, r"w \(V, D\) for transpose_w=True", {"transpose_w": True}),
+    (ValueError, r"w must have at least one column, got \(D, V\) = \(4, 0\)", {"w": W[:, :0]}),
+    (ValueError, r"labels must have the shape .*\(3,\), got \(2,\)", {"labels": L[:2]}),
+    (ValueError, r"bias must have the shape \(5,\), got \(4,\)", {"bias": jnp.zeros(4)}),
+    (TypeError, "bias must be of", {"bias": jnp.zeros(5, int)}),
+    (ValueError, "where must be None or boolean", {"where": jnp.ones(3)}),
+    (ValueError, "where of shape", {"where": jnp.ones(2, bool)}),
+    (TypeError, "token_weights must be None or of .*, got dtype bool", {"token_weights": L > 0}),
+    (TypeError, "token_weights must be None or of .*, got dtype complex64", {"token_weights": L * 1j}),
+    (TypeError, "token_weights must be an array", {"token_weights": [1, 2, 3]}),
+    (ValueError, r"token_weights must be a scalar or .*\(3,\), got \(2,\)", {"token_weights": jnp.ones(2)}),
+    (ValueError, "softcap must be None or from 1e-37 to 1e37, got -1", {"softcap": -1}),
+    (ValueError, r"softcap must be None or from 1e-37 to 1e37, got 1e\+38", {"softcap": 1e38}),
+    (ValueError, "softcap must be None or from 1e-37 to 1e37, got 1e-40", {"softcap": 1e-40}),
+    (ValueError, "softcap must be within the range of floats", {"softcap": 10**400}),
+    (ValueError, r"softcap must be None or from .*, got shape \(3,\)", {"softcap": np.ones(3)}),
+    (TypeError, "softcap must be an array or a scalar, got '3'", {"softcap": "3"}),
+    (ValueError, r"z_loss must be a scalar or broadcast .*\(3,\), got \(2,\)", {"z_loss": np.ones(2)}),
+    (ValueError, "z_loss must be a finite number of 0 or more, got -0.1", {"z_loss": -0.1}),
+    (ValueError, "label_smoothing must be from 0 to 1, got 1.5", {"label_smoothing": 1.5}),
+    (ValueError, "reduction must be 'mean', 'sum' or None, got 'none'", {"reduction": "none"}),
+    (ValueError, "workspace_bytes must be positive, got 0", {"workspace_bytes": 0}),
+    (ValueError, "axis_name must name mesh axes", {"axis_name": "v"}),
 ]
 
 
-@pytest.mark.parametrize(("error", "match", "args", "keywords"), BAD, ids=[bad[1] for bad in BAD])
-def test_bad_input(error, match, args, keywords):
-    with pytest.raises(error, match=match):
-        ps.linear_cross_entropy(*args, **keywords)
+@pytest.mark.parametrize(("error", "match", "changes"), BAD, ids=[bad[1] for bad in BAD])
+def test_bad_input(error, match, changes):
+    with pytest.raises(error, match=f"linear_cross_entropy: .*{match}"):
+        ps.linear_cross_entropy(**{"x": X, "w": W, "labels": L} | changes)
 
 
 def test_softcap_must_not_be_traced():

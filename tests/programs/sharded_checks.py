@@ -882,7 +882,9 @@ def by_heads(op, heads):
         y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
         return y.reshape(-1), ()
 
-    width = 2**14 if op == "sample" else 128  # 256 entries of each shard are gathered: little only of a long row
+    width = (
+        2**14 if op == "sample" else 128
+    )  # 256 entries of each shard are gathered: little only of a long row
 
     def rows(x):
         x = x.reshape(8, heads, width)

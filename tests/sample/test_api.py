@@ -764,7 +764,6 @@ def test_a_traced_top_k_of_64_bits_never_wraps(x64):
         ({"axis": 2}, ValueError, "axis 2 is out of bounds"),
         ({"axis": (0, 1)}, TypeError, "axis must be an integer"),
         ({"axis_name": "v"}, ValueError, "axis_name must name mesh axes"),
-        ({"implementation": "cuda"}, ValueError, "implementation must be None"),
         ({"mode": "highest of all"}, ValueError, "mode must be None or one of"),
         ({"key": 0}, TypeError, "key must be a key of jax.random"),
         ({"key": KEYS}, ValueError, r"key must be one key or have the batch shape \(3,\), got \(2, 3\)"),
@@ -780,15 +779,6 @@ def test_bad_input(arguments, error, message):
     arguments = {"key": KEY, "logits": X[0]} | arguments
     with pytest.raises(error, match=message):
         sample(arguments.pop("key"), arguments.pop("logits"), **arguments)
-
-
-@pytest.mark.slow
-def test_a_large_top_k_and_scalars_of_all_types():
-    """A top_k beyond int32 keeps everything."""
-    want = sample(KEY, X[0])
-    for top_k in (2**40, np.int64(2**40), 300):
-        jax.tree.map(np.testing.assert_array_equal, sample(KEY, X[0], top_k=top_k).indices, want.indices)
-    sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))
 
 
 @pytest.mark.parametrize("filters", [slow({"top_k": 9}), slow({"top_p": 0.9}), {"min_p": 0.5}], ids=str)

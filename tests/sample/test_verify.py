@@ -240,7 +240,6 @@ def test_no_drafts():
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"top_p": 2.0}, ValueError, "top_p"),
         ({"key": jax.random.split(KEY, 2)}, ValueError, "key must be one key or have the batch shape"),
-        ({"implementation": "cuda"}, ValueError, "implementation"),
     ],
 )  # fmt: skip
 def test_bad_input(change, error, match):

@@ -153,13 +153,6 @@ def test_dtypes_of_labels(dtype):
 
 
 @pytest.mark.slow
-def test_a_large_label_is_out_of_range(x64):
-    assert np.isnan(
-        ps.token_stats(X.astype("float32"), np.array([2**32, 2**32 + 3, 0, 1])).log_probs
-    ).tolist() == [*(True, True, False, False)]
-
-
-@pytest.mark.slow
 def test_a_masked_label():
     where = np.arange(50) != 49
     got = ps.token_stats(X, LABELS, where=where)
@@ -338,11 +331,6 @@ def test_the_gradient_under_vmap_and_checkpoint():
 
 
 @pytest.mark.slow
-def test_eager_is_compiled():
-    jax.tree.map(np.testing.assert_array_equal, ps.token_stats(X, LABELS), jax.jit(ps.token_stats)(X, LABELS))
-
-
-@pytest.mark.slow
 def test_export():
     (n,) = jax.export.symbolic_shape("n")
     shapes = jax.ShapeDtypeStruct((n, 50), "float32"), jax.ShapeDtypeStruct((n,), "int32")
@@ -391,7 +379,6 @@ BAD = [
     (TypeError, "rank must be True or False, got 1", (X, LABELS), {"rank": 1}),
     (ValueError, r"temperature must be a scalar or broadcast", (X,), {"temperature": np.ones(3)}),
     (ValueError, "where must be None or boolean", (X,), {"where": np.ones(50)}),
-    (ValueError, "implementation must be None or one of", (X,), {"implementation": "cuda"}),
     (NotImplementedError, "no kernel for token_stats", (X,), {"implementation": "triton"}),
     (ValueError, "axis_name must name mesh axes", (X,), {"axis_name": "v"}),
 ]

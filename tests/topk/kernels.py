@@ -9,7 +9,7 @@ from pallas_softmax._src import folding
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -56,7 +56,7 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     plan = plan if interpret is None else fewer_rows(plan)
     with interpreted(interpret):
-        return tile_grad_kernel.topk_grad_rows(*arrays, plan, log=log)
+        return tile_kernel.topk_grad_rows(*arrays, plan, log=log)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):

@@ -5,7 +5,6 @@ import numpy as np
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.topk import candidates_ptx, merging_ptx, ranking_ptx
 from pallas_softmax._src.topk import plan as topk_plan
-from pallas_softmax._src.topk.candidates import CandidateList
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import oracle
 from tests.support.cases import F32
@@ -15,7 +14,7 @@ def rank_ptx_of(capacity, k, dtype, vocab):
     """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
     p = CtaProgram()
     candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
-    ranking_ptx.rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, vocab))
+    ranking_ptx.rank(p, ranking_ptx.CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, vocab))
     return p
 
 

@@ -174,14 +174,9 @@ def test_k_zero(shape):
 
 
 def test_no_rows():
-    got = fused_topk(jnp.zeros((0, 5)), 2)
-    assert got.values.shape == got.indices.shape == (0, 2)
-
-
-@pytest.mark.parametrize("k", [np.int64(2), np.int32(2), np.uint8(2)])
-def test_k_of_a_numpy_integer_type(k):
-    x = cases.rows(["normal"], 9)
-    np.testing.assert_array_equal(fused_topk(x, k).indices, fused_topk(x, 2).indices)
+    for temperature in (1.0, jnp.ones(0)):
+        got = fused_topk(jnp.zeros((0, 5)), 2, temperature=temperature)
+        assert got.values.shape == got.indices.shape == (0, 2)
 
 
 @pytest.mark.parametrize("axis", first_values(3, [0, 1, -1, 2, -2, -3]))
@@ -516,10 +511,6 @@ def test_the_smallest_temperatures_give_probabilities(temperature):
     """The nearest one with a normal reciprocal replaces them. XLA for CPUs treats numbers below 1.2e-38 as 0."""
     values = fused_topk(jnp.array([3.0, 2.0, 2.5]), 3, temperature=temperature).values
     np.testing.assert_array_equal(values, [1, 0, 0])
-
-
-def test_no_rows_with_temperatures_per_row():
-    assert fused_topk(jnp.zeros((0, 5)), 2, temperature=jnp.ones(0)).values.shape == (0, 2)
 
 
 class Two:

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import merge_kernel, search_ptx
+from pallas_softmax._src.topk import merge_kernel, window_kernel
 from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
@@ -247,7 +247,7 @@ def test_search(window, dtype, k, kind):
             rows = [np.round(2 * normal)]
         case _:
             rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
-    code = search_ptx.search_program(window, np.dtype(dtype), k)
+    code = window_kernel.search_program(window, np.dtype(dtype), k)
     padded = -(-k // 128) * 128
     for row in rows:
         x = row.astype(dtype)

@@ -27,7 +27,7 @@ def choose(call: Call, implementation: str | None) -> Choice:
       ValueError: the name is unknown.
     """
     check_name(call.function, implementation)
-    choice = choose_again(call, implementation)
+    choice = choose_unlisted(call, implementation)
     record(choice)
     return choice
 
@@ -52,7 +52,7 @@ def record(choice: Choice) -> None:
         choices.append(choice)
 
 
-def choose_again(call: Call, implementation: str | None) -> Choice:
+def choose_unlisted(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
     shard_call = call
     if call.mesh_axes:
@@ -78,7 +78,7 @@ def choose_plain(call: Call) -> Choice:
 
 def choose_if_able(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for a step that no user named: `xla` if the named implementation lacks it."""
-    choice = choose_again(call, implementation)
+    choice = choose_unlisted(call, implementation)
     return choose_plain(call) if choice.cuda is None else choice
 
 

@@ -176,12 +176,12 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
     else:
         function = functools.partial(operation.plain, **keywords, mesh_axes=static.mesh_axes)
         if not static.operation.divided_by_xla:
-            function = _of_whole_rows(function, logits_first=operation.is_gradient)
+            function = _on_whole_rows(function, logits_first=operation.is_gradient)
         results = function(*saved, *arrays)
     return results if isinstance(results, tuple) else (results,)
 
 
-def _of_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
+def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
     """Returns the plain map, which gathers rows that Explicit mesh axes divide: JAX cannot index along such axes.
 
     Args:

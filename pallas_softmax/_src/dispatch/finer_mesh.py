@@ -81,15 +81,13 @@ def _axes_of(tiles: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]
     """Returns the mesh axes of each dimension, or None if tiles are not in the order of any mesh axes."""
     positions = np.indices(sizes).reshape(len(sizes), -1)
     axes = []
-    for of_dimension in tiles:
-        steps = {
-            axis: of_dimension[math.prod(sizes[axis + 1 :])] for axis, size in enumerate(sizes) if size > 1
-        }
+    for numbering in tiles:
+        steps = {axis: numbering[math.prod(sizes[axis + 1 :])] for axis, size in enumerate(sizes) if size > 1}
         major_first = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
-        index = np.zeros_like(of_dimension)
+        index = np.zeros_like(numbering)
         for axis in major_first:
             index = index * sizes[axis] + positions[axis]
-        if (index != of_dimension).any():
+        if (index != numbering).any():
             return None
         axes.append(tuple(major_first))
     return axes

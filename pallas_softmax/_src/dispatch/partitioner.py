@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import text
-from pallas_softmax._src.dispatch.choose import choose_again
+from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.dispatch.operation import Call, Choice
 from pallas_softmax._src.dispatch.platform import compiled
@@ -213,7 +213,7 @@ def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, l
         leaves = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         numbers, tree = jax.tree.flatten(divided.arrays)
         assert numbers == [*range(len(leaves))]
-        choice = choose_again(divided.call, divided.requested)
+        choice = choose_unlisted(divided.call, divided.requested)
         dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords)
         mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
         in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)

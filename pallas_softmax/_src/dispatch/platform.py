@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from pallas_softmax._src.dispatch.choose import choose_again, choose_if_able
+from pallas_softmax._src.dispatch.choose import choose_if_able, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
 from pallas_softmax._src.dispatch.refusal import placeholder
@@ -114,7 +114,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         sorted=keywords.get("sorted", choice.call.sorted),
     )
     is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
-    choose = choose_again if is_users else choose_if_able
+    choose = choose_unlisted if is_users else choose_if_able
     return by_platform(choose(call, choice.requested), arrays, keywords)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_softmax._src.dispatch.choose import choose_again, stays_plain
+from pallas_softmax._src.dispatch.choose import choose_unlisted, stays_plain
 from pallas_softmax._src.dispatch.mesh import over_mesh
 from pallas_softmax._src.dispatch.mesh_types import explicit_mesh
 from pallas_softmax._src.dispatch.operation import Choice, symbolic
@@ -53,7 +53,7 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
             objection = choice.call.objection or symbolic((axis_size,))
             batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
             shifted = None if axes is None else tuple(a + 1 for a in axes)
-            batch_choice = choose_again(batch, choice.requested)
+            batch_choice = choose_unlisted(batch, choice.requested)
             out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
             return out, jax.tree.map(lambda _: True, out)
 

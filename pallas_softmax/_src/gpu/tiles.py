@@ -35,8 +35,10 @@ from pallas_softmax._src.gpu.ptx.inline import (
     pack,
     scalar,
     thread,
+    words,
 )
 from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.values import Value
 
 # About as many tiles as CTAs run at once. "Prefetching" in benchmarks/results/NOTES.md has the measurements.
 PREFETCHED_TILES = 528
@@ -308,3 +310,56 @@ def _indices(tile: Tile, row, column, held: int | None):
     rows, columns = tile.shape
     i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
     return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)
+
+
+# --- Programs over a tile
+
+
+class TileProgram(Program):
+    """A program that searches the rows of a tile. It reads and writes these operands, for each row of a thread:
+
+    <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
+    <winner{row}_{i}>     the result: element i of the thread's winners of the row
+    """
+
+    def __init__(self, tile: Tile, vocab: int):
+        super().__init__()
+        self.tile, self.vocab = tile, vocab
+        self.rows = tile.rows // (WARPGROUP // tile.lanes)  # of each thread
+        self.lane = self.operand("thread", "u32") & (tile.lanes - 1)  # the thread's lane in its rows
+        self.first_column = tile.first_column(self.lane)  # of the thread's first element
+        # The columns of the thread's elements, relative to the first one.
+        self.columns = [step * tile.step_columns + j for step in range(tile.steps) for j in range(tile.vec)]
+        self.ones = (1 << (tile.shape[1] - 1).bit_length()) - 1  # the bits of the column in a packed key
+
+    def keys(self, row: int) -> list[Value]:
+        """Returns the keys of the thread's elements of a row."""
+        return [self.operand(f"x{row}_{i}", "s32") for i in range(len(self.columns))]
+
+    def winner(self, row: int, i: int) -> Value:
+        """Returns the result <winner{row}_{i}>."""
+        return self.operand(f"winner{row}_{i}", "s32")
+
+
+def insert_in_tile(code: TileProgram, out: Tile, held):
+    """Inserts PTX into the kernel; returns the winners as a tile `out`. `held` has 32-bit keys or 16-bit integers."""
+
+    @inline(arg_types=(layout(code.tile),), return_type=type_of(out, "int32"))
+    def emit(_, held):
+        operands = {"thread": thread()}
+        for row, registers in enumerate(np.split(held.registers.flatten(), code.rows)):
+            operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
+        names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.vec)]
+        winners = emit_ptx(code, operands, dict.fromkeys(names, "i32"))
+        registers = [pack(winners[i : i + out.vec]) for i in range(0, len(winners), out.vec)]
+        return array(layout(out).to_mgpu(), out.shape, registers)
+
+    return emit(held)
+
+
+def _words(registers) -> list[ir.Value]:
+    """Returns the elements in 32-bit words, two 16-bit elements in one. An unpaired last one fills both halves."""
+    if ir.VectorType(registers[0].type) == ir.VectorType.get((1,), ir.IntegerType.get_signless(16)):
+        held = [elements(register)[0] for register in registers]
+        registers = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
+    return [word for register in registers for word in words(register)]

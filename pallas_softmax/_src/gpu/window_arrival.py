@@ -78,7 +78,7 @@ def _fill_edges_in_jax(window: Window, part: Part, x_smem, *, infinite: bool = F
         if part.mask is not None:
             mask_gmem, row = part.mask
             column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
+            x = jnp.where(inside & ~mask_gmem[row][column], _masked_element(x_smem.dtype, infinite), x)
         x_smem[start:end] = x.astype(x_smem.dtype)
 
 
@@ -148,7 +148,7 @@ def _mask_step_in_jax(window: Window, x_smem, step, keep, *, infinite: bool = Fa
     position = start + jnp.arange(size)
     body = (position >= window.head) & (position < window.head + window.body)
     x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _masked_element(x.dtype, infinite), x)
 
 
 @twin(_mask_step_in_jax)
@@ -173,7 +173,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> 
     emit(x_smem, step, keep)
 
 
-def _of_masked(dtype, infinite: bool):
+def _masked_element(dtype, infinite: bool):
     """Returns the value of a masked element: -inf, or the float of the lowest key."""
     return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 

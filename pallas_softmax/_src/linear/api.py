@@ -196,31 +196,14 @@ def linear_log_probs(
     """Returns log softmax(z)[label] of each token, without storing all logits at once.
 
     The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The source is given in
-    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K).
+    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K). The arguments that are not
+    listed are as for `linear_cross_entropy`.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
       labels: integers of shape (...) or (..., K), 0 <= label < V: columns of the whole w. A row may repeat a label; the
         gradients add up.
-      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
-        results are 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
-        of these tokens.
-      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
-        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
-        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
-        NotImplementedError.
-      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
-      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
-        transposed copy is made.
-      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
-        `linear_logsumexp`.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
-        all columns, and is the same on all devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range and for a token with a logit
@@ -252,30 +235,12 @@ def linear_token_stats(
     """Returns the statistics of `token_stats` for the logits z of each token, without storing all logits at once.
 
     The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The statistics take one matrix
-    product, and four with gradients.
+    product, and four with gradients. The arguments that are not listed are as for `linear_cross_entropy`.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
       labels: integers of shape (...), 0 <= label < V: columns of the whole w; or None.
-      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
-        results are 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
-        of these tokens.
-      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
-        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
-        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
-        NotImplementedError.
-      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
-      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
-        transposed copy is made.
-      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
-        `linear_logsumexp`.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
-        all columns, and is the same on all devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       TokenStats(log_probs, entropy, logsumexp, argmax), each of shape (...). The first three are float32 (float64 for
@@ -310,12 +275,12 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
     results: Any = derivatives.per_token(static, x, w, bias, tokens)
     losses, logsumexp = results
-    losses = _of_kept(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
+    losses = _zero_if_left_out(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
-    return losses, _of_kept(tokens, jax.lax.stop_gradient(logsumexp))
+    return losses, _zero_if_left_out(tokens, jax.lax.stop_gradient(logsumexp))
 
 
-def _of_kept(tokens: Tokens, results):
+def _zero_if_left_out(tokens: Tokens, results):
     """Returns the results, 0 for tokens that are left out."""
     if tokens.kept is None:
         return results
@@ -338,8 +303,8 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     found: Any = derivatives.per_token(static, x, w, bias, tokens)
     *floats, bits = found
-    log_probs, entropy, logsumexp = (_of_kept(tokens, differentiable_if_finite(a)) for a in floats)
-    argmax = _of_kept(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
+    log_probs, entropy, logsumexp = (_zero_if_left_out(tokens, differentiable_if_finite(a)) for a in floats)
+    argmax = _zero_if_left_out(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
 

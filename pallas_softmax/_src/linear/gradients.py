@@ -395,10 +395,10 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: i
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     """Returns about how large the elements of each row's dz may be."""
     weights = jnp.sum(jnp.abs(weights), 1) if weights.ndim == 2 else weights
-    of_logsumexp = 1 if tokens.label_probs is None else jnp.sum(jnp.abs(tokens.label_probs), 1)
+    logsumexp_weight = 1 if tokens.label_probs is None else jnp.sum(jnp.abs(tokens.label_probs), 1)
     if tokens.z_loss is not None and known is not None:
-        of_logsumexp = of_logsumexp + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer))
-    sizes = weights * of_logsumexp
+        logsumexp_weight = logsumexp_weight + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer))
+    sizes = weights * logsumexp_weight
     return sizes if tokens.temperature is None else tokens.at_0(0, sizes / tokens.divisor)
 
 

@@ -276,13 +276,13 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     def kept(number):
         return jnp.where(like_labels(weightless, number), 0, number)
 
-    label_term, of_logsumexp, constant = weights, 1, None
+    label_term, logsumexp_weight, constant = weights, 1, None
     weight = weights if weights.ndim == 1 else jnp.sum(weights, 1)
     if tokens.label_probs is not None:
-        label_term, of_logsumexp = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
+        label_term, logsumexp_weight = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
     if tokens.z_loss is not None:
-        of_logsumexp = of_logsumexp + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)
-    exp_factor = weight * of_logsumexp / d
+        logsumexp_weight = logsumexp_weight + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)
+    exp_factor = weight * logsumexp_weight / d
     if tokens.label_smoothing is not None:
         label_term = weight * (1 - tokens.label_smoothing)
         constant = kept(weight * tokens.label_smoothing / vocab)

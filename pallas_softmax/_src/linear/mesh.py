@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import choose_again
+from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
 from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, is_tracked
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
@@ -129,7 +129,7 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
     flat = (flattened(x), w, bias, *jax.tree.map(flattened, per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
-    on_shard = choose_again(call, choice.requested)
+    on_shard = choose_unlisted(call, choice.requested)
     keywords = {**keywords, "mesh_axes": layout.columns}
     if op not in GRADIENTS:
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
@@ -204,24 +204,24 @@ class _DimensionsOfProjection:
         """Returns the dimensions of the arguments and results of an operation."""
         x, w, bias, *per_token = arrays
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
-        of_w = ("v", "e") if head.transpose_w else ("e", "v")
-        of_bias = () if bias is None else (("v",),)
-        like_arguments = ((*tokens, "d"), of_w, *of_bias)
+        w_axes = ("v", "e") if head.transpose_w else ("e", "v")
+        bias_axes = () if bias is None else (("v",),)
+        like_arguments = ((*tokens, "d"), w_axes, *bias_axes)
         gradients = len(like_arguments) if op in GRADIENTS else 0
         results = jax.tree.leaves(result_shapes)
         per_token = jax.tree.leaves(per_token)
-        of_token = results[: len(results) - gradients]
+        token_results = results[: len(results) - gradients]
         sizes = dict(zip((*tokens, "d", "v", "e"), (*x.shape, head.vocab(w), x.shape[-1])))
-        for a in (*per_token, *of_token):
+        for a in (*per_token, *token_results):
             if a.ndim == x.ndim:
                 sizes["k"] = a.shape[-1]
 
-        def of_tokens(arrays: list) -> tuple[tuple[str, ...], ...]:
+        def axes_of(arrays: list) -> tuple[tuple[str, ...], ...]:
             return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
 
         return _DimensionsOfProjection(
-            like_arguments + of_tokens(per_token),
-            of_tokens(of_token) + like_arguments[:gradients],
+            like_arguments + axes_of(per_token),
+            axes_of(token_results) + like_arguments[:gradients],
             result_shapes,
             sizes,
         )
@@ -237,9 +237,9 @@ class _DimensionsOfProjection:
             return math.prod(mesh_sizes[axis] for axis in axes)
 
         # elements of x and w that a device has to hold, if tokens or columns keep the axes that they share
-        of_x = math.prod(self.sizes[name] // devices(by_columns[name]) for name in tokens)
-        of_w = self.sizes["v"] // devices(by_tokens["v"])
-        axes = by_columns if of_x < of_w else by_tokens
+        x_elements = math.prod(self.sizes[name] // devices(by_columns[name]) for name in tokens)
+        w_elements = self.sizes["v"] // devices(by_tokens["v"])
+        axes = by_columns if x_elements < w_elements else by_tokens
         dx = tuple(tuple(a for a in by_tokens[name] if a not in axes[name]) for name in tokens)
         columns = axes["v"]
         dw = self._free_axes(specs, mesh_sizes, "e", {*columns})

@@ -53,26 +53,14 @@ def linear_topk(
 ) -> TopK:
     """Returns `fused_topk` of the logits z = x @ w + bias of each token, without storing all logits at once.
 
+    The arguments that are not listed are as for `linear_cross_entropy`. A token that is left out has values and indices
+    of 0.
+
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
       k: static int from 0 to V, the number of winners of each token.
-      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
-        values and indices are 0. With at least 1,024 tokens on a device, the matrix products skip most
-        of these tokens.
-      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
-        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
-        may be traced, and a traced one out of range gives NaN.
       log: whether the values are log-probabilities.
-      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
-      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
-        transposed copy is made.
-      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
-        all columns, and is the same on all devices.
       implementation: names the implementation of top-k, as for `fused_topk`. XLA computes the matrix product.
 
     Returns:
@@ -94,7 +82,7 @@ def linear_topk(
 def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> TopK:
     name = options.function
     x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
-    k = arguments.count_in_row(name, "k", k, vocab)
+    k = arguments.winners(name, k, vocab)
     log = arguments.static_bool(name, "log", log)
     dtype, batch = widen(x).dtype, x.shape[:-1]
     if where is not None:
@@ -149,8 +137,8 @@ def _projection_topk(
         def step(chunk: Chunk, found: TopK) -> TopK:
             z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
             arrays = z, None, chunk.slice(tokens.divisor)[:, None]
-            of_chunk, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
-            return chunk.put(found, vary(TopK(*of_chunk), x, w, tokens)[0])
+            best, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
+            return chunk.put(found, vary(TopK(*best), x, w, tokens)[0])
 
         return over_chunks(n, chunk_rows(n, vocab, dtype.itemsize, workspace_bytes), step, none(n)), None
 

@@ -112,7 +112,7 @@ def route(
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
     gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), number)  # pyright: ignore[reportArgumentType]
     groups, top_groups, group_best = _groups(name, groups, top_groups, group_best, experts)
-    k = arguments.count_in_row(name, "k", k, experts)
+    k = arguments.winners(name, k, experts)
     if groups > 1 and not k <= top_groups * (experts // groups):
         raise ValueError(
             f"{name}: k must be at most the {top_groups * (experts // groups)} experts of top_groups={top_groups} of "

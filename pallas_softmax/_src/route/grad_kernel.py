@@ -1,7 +1,7 @@
 """The kernel for the backward of a router, in registers: it reads logits once, and writes cotangents once.
 
-It takes the steps of `topk.tile_grad_kernel`. The forward saves no normalizer: it is computed again from the row, which
-is in registers. With p the softmax of the row, the cotangents are:
+It takes the steps of `topk_grad` in `topk/tile_kernel.py`. The forward saves no normalizer: it is computed again from
+the row, which is in registers. With p the softmax of the row, the cotangents are:
 
     a logit that did not win    p rest
     a winner                    p rest + direct

@@ -12,9 +12,10 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.networks import LOWEST
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
+from pallas_softmax._src.gpu.tiles import TileProgram
 
 
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
@@ -44,7 +45,7 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
         keys = p.keys(row)
         size = len(keys) * tile.pieces // groups  # elements of a group in this lane
         keys_of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
-        sums = [_rank_of_group(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
+        sums = [_group_key(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
         for group, keys_of_group in enumerate(keys_of_groups):
             better = _count_better(p, sums, group, own_piece, tile.pieces, lanes)
             takes_part = better < float(top_groups)
@@ -56,7 +57,7 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
     return p
 
 
-def _rank_of_group(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
+def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
     best = _best(p, keys, count)
     distance = 1

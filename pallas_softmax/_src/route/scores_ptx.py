@@ -15,9 +15,9 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.route.formulas import Score
-from pallas_softmax._src.topk.packed_ptx import TileProgram
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.

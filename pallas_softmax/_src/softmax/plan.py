@@ -374,8 +374,8 @@ def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
     alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem
     # A backward needs no turns: it has little arithmetic, and reaches 94% without them.
     if problem.hopper and alone and problem.arrays == 1 and not problem.only_read:
-        turned = _in_turns(problem, clustered)
-        return clustered if turned.again else turned
+        in_turns = _in_turns(problem, clustered)
+        return clustered if in_turns.again else in_turns
     return clustered
 
 
@@ -389,8 +389,8 @@ def _reading_again(problem: _Problem, clustered: Parts) -> Parts | None:
         return None
     if problem.arrays == 2:
         clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
-    turned = _in_turns(problem, clustered)
-    return turned if _worth_reading_again(problem, turned) else None
+    in_turns = _in_turns(problem, clustered)
+    return in_turns if _worth_reading_again(problem, in_turns) else None
 
 
 def _in_turns(problem: _Problem, parts: Parts) -> Parts:

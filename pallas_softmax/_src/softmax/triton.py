@@ -14,8 +14,7 @@ from pallas_softmax._src.folding import fold
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
-from pallas_softmax._src.triton.launch import launch
-from pallas_softmax._src.triton.masks import mask_arguments
+from pallas_softmax._src.triton.launch import launch, mask_arguments
 from pallas_softmax._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax
 
 

@@ -12,17 +12,17 @@ from pallas_softmax._src.stats.xla import RowStats, finished, is_column, label_k
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
     """Returns the `RowStats` of whole rows; the arguments are as for `xla.token_stats`."""
-    of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
-    return _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
+    local = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
+    return _merged(local, logits, where, temperature, labels, scaled, mesh_axes)
 
 
-def _merged(of_shard: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
+def _merged(local: RowStats, logits, where, temperature, labels, scaled: bool, mesh_axes) -> RowStats:
     """Returns the `RowStats` of whole rows, given the `RowStats` of this device's shard."""
     vocab = logits.shape[-1]
     label_logit = logits_at(labels, logits, where, mesh_axes)
-    position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
+    position = local.argmax + lax.axis_index(mesh_axes) * vocab
     moments, label_logit, argmax = combine_shards(
-        of_shard.moments, label_logit, position, mesh_axes, temperature if scaled else None
+        local.moments, label_logit, position, mesh_axes, temperature if scaled else None
     )
     has_label = is_column(labels, vocab * lax.axis_size(mesh_axes))
     return finished(moments, temperature, label_logit, argmax, has_label)
@@ -33,9 +33,9 @@ def ranked_stats_on_mesh(run_shard, logits, where, temperature, labels, *, step,
     keys, is_ranked = label_keys(labels, logits, where, mesh_axes)
     columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1]
     arrays = logits, where, temperature, columns, keys
-    of_shard = run_shard(step, arrays, {"scaled": scaled})
-    merged = _merged(of_shard, logits, where, temperature, labels, scaled, mesh_axes)
-    return with_rank(merged._replace(rank=lax.psum(of_shard.rank, mesh_axes)), is_ranked)
+    local = run_shard(step, arrays, {"scaled": scaled})
+    merged = _merged(local, logits, where, temperature, labels, scaled, mesh_axes)
+    return with_rank(merged._replace(rank=lax.psum(local.rank, mesh_axes)), is_ranked)
 
 
 def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperature=None):

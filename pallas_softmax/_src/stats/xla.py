@@ -186,9 +186,9 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     g_lse, g_entropy, g_label, g_d, g_t = (
         jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t)
     )
-    of_entropy = g_entropy / d
-    constant = g_lse / d + g_d + g_t + of_entropy * (t / d)
-    dz = jnp.exp(u) * (constant + (g_t - of_entropy) * u)
+    entropy_factor = g_entropy / d
+    constant = g_lse / d + g_d + g_t + entropy_factor * (t / d)
+    dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
     dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
     dz = masked(dz, where, 0)
     dx = (dz / temperature if scaled else dz).astype(logits.dtype)
@@ -226,6 +226,6 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     du = (masked(normalizers.widen(dx), where, 0) - u * dt) / temperature
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
-    of_label = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
-    of_lse = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
-    return of_lse, (dd * (t / d) - dt_of_u) / d, of_label, dd, dd + dt_of_u
+    dlabel = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    dlogsumexp = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
+    return dlogsumexp, (dd * (t / d) - dt_of_u) / d, dlabel, dd, dd + dt_of_u

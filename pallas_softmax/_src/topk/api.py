@@ -81,7 +81,7 @@ def fused_topk(
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    k = arguments.count_in_row(name, "k", k, length)
+    k = arguments.winners(name, k, length)
     floating = jax.eval_shape(jnp.exp, x).dtype
     scaled = temperature is not None
     t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, floating)
@@ -156,7 +156,7 @@ def top_k(
     x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    k = arguments.count_in_row(name, "k", _as_int(k), length)
+    k = arguments.winners(name, _as_int(k), length)
     arguments.static_bool(name, "is_stable", is_stable)
     if lengths is not None:
         lengths = arguments.per_row(name, "lengths", lengths, x.shape, axis)

@@ -26,7 +26,8 @@ from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, narrow
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk.candidates import (
+from pallas_softmax._src.topk.plan import listed_items
+from pallas_softmax._src.topk.ranking_ptx import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
     LOWEST_KEY,
@@ -34,7 +35,6 @@ from pallas_softmax._src.topk.candidates import (
     CandidateList,
     candidate_of,
 )
-from pallas_softmax._src.topk.plan import listed_items
 
 # Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
 HITS_BYTE, SCRATCH_BYTE = 4, 16

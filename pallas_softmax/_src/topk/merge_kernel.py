@@ -24,10 +24,12 @@ The operands of the PTX program:
     <counts>, <buckets>     scratch in shared memory
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -42,24 +44,40 @@ from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.candidates import (
+from pallas_softmax._src.normalizers import Normalizer, Scale, log_of_sum, scale_of
+from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
+from pallas_softmax._src.topk.ranking_ptx import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
     CandidateList,
-    Request,
-    WinnerLists,
     candidate_of,
     clear,
-    lists_type,
+    rank,
     sort_winners,
-    write_winners,
 )
-from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
-from pallas_softmax._src.topk.ranking_ptx import rank
 from pallas_softmax._src.topk.xla import TopK
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The settings of a call of top-k."""
+
+    k: int  # number of winners of a row
+    logits_dtype: Any  # the keys order numbers of this dtype
+    masked: bool  # whether there is a mask; then the lowest key means a masked element
+    log: bool  # whether the values are logs of probabilities
+    dtype: Any  # dtype of the values
+    scaled: bool = False  # whether the temperature may differ from 1, and so may be 0
+    normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
+
+    def scale(self, reciprocals, row) -> Any:
+        """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
+        if reciprocals is None:
+            return None
+        reciprocal = reciprocals[row if reciprocals.shape[0] > 1 else 0]
+        return scale_of(reciprocal) if self.scaled else reciprocal
 
 
 def topk_merge(
@@ -78,6 +96,19 @@ def topk_merge(
     _rank(lists_gmem, memory, group, request)  # bound, collect, rank
     number = group.row * -(-count // fan_in) + group.number  # of the merged list
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
+
+
+class WinnerLists(NamedTuple):
+    """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
+
+    `values` are the probabilities of the winners, their logs, or the winners as they are. Until the lists of a row are
+    merged into one, they are the winners' keys (int32).
+    """
+
+    values: Any  # (lists, k)
+    indices: Any  # (lists, k) int32, in the row
+    m: Any = None  # (lists,) float32, the normalizers' maxima; None if nothing is normalized
+    d: Any = None  # (lists,) float32, the normalizers' sums; None if nothing is normalized
 
 
 class _Memory(NamedTuple):
@@ -202,6 +233,67 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         name="topk_merge",
         approximate=True,
     )(jax.tree.map(lambda a: a.reshape(rows, -1), lists), scale)
+
+
+# --- Lists of winners, which other kernels write too
+
+
+def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
+    """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
+    values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
+    indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
+    if not request.normalized:
+        return WinnerLists(values, indices)
+    per_list = jax.ShapeDtypeStruct((lists,), jnp.float32)
+    return WinnerLists(values, indices, per_list, per_list)
+
+
+def write_winners(
+    lists_gmem: WinnerLists, at, ranked, normalizer: Normalizer | None, scale, request: Request, final: bool
+):
+    """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
+
+    `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
+    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
+    instead of their keys. The normalizer and the scale are None if nothing is normalized.
+    """
+    k = request.k
+    for first in range(0, k, WARPGROUP):
+        key, index = (
+            blocks.load(ranked.at[pl.ds(start, WARPGROUP)]) for start in (first, padded_winners(k) + first)
+        )
+        if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
+            key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
+        value = key
+        if final:
+            value = probability(
+                key, request.logits_dtype, normalizer, scale, log=request.log, masked=request.masked
+            )
+        for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
+            held = min(WARPGROUP, k - first)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
+    if normalizer is not None:
+        lists_gmem.m[at], lists_gmem.d[at] = normalizer
+
+
+def probability(key, dtype, normalizer: Normalizer | None, scale, *, log: bool, masked: bool):
+    """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
+
+    d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
+    probability 0. Without a normalizer, returns the element itself, -inf if masked.
+    """
+    if normalizer is None:
+        value = sort_keys.element_of_key32(key, dtype)
+        if not masked:
+            return value
+        return jnp.where(key == sort_keys.lowest_key(dtype), jnp.full_like(value, -jnp.inf), value)
+    scaled = normalizers.scaled(sort_keys.from_key32(key, dtype) - normalizer.m, scale)
+    if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
+        scaled = jnp.where((scale.again > 1) & (scaled < 0), -jnp.inf, scaled)
+    value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+    if not masked:
+        return value
+    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value)
 
 
 # --- Inline PTX that ranks the winners of several lists

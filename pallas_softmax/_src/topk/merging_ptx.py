@@ -20,27 +20,36 @@ A list is too short if its last element is a winner, because the lane may have f
 this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
-An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
+An element is one word, its packed key: the upper bits of its key above the complement of its column.
+
+    packed key  | key without its lowest b bits    | complement of the column, b bits |
+
+No two packed keys are equal: among equal elements, a lower column makes a larger packed key. The packed key of a 16-bit
+element has room for the whole key. Two 16-bit elements share a register and are packed together:
 
     two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
 
-Near ties among 32-bit winners are ordered by whole keys. Other elements that nearly tie with the last winner are
-compared with it, and replace it if larger. If there are many near ties, or a list may be too short, the warp merges
-whole lists again, in 64-bit words.
+The packed key of a 32-bit element lacks the lowest b bits of its key. Two elements nearly tie if their keys have the
+same upper bits. Their packed keys order them by column, so near ties among winners are ordered by whole keys. Other
+elements that nearly tie with the last winner are compared with it, and replace it if larger. If there are many near
+ties, or a list may be too short, the warp merges whole lists again, in 64-bit words. Near ties are rare in logits
+without ties. Logits with ties, such as small integers, end in bits of 0, so their packed keys lose nothing.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
+from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk import packed_ptx
-from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
+from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.topk.plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
@@ -62,9 +71,9 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
-        listed = packed_ptx.listed_keys(p, row, length)
+        listed = listed_keys(p, row, length)
         winners = [p.var(word) for word in _merge_lanes(p, listed[:size], size)]
-        pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
+        pairs = near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
         if length < len(p.columns):
@@ -81,7 +90,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     for row in range(p.rows):
         keep(row)
     with p.block() as finish:
-        packed_ptx.leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
+        leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
         wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(p.rows):
@@ -90,8 +99,8 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
         with p.when(wide):
             for row in range(p.rows):
                 count = power_of_two(tile.steps * tile.vec, 1)
-                keys = packed_ptx.wide_keys(p, row, count)
-                whole = packed_ptx.best(p, keys, min(size, count))
+                keys = wide_keys(p, row, count)
+                whole = best(p, keys, min(size, count))
                 for i, word in enumerate(_merge_lanes(p, whole, size)):
                     p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
@@ -125,19 +134,19 @@ def _mend(p: TileProgram, row: int, found: _Found, last_winner: tuple[Value, int
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
     if others is None:
-        packed_ptx.put_in_order(p, row, winners, found.pairs)
+        put_in_order(p, row, winners, found.pairs)
         return
     with p.loop() as leave:
-        packed_ptx.put_in_order(p, row, winners, found.pairs)
+        put_in_order(p, row, winners, found.pairs)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
         last_lane = p.shuffle(last_winner[0], "idx", lane)  # in the row of `lane`
-        word = packed_ptx.value_in_lane(p, found.listed, i, lane)
+        word = value_in_lane(p, found.listed, i, lane)
         last = p.shuffle(winners[last_winner[1]], "idx", last_lane)
-        key, last_key = (packed_ptx.whole_key(p, row, w, lane) for w in (word, last))
+        key, last_key = (whole_key(p, row, w, lane) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
         p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
 
@@ -150,16 +159,18 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
     length = k if length >= k - 1 else length  # a list of k is never too short
     for row in range(p.rows):
         words = _packed_keys(p, row, p.first_column, complements)
-        listed = packed_ptx.best(p, words, length)
-        best = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
-        for winner, word in zip(best, _merge_lanes(p, listed, size), strict=True):
+        listed = best(p, words, length)
+        winners = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
+        for winner, word in zip(winners, _merge_lanes(p, listed, size), strict=True):
             p.set(winner, word)
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
         last = p.var(listed[-1])
         with p.loop() as leave:
-            lane_of_last, number_of_last = divmod(k - 1, len(best))
-            worst = p.shuffle(best[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last)
+            lane_of_last, number_of_last = divmod(k - 1, len(winners))
+            worst = p.shuffle(
+                winners[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last
+            )
             leave(~p.any(last >= worst))
             # The least lane number is 0, which the compiler does not know. So it computes the words again here,
             # instead of keeping them in registers all along.
@@ -168,10 +179,12 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             words = _packed_keys(p, row, first_column, _complements(p, first_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
-            listed = packed_ptx.best(p, words, length)
+            listed = best(p, words, length)
             p.set(last, listed[-1])
             more = _merge_lanes(p, listed, size)
-            for winner, word in zip(best, _better_half(p, best, more, min(size, tile.lanes)), strict=True):
+            for winner, word in zip(
+                winners, _better_half(p, winners, more, min(size, tile.lanes)), strict=True
+            ):
                 p.set(winner, word)
     return p
 
@@ -194,7 +207,7 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
             for which in (_LOWER_WORD, _UPPER_WORD)
         ]
     words = words[: len(p.columns)]
-    packed_ptx.lower_beyond_row(p, words, first_column)
+    lower_beyond_row(p, words, first_column)
     return words
 
 
@@ -235,7 +248,7 @@ def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
         for bit in unsorted_bits:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchange(p, held, bit, opposite, mirrored=bit == run)
-        held = packed_ptx.sorted_bitonic(p, held)
+        held = sorted_bitonic(p, held)
         run *= 2
     return _in_order_of_lanes(p, held, run_bits)
 
@@ -286,4 +299,146 @@ def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: 
     while flip:
         words = _exchange(p, words, flip, None, mirrored=False)
         flip //= 2
-    return packed_ptx.sorted_bitonic(p, words)
+    return sorted_bitonic(p, words)
+
+
+# --- Packed keys
+
+_HIGHEST = 2**31 - 1  # the column of positions beyond the row
+_LOWEST_WIDE = -(2**63)
+
+
+def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
+    """Returns the thread's list of a row: the `length` best packed keys, the largest first."""
+    if p.tile.shape[1] > p.vocab or p.rows * length >= len(p.columns):
+        lows = [p.ones - column - p.first_column for column in p.columns]
+        words = [_packed(p, key, low) for key, low in zip(p.keys(row), lows)]
+        lower_beyond_row(p, words, p.first_column)
+        return best(p, words, length)
+    # Within a thread, the columns differ by constants. They order the thread's elements. The rest of the complement is
+    # the same for all of these, and is added to the listed ones only.
+    last = p.columns[-1]
+    words = [_packed(p, key, last - column) for key, column in zip(p.keys(row), p.columns)]
+    rest = p.ones - last - p.first_column
+    return [word + rest for word in best(p, words, length)]
+
+
+def _packed(p: TileProgram, key: Value, low: Value | int) -> Value:
+    """Returns the key with `low` in place of its lowest bits."""
+    return p.bitwise3(lambda key, low, ones: key & ~ones | low, key, low, p.ones)
+
+
+def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
+    """Sets the packed keys of positions beyond the row to LOWEST."""
+    for word, column in zip(words, p.columns):
+        column_of_last_lane = column + p.tile.vec * (p.tile.lanes - 1)
+        if column_of_last_lane >= p.vocab:
+            p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
+
+
+def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]) -> None:
+    """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
+
+    They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
+    """
+    leave(~p.any(near_tie | too_short))
+    union = p.var(0, "s32")
+    for key in itertools.chain(*map(p.keys, range(p.rows))):
+        # The key of a negative float has all bits but the sign inverted.
+        union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
+    leave(~p.any((union & p.ones).differs(0) | too_short))
+
+
+def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
+    """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
+
+    Words for positions beyond the row, and words that pad to `count`, are lower than all others.
+    """
+    wide = []
+    for whole, start in zip(p.keys(row), p.columns):
+        key, column = p.var(whole), p.first_column + start
+        if p.tile.shape[1] > p.vocab:
+            beyond = column >= p.vocab
+            p.set(key, LOWEST, when=beyond)
+            p.set(column, _HIGHEST, when=beyond)
+        wide.append(p.join(~column.bits("s32"), key, "s64"))
+    return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
+
+
+# A warp handles pairs of neighbours that nearly tie one by one. All lanes read the two packed keys, then the two whole
+# keys, from the lanes that hold them.
+
+
+def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
+    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits of the column only.
+
+    Only the first `count` pairs of neighbours of each row are compared.
+    """
+    bits = p.var(0, "u32")
+    first_of_next_lane = p.shuffle(words[0], "down", 1)
+    remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
+    for i, (word, other) in enumerate(zip(words, [*words[1:], first_of_next_lane])):
+        near = (word ^ other).bits("u32") <= p.ones
+        p.update(bits, "or", 1 << i, when=near & (remaining > i))
+    return bits
+
+
+def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
+    """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
+
+    If two pairs share a word, passes are repeated until one pass exchanges nothing.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+
+    def put(i, lane, word):
+        here = own_lane.equals(lane)
+        for j, register in enumerate(words):
+            p.set(register, word, when=here & i.equals(j))
+
+    next_pair = pairs >> 1 | (p.shuffle(pairs, "down", 1) & 1) << len(words) - 1
+    meet = p.any((pairs & next_pair).differs(0))
+    exchanged = p.var(False, "pred")
+    with p.repeat() as again:
+        p.set(exchanged, False)
+        remaining = p.var(pairs)
+        with p.loop() as leave_pass:
+            lanes = p.ballot(remaining.differs(0))
+            leave_pass(lanes.equals(0))
+            lane = p.lowest_bit(lanes)
+            i = p.shuffle(p.lowest_bit(remaining), "idx", lane)
+            p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
+            is_last = i.equals(len(words) - 1)
+            next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
+            word, next_word = value_in_lane(p, words, i, lane), value_in_lane(p, words, next_i, next_lane)
+            key, next_key = (whole_key(p, row, w, lane) for w in (word, next_word))
+            with p.when(key < next_key):
+                put(i, lane, next_word)
+                put(next_i, next_lane, word)
+                p.set(exchanged, True)
+        again(exchanged & meet)
+
+
+def value_in_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+    """Returns value i of a lane. `i` and `lane` must be the same in all lanes of the warp."""
+    while len(values) > 1:  # selects by one bit of i at a time
+        odd = (i & 1).differs(0)
+        unpaired = values[len(values) // 2 * 2 :]
+        values = [p.select(odd, b, a) for a, b in zip(values[::2], values[1::2])] + unpaired
+        i = i >> 1
+    return p.shuffle(values[0], "idx", lane)
+
+
+def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
+    """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
+    tile, column = p.tile, (~word & p.ones).bits("u32")
+    owner = lane & -tile.lanes
+    if tile.pieces > 1:
+        # column / piece_columns, exact for columns up to 1024
+        piece = column * -(-(1 << 20) // tile.piece_columns) >> 20
+        column = column - piece * tile.piece_columns
+        owner = owner + piece * (tile.lanes // tile.pieces)
+    in_step = column & (tile.step_columns - 1)
+    step = column >> tile.step_columns.bit_length() - 1
+    i = step * tile.vec + (in_step & (tile.vec - 1))
+    owner = owner + (in_step >> tile.vec.bit_length() - 1)
+    return value_in_lane(p, p.keys(row), i, owner)

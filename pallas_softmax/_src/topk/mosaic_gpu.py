@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_grad_kernel, tile_kernel, window_kernel
-from pallas_softmax._src.topk.operands import floats_of, plan_by
-from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
 from pallas_softmax._src.topk.select_plan import SelectPlan, plan_selection
 from pallas_softmax._src.topk.xla import within
 
@@ -98,13 +98,15 @@ def slower_select(call: Call) -> str | None:
 
 def select(plan, operand, where, lengths, *, k, sorted):
     """Returns what `xla.select` returns."""
-    x, winners_of = floats_of(operand)
-    if not isinstance(plan, SelectPlan):
-        return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
-    rows, mask, _, unfold = fold_topk(x, where, None)
-    lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
-    found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted)
-    return winners_of(jax.tree.map(unfold, found))
+    x = sort_keys.as_floats(operand)
+    if isinstance(plan, SelectPlan):
+        rows, mask, _, unfold = fold_topk(x, where, None)
+        lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
+        found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted)
+        found = jax.tree.map(unfold, found)
+    else:
+        found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
+    return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
@@ -124,7 +126,7 @@ def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
     folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
     m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
     g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
-    dx, dt = tile_grad_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
+    dx, dt = tile_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
     return dx.reshape(logits.shape), unfold(dt)
 
 

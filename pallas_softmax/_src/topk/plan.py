@@ -14,9 +14,12 @@ Only its first k elements count. An example with ten elements a to j over 4 lane
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.dispatch.operation import Call, Refusal
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
     LANES,
@@ -28,6 +31,7 @@ from pallas_softmax._src.gpu.hardware import (
 )
 from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 
 # --- Windows
 
@@ -314,3 +318,15 @@ def _too_short(share: float, k: int, length: int) -> float:
 def merged_tile(tile: Tile, k: int) -> Tile:
     """Returns the tile that holds the merged winners of each row of a tile. Neighbours share a lane."""
     return Tile(tile.rows, tile.lanes, max(1, power_of_two(k, 1) // tile.lanes), 1)
+
+
+# --- Integers
+
+
+def plan_by(plan: Callable, call: Call, capability: tuple[int, int]) -> Any:
+    """Returns what `plan`, which knows floats only, returns for the call with its operand as floats."""
+    if call.dtype not in INTEGERS_AS_FLOATS:
+        return plan(call, capability)
+    if call.masked or call.lengths:  # the least integer would count as masked
+        return Refusal(f"no kernel for {call.dtype} with where or lengths")
+    return plan(dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype]), capability)

@@ -1,7 +1,7 @@
-"""The kernel of softmax fused with top-k for short rows in registers, with several rows per CTA.
+"""The kernels of softmax fused with top-k, and of its backward, for short rows in registers.
 
-Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`), and the
-normalizers of the lanes are combined by ⊕.
+A CTA has several rows. Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists
+(`merging_ptx`), and the normalizers of the lanes are combined by ⊕.
 """
 
 import functools
@@ -18,9 +18,9 @@ from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.candidates import probability
+from pallas_softmax._src.softmax.plan import approximate
+from pallas_softmax._src.topk.merge_kernel import probability
 from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
-from pallas_softmax._src.topk.packed_ptx import insert_in_tile
 from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.xla import TopK
 
@@ -144,7 +144,7 @@ def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None
 
     `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
     """
-    return insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
+    return tiles.insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
 
 
 def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
@@ -166,4 +166,95 @@ def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
 @twin(_best_words_in_jax)
 def _best_words(tile: Tile, vocab: int, k: int, bits):
     """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
-    return insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)
+    return tiles.insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)
+
+
+# --- The backward
+
+
+def topk_grad(
+    plan: Tile,
+    log: bool,
+    x_gmem,
+    scale_gmem,
+    m_gmem,
+    d_gmem,
+    g_d_gmem,
+    indices_gmem,
+    g_gmem,
+    dx_gmem,
+    dt_gmem,
+) -> None:
+    """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
+
+    Let p = softmax(x / T). The winners' values have the cotangents g, and d has the cotangent g_d. Let r be g_d d minus
+    the sum over the winners of g p, and m the maximum of the row. The cotangents are:
+
+        a logit that did not win    p r / T
+        a winner                    p r / T + g p / T
+        T                           - sum over all logits of cotangent * (x - m) / T
+
+    With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
+    share of g p / T. The winners of a row lie over the same lanes as the row, as another tile, so that `tiles.spread`
+    can copy a number per row from tile to tile. The steps:
+
+        winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
+        row       write p r / T of all elements
+        winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
+    """
+    k = indices_gmem.shape[1]
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+
+    def load_per_row(gmem):
+        if gmem.shape[0] == 1 < x_gmem.shape[0]:
+            return tiles.broadcast(jnp.full((plan.rows,), gmem[0]), winners)
+        return tiles.load(gmem, winners, row)
+
+    def spread(per_winner):
+        return tiles.spread(per_winner, winners, plan)
+
+    x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
+    index = tiles.load(indices_gmem, winners, row, 0)
+    g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
+    m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
+    x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
+
+    # the winners
+    scaled_won = (x_won - m) * scale
+    p_won = jnp.exp(scaled_won) / d
+    direct = g if log else g * p_won  # the winners' own term, g p
+    rest = load_per_row(g_d_gmem) * d - tiles.broadcast(jnp.sum(direct, 1), winners)  # r
+    dx_won = (direct + p_won * rest) * scale
+    # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
+    slope_won = tiles.broadcast(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1), winners)
+
+    # the row
+    weight, scale = spread(rest / d), spread(scale)
+    scaled = (x - spread(m)) * scale
+    e = jnp.exp(scaled)
+    tiles.store(dx_gmem, plan, row, e * (weight * scale))
+    slope = tiles.broadcast(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan)
+    tiles.store(dt_gmem, plan, row, -(weight * slope + spread(slope_won)) * scale)
+
+    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+
+
+def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):
+    """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
+
+    x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
+    winners are `indices` (rows, k) int32. g (rows, k) and g_d (rows,) are the cotangents of the winners' values and of
+    d. With `log`, the values are logs of probabilities.
+    """
+    rows, vocab = x.shape
+    return gpu_kernel(
+        functools.partial(topk_grad, plan, log),
+        grid={"row": -(-rows // plan.rows)},
+        out_type=[
+            jax.ShapeDtypeStruct((rows, vocab), x.dtype),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        ],
+        name="topk_grad",
+        approximate=approximate(x.dtype),
+    )(x, 1 / temperature, m, d, g_d, indices, g)

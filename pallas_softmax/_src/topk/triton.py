@@ -8,15 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu.checks import not_contiguous
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk.operands import floats_of, plan_by
+from pallas_softmax._src.topk.plan import plan_by
 from pallas_softmax._src.topk.xla import TopK, within
 from pallas_softmax._src.triton import checks
-from pallas_softmax._src.triton.launch import launch
-from pallas_softmax._src.triton.masks import mask_arguments
+from pallas_softmax._src.triton.launch import launch, mask_arguments
 from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_in, merge_warps, plan_topk
 
 
@@ -59,8 +59,9 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
 
 def select(plan: Slabs, operand, where, lengths, *, k, sorted):
     """Returns what `xla.select` returns."""
-    x, winners_of = floats_of(operand)
-    return winners_of(topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)[0])
+    x = sort_keys.as_floats(operand)
+    found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
+    return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))
 
 
 def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):

@@ -94,10 +94,10 @@ def _kept_winners(residuals, where, lengths):
     kept = None if lengths is None else indices < lengths
     if where is None:
         return kept
-    of_mask = jnp.take_along_axis(
+    kept_by_where = jnp.take_along_axis(
         jnp.broadcast_to(where, operand.shape), indices, -1, mode="fill", fill_value=False
     )
-    return of_mask if kept is None else of_mask & kept
+    return kept_by_where if kept is None else kept_by_where & kept
 
 
 def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
@@ -105,20 +105,20 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
 
     The residuals are the operand, for its shape alone, and the winners' indices in the whole row.
     """
-    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
+    operand, indices, lengths = _in_own_shard(residuals, lengths, mesh_axes)
     g = masked(g, _kept_winners((operand, indices), where, lengths), 0)
     return (put(jnp.zeros_like(operand, operand.dtype), indices, g),)
 
 
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
-    operand, indices, lengths = _of_shard(residuals, lengths, mesh_axes)
+    operand, indices, lengths = _in_own_shard(residuals, lengths, mesh_axes)
     dvalues = jnp.take_along_axis(dx, indices, -1, mode="fill", fill_value=0)
     dvalues = masked(dvalues, _kept_winners((operand, indices), where, lengths), 0)
     return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
 
 
-def _of_shard(residuals, lengths, mesh_axes):
+def _in_own_shard(residuals, lengths, mesh_axes):
     """Returns the residuals and the lengths, with indices and lengths that count in this device's shard of each row."""
     operand, indices = residuals
     if not mesh_axes:

@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.platform import compiled
+from pallas_softmax._src.folding import Mask
 
 launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
@@ -45,6 +46,17 @@ def launch(
         constants=tuple(constants.items()),
         capability=target.capability(),
     )
+
+
+def mask_arguments(mask: Mask | None, x: jax.Array) -> tuple[jax.Array, dict]:
+    """Returns the array and the constants that tell a kernel which elements count; `language.mask_start` has both.
+
+    Without a mask the array is x, which the kernel does not read as a mask.
+    """
+    if mask is None:
+        return x, {"WHERE": None, "MASK": ()}
+    along_row = mask.array.shape[1] > 1
+    return mask.array, {"WHERE": "row" if along_row else "one", "MASK": mask.row.terms}
 
 
 @launch_p.def_abstract_eval

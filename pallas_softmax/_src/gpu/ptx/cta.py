@@ -108,9 +108,9 @@ class CtaProgram(Program):
         this memory at the same time.
         """
         writes = self.lane.equals(lane)
-        of_warp = self.at(scratch, self.warp, 4)
+        own_slot = self.at(scratch, self.warp, 4)
         for i, value in enumerate(values):
-            self.store(of_warp, value, offset=4 * self.warps * i, when=writes)
+            self.store(own_slot, value, offset=4 * self.warps * i, when=writes)
         self.barrier()
         return [
             self.load_vector(scratch, value.kind, self.warps, offset=4 * self.warps * i)
