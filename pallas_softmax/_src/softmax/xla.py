@@ -73,7 +73,8 @@ def logsumexp(x, where, *, axes):
 
     The logarithm needs no mended sum, and without it XLA fuses a chain of calls better. Derivatives use (m, d).
     """
-    m, total = normalizers.max_and_sum(logits_of(x, where), axes)
+    logits = widen(x) if x.dtype.itemsize == 1 else x  # an 8-bit float may have no -inf
+    m, total = normalizers.max_and_sum(masked(logits, where, -jnp.inf), axes)
     return (m + jnp.log(total)).astype(x.dtype), normalizers.mended(m, total)
 
 
