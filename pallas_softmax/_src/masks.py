@@ -17,9 +17,22 @@ def sum_over(x, axes, mesh_axes):
     return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
 
 
+def stored(x):
+    """Returns x, which a CPU stores in memory.
+
+    There, XLA puts a sum over rows and the formula that uses it in one loop, which is slower than two.
+    """
+    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
 def differentiable_if_finite(x):
     """Returns x. The derivative of an element that is not finite is 0, whatever its tangent or its cotangent is."""
     return jnp.where(jnp.isfinite(x), x, lax.stop_gradient(x))
+
+
+def at(x, indices):
+    """Returns the elements at indices of the last axis, which must be in bounds: checks would take longer on a CPU."""
+    return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
 
 
 def mask_at(where, x, indices):

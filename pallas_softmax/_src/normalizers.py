@@ -181,9 +181,12 @@ def _reduce_directly(x: jax.Array, axes: tuple[int, ...], of: type[Sums]) -> Sum
 
 
 def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns each row's maximum m and a sum, so that m + log(sum) is right: +inf if m is +inf, NaN for any NaN."""
-    m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    return m, jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
+    """Returns each row's maximum m and a sum, so that m + log(sum) is right: +inf if m is +inf, NaN for any NaN.
+
+    x is widened after the maximum. Otherwise, XLA for CPUs would store all of x in float32.
+    """
+    m = widen(jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
+    return m, jnp.sum(jnp.exp(widen(x) - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
 
 
 def mended(m: jax.Array, total: jax.Array) -> Normalizer:

@@ -9,7 +9,8 @@ Arithmetic is in float32, or in the dtype of the logits if that is wider.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.route.formulas import Gate, RowReductions, score_alone
 from pallas_softmax._src.topk.xla import best_order, put
@@ -26,31 +27,28 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     if bias is None:
         indices = best_order(logits, None, k)
     else:
-        indices = lax.top_k(_keys(x, bias, normalizer, gate, groups, top_groups, group_best), k)[1]
-    won = jnp.take_along_axis(x, indices, -1)
+        m, d = normalizer
+        score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, x)
+        biased = _with_one_nan(score + bias)
+        takes_part = None if groups == 1 else _in_best_groups(biased, groups, top_groups, group_best)
+        indices = best_order(biased, takes_part, k)
+    won = at(x, indices)
     return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
 
 
-def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: int, group_best: int):
-    """Returns the sort keys of score + bias; experts of groups that take no part have the lowest."""
-    m, d = normalizer
-    score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, x)
-    keys = _key(score + bias)
-    if groups == 1:
-        return keys
-    grouped = keys.reshape(*keys.shape[:-1], groups, keys.shape[-1] // groups)
-    best = lax.top_k(grouped, group_best)[0]
-    rank = _key(jnp.sum(sort_keys.from_key(best, x.dtype), -1))
-    chosen = lax.top_k(rank, top_groups)[1]
+def _in_best_groups(x, groups: int, top_groups: int, group_best: int):
+    """Returns which entries are in the `top_groups` groups with the largest sums of their `group_best` best entries."""
+    grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    best = at(grouped, best_order(grouped, None, group_best))
+    chosen = best_order(_with_one_nan(jnp.sum(best, -1)), None, top_groups)
     group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
     takes_part = jnp.any(chosen[..., None] == group, -2)
-    lowest = jnp.iinfo(keys.dtype).min
-    return jnp.where(takes_part[..., None], grouped, lowest).reshape(keys.shape)
+    return jnp.broadcast_to(takes_part[..., None], grouped.shape).reshape(x.shape)
 
 
-def _key(x):
-    """Returns sort keys; all NaNs count as +NaN, since platforms differ in the signs of the NaNs that they compute."""
-    return sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
+def _with_one_nan(x):
+    """Returns x with +NaN for all NaNs, since platforms differ in the signs of the NaNs that they compute."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
 def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
@@ -62,7 +60,7 @@ def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
     del mesh_axes  # a row is never spread by a user
     logits, indices = residuals
     x, p, normalizer = _softmax(logits)
-    won, p_won = (jnp.take_along_axis(a, indices, -1) for a in (x, p))
+    won, p_won = (at(a, indices) for a in (x, p))
     direct, rest = gate.cotangents(won, normalizer, widen(g), widen(g_logsumexp), OVER_ROW)
     dx = put((p * rest).astype(logits.dtype), indices, (p_won * rest + direct).astype(logits.dtype))
     return (dx,)
@@ -75,7 +73,7 @@ def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
     x, p, normalizer = _softmax(logits)
     dx = widen(dx)
     mean = jnp.sum(jnp.where(p == 0, 0, p * dx), -1, keepdims=True)
-    won, dx_won = (jnp.take_along_axis(a, indices, -1) for a in (x, dx))
+    won, dx_won = (at(a, indices) for a in (x, dx))
     return gate.tangents(won, normalizer, dx_won, mean, OVER_ROW), mean
 
 

@@ -48,14 +48,17 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     """Returns the `RowStats` of each row. `scaled` says whether the temperature may differ from 1."""
     x = logits_of(logits, where)
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
-    m = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
+    largest = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
+    # Without a temperature, a maximum that a CPU flushes to 0 is as good, and needs no argmax.
+    m = largest if scaled else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     below, positive = normalizers.at_limit(x, m, temperature) if scaled else (x, temperature)
     u = _distance(below, jnp.where(jnp.isinf(m), 0, m), positive, scaled)
     e = jnp.exp(u)
     m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
     label_logit = logits_at(labels, logits, where)
-    return finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
+    stats = finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
+    return stats._replace(moments=Moments(largest, d, t))
 
 
 def ranked_stats(logits, where, temperature, labels, *, scaled):

@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
 from pallas_softmax._src.normalizers import Normalizer, widen
 
 
@@ -48,7 +48,7 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     """
     x = logits_of(normalizers.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
-    winners = jnp.take_along_axis(x, indices, -1)
+    winners = at(x, indices)
     some = isinstance(k, int) and k > 0  # a symbolic k may be 0
     m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     given = temperature
@@ -67,7 +67,7 @@ def select(operand, where, lengths, *, k, sorted):
     """
     where = within(where, lengths, operand)
     indices = best_order(operand, where, k)
-    values = jnp.take_along_axis(operand, indices, -1)
+    values = at(operand, indices)
     kept = None if where is None else mask_at(where, operand, indices)
     return TopK(masked(values, kept, lowest_value(operand.dtype)), indices)
 
