@@ -45,13 +45,7 @@ NUMBERS = [
     ("bfloat16", "all", "mean", 4),
     ("float16", "all", None, 4),
     ("float32", "softcap", "sum", 1),
-    *(
-        (dtype, features, reduction, peak)
-        for dtype in ("float32", "bfloat16", "float16")
-        for features in FEATURES
-        for reduction in ("mean", None)
-        for peak in (1, 40)
-    ),
+    *pairs(("float32", "bfloat16", "float16"), FEATURES, ("mean", None), (1, 40)),
 ]
 
 
@@ -68,12 +62,7 @@ def test_losses_and_gradients(dtype, features, reduction, peak):
         1,
         [
             ("float32", "bias", "mean"),
-            *(
-                (dtype, features, reduction)
-                for dtype in ("bfloat16", "float16", "float32")
-                for features in ("", "all")
-                for reduction in ("mean", "sum", None)
-            ),
+            *pairs(("bfloat16", "float16", "float32"), ("", "all"), ("mean", "sum", None)),
         ],
     ),
 )
@@ -114,12 +103,7 @@ def test_logsumexp_and_log_probs():
         [
             ("float32", "softcap", 1),
             ("bfloat16", "", 40),
-            *(
-                (dtype, features, peak)
-                for dtype in ("float32", "bfloat16", "float16")
-                for features in ("", "bias", "softcap", "transposed")
-                for peak in (1, 40)
-            ),
+            *pairs(("float32", "bfloat16", "float16"), ("", "bias", "softcap", "transposed"), (1, 40)),
         ],
     ),
 )

@@ -255,10 +255,11 @@ def test_places_have_64_bits(stride):
         np.testing.assert_array_equal(advanced[i, :, 2:], np.stack([high, low], -1))
 
 
-@pytest.mark.parametrize("mode", [slow("low"), slow("high"), slow("highest"), None])
-@pytest.mark.parametrize("impl", [GENERATORS[0], *map(slow, GENERATORS[1:])])
-@pytest.mark.parametrize("dtype", [F32, slow(BF16)], ids=str)
-@pytest.mark.parametrize("filtered", [slow(False), True])
+@pytest.mark.parametrize(
+    ("impl", "mode", "dtype", "filtered"),
+    first(1, pairs(GENERATORS, [None, "low", "high", "highest"], [F32, BF16], [True, False])),
+    ids=str,
+)
 def test_tokens_of_categorical(impl, mode, dtype, filtered):
     """One key and a key for each row, every generator, and every mode, with and without filters."""
     try:
