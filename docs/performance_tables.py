@@ -187,6 +187,7 @@ def provenance(name: str) -> str:
 _TABLE = re.compile(r"(<!-- (table|calls) ?(.*)\n((?:.*\n)*?)-->\n\n)((?:\|.*\n)*(?:\n`python .*\n)?)")
 
 
+@functools.cache
 def tables(page: str) -> list[str]:
     """Returns the tables of the text of a page, as the results have them."""
     found = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU's mem
 def pytest_collection_modifyitems(items):
     """Moves the tests that run alone to the end, where few processes have to wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+
+
+def pytest_collection_finish():
+    """Leaves modules and test items out of the garbage collector's later runs."""
+    gc.freeze()
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ EAGER = ("linearize", "vmap of grad")  # the other modes run in one compilation
 HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 
-@pytest.mark.parametrize(("name", "mode"), first(4, pairs([*FUNCTIONS], HIGHEST_FIRST)))
+@pytest.mark.parametrize(("name", "mode"), first(3, pairs([*FUNCTIONS], HIGHEST_FIRST)))
 def test_derivatives_agree_with_jax(name, mode):
     """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
@@ -269,7 +269,7 @@ OF_ONE_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", OF_ONE_ROW)
+@pytest.mark.parametrize("name", first_values(1, OF_ONE_ROW))
 def test_gradients_of_weak_types_are_weak(name):
     """As of the same functions made of jax.nn."""
     gradient = jax.grad(OF_ONE_ROW[name])

@@ -27,7 +27,7 @@ from tests.support.children import once, reports
 from tests.support.covering import slow
 from tests.support.lowering import array, divided_calls, kernel_names
 
-FAST = ("fused_topk", "linear_cross_entropy")
+FAST = ("write-fused_topk", "static_arguments", "cache-fused_topk", "executable-fused_topk")
 NAMES = [*CHECKS["first"], *CHECKS["second"]]
 CASE = {label: name for checks in CHECKS.values() for label, (_, name) in checks.items()}
 
@@ -36,10 +36,12 @@ CASE = {label: name for checks in CHECKS.values() for label, (_, name) in checks
 def report(request, tmp_path_factory):
     """Returns the errors of all checks. The first pytest worker that asks runs them in two processes."""
     asked = {
-        CASE[item.callspec.params["name"]]
+        item.callspec.params["name"]
         for item in request.session.items
         if getattr(item, "function", None) is test_on_eight_cpu_devices
     }
+
+    asked |= {f"write-{CASE[name]}" for name in asked}
 
     def run(folder):
         folder = folder / "portable"
@@ -52,7 +54,7 @@ def report(request, tmp_path_factory):
     return once(tmp_path_factory, "portable", run)
 
 
-@pytest.mark.parametrize("name", [name if CASE[name] in FAST else slow(name) for name in NAMES])
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in NAMES])
 def test_on_eight_cpu_devices(report, name):
     found = report["first" if name in CHECKS["first"] else "second"]
     error = found.get(name, found[""] + "\nthe child ended before this check")
@@ -194,7 +196,13 @@ def lowered(f, arrays):
     return jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("softmax", "fused_topk", "route", "linear_cross_entropy") else slow(name)
+        for name in CALLS
+    ],
+)
 def test_static_arguments_have_programs_of_their_own(name):
     """Calls that differ in one static argument lower to different texts, so no cache can take one for the other."""
     function, arrays, static = CALLS[name]
@@ -325,7 +333,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("fused_topk", "token_stats", "route") else slow(name) for name in CASES]
+)
 def test_program_of_a_gpu(name):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
     mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)

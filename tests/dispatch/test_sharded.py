@@ -1,7 +1,8 @@
 """Arrays that are sharded over several devices: each check of tests/programs/sharded_checks.py is a test.
 
-The number of devices must be set before JAX starts. So two child processes with eight CPU devices each run half of the
-checks. On a machine with several GPUs, run `pytest -m gpu -n 0 tests/dispatch/test_sharded.py`.
+The number of devices must be set before JAX starts. So a child process with eight CPU devices runs the fast checks, and
+two others each run half of the slow ones. On a machine with several GPUs, run
+`pytest -m gpu -n 0 tests/dispatch/test_sharded.py`.
 """
 
 import math
@@ -25,12 +26,13 @@ from tests.support.children import child, once, reports
 from tests.support.covering import cover, slow
 from tests.support.lowering import divided_calls, lowered
 
-HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
+PARTS = [[name for name in CHECKS if name not in SLOW]]
+PARTS += [[name for name in CHECKS if name in SLOW][half::2] for half in (0, 1)]
 
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
-    """Returns a function for the error of a check, or None. The first pytest worker that asks runs the check's half."""
+    """Returns a function for the error of a check, or None. The first pytest worker that asks runs the check's part."""
     selected = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -38,9 +40,9 @@ def report(request, tmp_path_factory):
     }
 
     def error(name):
-        (half,) = (i for i, names in enumerate(HALVES) if name in names)
-        names = [n for n in HALVES[half] if n in selected]
-        found = once(tmp_path_factory, f"sharded_{half}", lambda _: reports("sharded_checks.py", *names))
+        (part,) = (i for i, names in enumerate(PARTS) if name in names)
+        names = [n for n in PARTS[part] if n in selected]
+        found = once(tmp_path_factory, f"sharded_{part}", lambda _: reports("sharded_checks.py", *names))
         return found.get(name, found[""] + "\nthe child ended before this check")
 
     return error
@@ -48,7 +50,7 @@ def report(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [slow(name) if name in SLOW else name for half in HALVES for name in half],
+    [slow(name) if name in SLOW else name for part in PARTS for name in part],
 )
 def test_on_eight_cpu_devices(report, name):
     error = report(name)

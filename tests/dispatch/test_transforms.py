@@ -158,7 +158,7 @@ def test_grad_of_vmap_with_a_shared_argument(name):
     np.testing.assert_allclose(jax.jit(jax.grad(total))(X, WHERE), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", first_values(1, [(0, 0), (0, None), (None, 0)]), ids=str)
+@pytest.mark.parametrize("axes", first_values(0, [(0, 0), (0, None), (None, 0)]), ids=str)
 def test_vmap_of_temperature(axes):
     """A temperature may be mapped alone, with the logits, or shared; it is a scalar or one number per row."""
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values  # noqa: E731
@@ -218,7 +218,7 @@ def test_cond(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), first(3, pairs(DIFFERENTIABLE, [None, "nothing_saveable", "everything_saveable"]))
+    ("name", "policy"), first(2, pairs(DIFFERENTIABLE, [None, "nothing_saveable", "everything_saveable"]))
 )
 def test_checkpoint(name, policy):
     f = loss(FUNCTIONS[name])

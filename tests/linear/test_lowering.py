@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from tests.support.covering import first
+from tests.support.covering import first, slow
 from tests.support.lowering import array, kernel_names, lowered
 
 SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
@@ -57,7 +57,8 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == want
 
 
-@pytest.mark.parametrize("axis_name", ["v", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_name", ["v", None])
 def test_lowered_in_shard_map(axis_name):
     """Numbers per row have types that vary over the mesh; the kernel's exponentials have a type that does not."""
     x, w, labels = (
@@ -76,8 +77,8 @@ def test_lowered_in_shard_map(axis_name):
     assert kernel_names(lowered(gradients, x, w, labels)) == ["linear_exponentials"] * 2
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("axis_name", ["v", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transpose_w", [False, slow(True)])
+@pytest.mark.parametrize("axis_name", ["v", slow(None)])
 def test_lowered_several_labels(axis_name, transpose_w):
     """Several labels take the kernels of one label, and no other product."""
     x, labels = array(256, 64, dtype="bfloat16"), array(256, 5, dtype="int32")
@@ -172,6 +173,7 @@ def test_lowered_with_its_cost():
     assert rf"flops\22: {2 * n * depth * vocab}," in text
 
 
+@pytest.mark.slow
 def test_lowered_soft_labels():
     """A mean takes three products: one kernel, and one more for references that are far off."""
     x, w, labels, q = (

@@ -45,7 +45,7 @@ def total(x, w, labels, name, **keywords):
     return sum(jnp.sum(jnp.sin(a.T)) for a in results if a.dtype != jnp.int32)
 
 
-@pytest.mark.parametrize("name", first_values(2, EACH))
+@pytest.mark.parametrize("name", first_values(1, EACH))
 def test_where(name):
     """Tokens that are left out have results and gradients 0, whatever they hold; the others do not change."""
     x, w, labels, _ = arrays(21, 8, 100, "float32")
@@ -207,7 +207,7 @@ def test_temperature_0_is_the_limit(dtype, offset):
         np.testing.assert_array_equal(indices, best)
 
 
-@pytest.mark.parametrize("name", first_values(2, EACH))
+@pytest.mark.parametrize("name", first_values(1, EACH))
 def test_gradients_at_temperature_0(name):
     x, w, bias = ties()
     labels = jnp.argmax(x @ w + bias, 1).astype("int32")
@@ -225,7 +225,8 @@ def test_gradients_at_temperature_0(name):
     assert np.asarray(dw).any()
 
 
-@pytest.mark.parametrize("reduction", ["mean", slow("sum")])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_at_temperature_0(reduction):
     """A greedy token adds the log of its ties to a mean, and nothing to the gradients."""
     x, w, bias = ties()

@@ -5,7 +5,7 @@ its results, its executable and its export to a folder, and fills a compilation 
 the same from the folder:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu PYTHONPATH=. \
-      python tests/programs/portable_checks.py first FOLDER [CALL ...] && (the same with `second`)
+      python tests/programs/portable_checks.py first FOLDER [CHECK ...] && (the same with `second`)
 
 Each process prints the name of each check with its error or null.
 """
@@ -262,14 +262,14 @@ CHECKS = {
 }
 
 
-def main(process, folder, *names):
+def main(process, folder, *asked):
     folder = Path(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     for label, (check, name) in CHECKS[process].items():
-        if names and name not in names:
+        if asked and label not in asked:
             continue
         error = None
         try:

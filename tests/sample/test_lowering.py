@@ -37,6 +37,7 @@ def test_lowered(rows, v, dtype):
     assert lowered(rows, v, dtype, where=where, top_k=5, top_p=0.9) == ["sample"]
 
 
+@pytest.mark.slow
 def test_noise_of_the_kernel():
     """With threefry keys the kernel makes the noise. Other noise is XLA's, and then a kernel filters."""
     assert lowered(6, 1000, F32, jax.random.split(KEY, 6)) == ["sample"]

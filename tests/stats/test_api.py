@@ -259,6 +259,7 @@ def test_ranks(dtype, masked):
         assert (np.asarray(got.rank) == 0).any()
 
 
+@pytest.mark.slow
 def test_other_results_do_not_change_with_a_rank():
     with_rank, without = (ps.token_stats(X, LABELS, temperature=0.7, rank=rank) for rank in (True, False))
     assert without.rank is None

@@ -5,6 +5,7 @@ import pytest
 
 from pallas_softmax._src.softmax import before_ptx, moments_ptx
 from tests.support import oracle, ptx
+from tests.support.covering import cover
 
 F32 = np.float32
 EPS = 2.0**-23
@@ -112,8 +113,7 @@ def test_count_before(vec, blocks, special):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ctas", [1, 2, 16])
+@pytest.mark.parametrize(("kind", "ctas"), cover(KINDS, [2, 1, 16]))
 def test_merges(kind, ctas):
     """Each thread has 8 logits, and its number counts down, so that the last of the largest wins.
 

@@ -14,24 +14,29 @@ def pairs(*parameters):
     """
     parameters = [list(values) for values in parameters]
     combinations = list(itertools.product(*map(range, map(len, parameters))))
-    missing = {pair for combination in combinations for pair in _pairs_of(combination)}
+    bits = {}  # a number has a bit for each pair
+    masks = [
+        sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs_of(combination))
+        for combination in combinations
+    ]
+    missing = (1 << len(bits)) - 1
     chosen = []
     used = collections.Counter()
 
-    def gain(combination):
-        uses = [used[value] for value in enumerate(combination)]
-        return uses.count(0), len(_pairs_of(combination) & missing), -sum(uses)
+    def gain(i):
+        uses = [used[value] for value in enumerate(combinations[i])]
+        return uses.count(0), (masks[i] & missing).bit_count(), -sum(uses)
 
     while missing:
-        best = max(combinations, key=gain)
-        missing -= _pairs_of(best)
-        used.update(enumerate(best))
-        chosen.append(tuple(values[i] for values, i in zip(parameters, best)))
+        best = max(range(len(combinations)), key=gain)
+        missing &= ~masks[best]
+        used.update(enumerate(combinations[best]))
+        chosen.append(tuple(values[i] for values, i in zip(parameters, combinations[best])))
     return chosen
 
 
 def _pairs_of(combination):
-    return set(itertools.combinations(enumerate(combination), 2)) or {(0, combination[0])}
+    return list(itertools.combinations(enumerate(combination), 2)) or [(0, combination[0])]
 
 
 def cover(*parameters):

@@ -84,8 +84,7 @@ def test_narrow_numbers(dtype):
     np.testing.assert_array_equal(np.asarray(got.values, F32), np.where(want == -np.inf, float(lowest), want))
 
 
-@pytest.mark.parametrize("axis", [0, 1, -2, slow(2), slow(-3)])
-@pytest.mark.parametrize("dtype", [F32, "int8"], ids=str)
+@pytest.mark.parametrize(("axis", "dtype"), first(3, pairs([0, 1, -2, 2, -3], [F32, "int8"])), ids=str)
 def test_axis(axis, dtype):
     x = np.random.default_rng(0).integers(-9, 9, (6, 4, 5)).astype(dtype)
     same(top_k(x, 3, axis=axis), lax.top_k(x, 3, axis=axis))
@@ -139,7 +138,7 @@ def test_lengths(dtype, masked):
         same(jax.jit(lambda x, n: top_k(x, 10, where=where, lengths=n))(x, lengths), want)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64", "uint32"])
+@pytest.mark.parametrize("dtype", first_values(2, ["int8", "uint64", "uint8", "int64", "uint32"]))
 def test_lengths_never_wrap(dtype):
     info = np.iinfo(dtype)
     lengths = np.array([info.min, info.max, 0, 7, 3, 5], dtype)
@@ -243,7 +242,7 @@ def test_weak_types_agree_with_lax_top_k(x):
 
 
 @pytest.mark.parametrize("dtype", [F32, slow(BF16), slow(F16)], ids=str)
-@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("axis", [-1, slow(0)])
 def test_derivatives_agree_with_lax_top_k(dtype, axis):
     x, dx = X.astype(dtype), cases.cotangent(X.shape, dtype)
     f, like = (lambda x, f=f: f(x, 4, axis=axis)[0] for f in (top_k, lax.top_k))
