@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def hook():
-    sys.path.insert(0, str(ROOT / "docs"))  # the hook imports its neighbour, as mkdocs lets it do
+    sys.path.insert(0, str(ROOT / "docs"))  # the hook imports its neighbour; mkdocs adds the folder
     yield load("site_hook")
     sys.path.remove(str(ROOT / "docs"))
 
