@@ -87,7 +87,7 @@ def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fil
     """
     whole = length is None
     x, mask = (None if a is None else a[None] if whole else a[None, :length] for a in (x, mask))
-    mask = None if mask is None else folding.Mask(mask, lambda row: 0)
+    mask = None if mask is None else folding.Mask(jnp.asarray(mask), folding.mask_rows((1,), (1,)))
     lengths = None if whole else np.array([length])
     values, indices, steps = machine_launch(x, mask, lengths, plan.k, plan, fill, offset=offset, rng=rng)
     return values[0], indices[0], steps

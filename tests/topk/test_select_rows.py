@@ -46,7 +46,8 @@ def random_plan(rng):
     """Returns a plan of any kind; its lists have little room or much."""
     v, ctas = int(np.exp(rng.uniform(5, 9.2))), int(rng.choice([1, 1, 2, 4]))
     warpgroups, sample_vectors = map(int, rng.choice([1, 2, 4], 2))
-    k = int(np.exp(rng.uniform(0, np.log(min(v, MAX_SELECTED) + 1))))
+    most = min(v, MAX_SELECTED)
+    k = most if rng.random() < 0.2 else int(np.exp(rng.uniform(0, np.log(most + 1))))
     least = k + CHUNK + (k if ctas > 1 else 0)
     capacity = max(least, int(rng.choice([least, 3 * k, LEAST_CAPACITY])))
     return SelectPlan(v, k, ctas, warpgroups, -(-capacity // 32) * 32, sample_vectors)

@@ -124,7 +124,7 @@ class SelectProgram(ListProgram):
             byte, within = e * element.itemsize, index + e < self.length
             found.append(self.load(address, kind, offset=byte, when=within, default=lowest, space="global"))
         if element.halves:
-            found = [self.join(*found[e : e + 2], "s32") for e in range(0, self.vec, 2)]
+            found = [self.join(found[e], found[e + 1], "s32") for e in range(0, self.vec, 2)]
         for word, bits in zip(words, found):
             self.set(word, bits)
 
