@@ -70,6 +70,41 @@ def test_xla_fuses_a_chain_like_jax_nn(step):
     assert lines(OURS) <= 1.3 * lines(THEIRS)
 
 
+def stored_bytes(f, *args):
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_cpu_stores_no_more_for_the_gradient_of_softmax_than_for_that_of_jax_nn():
+    def first(f):
+        return jax.grad(lambda x: f(x)[0, 0])
+
+    x = array(256, 1000)
+    assert stored_bytes(first(OURS["softmax"]), x) <= stored_bytes(first(THEIRS["softmax"]), x)
+
+
+def test_a_cpu_does_not_store_16_bit_logits_in_float32():
+    assert stored_bytes(OURS["logsumexp"], array(256, 1000, dtype="bfloat16")) < 2**16
+
+
+@pytest.mark.slow
+def test_a_cpu_stores_no_keys_for_each_element_of_the_noise():
+    def drawn(logits):
+        return ps.sample(jax.random.key(0), logits, implementation="xla")
+
+    assert stored_bytes(drawn, array(64, 4096)) < 8 * 4 * 64 * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_cpu_sorts_no_experts(groups):
+    """XLA for CPUs selects the largest floats, but sorts integers, which takes four times as long."""
+
+    def gate(x, bias):
+        return ps.route(x, 4, score="sigmoid", bias=bias, groups=groups, top_groups=2 if groups > 1 else None)
+
+    assert " sort(" not in jax.jit(gate).lower(array(16, 64), array(64)).compile().as_text()
+
+
 # --- Tools --------------------------------------------------------------------------------------------
 
 

@@ -70,7 +70,7 @@ def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     """Returns the words of `jax.random.bits` at these elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
-    # whole arrays of keys would take time
+    # The keys stay one per row: a CPU would store a key for each element.
     arrays = vary_together(key0, key1, *jnp.broadcast_arrays(high, low))
     bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
     return vary_together(bits, arrays)[0]  # the primitive's type does not vary over mesh axes
