@@ -55,6 +55,7 @@ def test_near_ties_may_swap_but_no_others():
     assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", [slow("jax"), "auto"])
 def test_hypotheses_are_the_best_of_all(contender):
     # with as many beams as tokens, the first two steps lose nothing, and the search is exhaustive

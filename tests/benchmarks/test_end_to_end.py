@@ -366,6 +366,7 @@ def test_unusable_files_are_refused(run_benchmark, tmp_path, array):
         run_benchmark(softmax, "--logits=missing.npy")
 
 
+@pytest.mark.slow
 def test_topk_ignores_function_where_and_axis(run_benchmark):
     args = ("--function=logsumexp,softmax", "--where=full,rows", "--axis=0,-1")
     code, (row,) = run_benchmark(both, "--batch=6", "--vocab=40", "--peers=", *args, name="topk")

@@ -2,11 +2,13 @@
 
 import jax
 import numpy as np
+import pytest
 
 from benchmarks import sample, serve
 from tests.support import oracle
 
 
+@pytest.mark.slow
 def test_flashinfer_is_not_run_without_a_gpu(run_benchmark):
     code, rows = run_benchmark(sample, "--shapes=3x60", "--filters=none", "--peers=flashinfer")
     assert code == 0

@@ -133,7 +133,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", first_values(4, NAMED))
+@pytest.mark.parametrize("name", first_values(2, NAMED))
 def test_a_named_gradient_on_a_mesh(name):
     """Each device runs the kernels that one device runs. It chooses them again for its shard. Needs no devices."""
     gradient = jax.grad(square_sum(functools.partial(NAMED[name], implementation="mosaic_gpu")))

@@ -10,7 +10,7 @@ from jax.experimental import checkify, jet, roofline
 from jax.experimental import pallas as pl
 
 import pallas_softmax as ps
-from tests.support.covering import first_values
+from tests.support.covering import cover, first_values
 from tests.support.lowering import array, lowered
 
 X = array(128, 128)
@@ -133,8 +133,7 @@ def test_roofline_knows_every_operation(name, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
-@pytest.mark.parametrize("f", [ps.softmax, *OURS.values(), topk])
+@pytest.mark.parametrize(("f", "value"), cover([ps.softmax, *OURS.values(), topk], [jnp.inf, jnp.nan]))
 def test_checkify_finds_a_nan(f, value, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # otherwise fused_topk prepares for sharded logits
     x = jnp.zeros((2, 8)).at[1, 3].set(value)

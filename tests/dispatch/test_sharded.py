@@ -23,7 +23,7 @@ from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
 from tests.support.children import child, once, reports
-from tests.support.covering import cover, slow
+from tests.support.covering import first, pairs, slow
 from tests.support.lowering import divided_calls, lowered
 
 PARTS = [[name for name in CHECKS if name not in SLOW]]
@@ -190,7 +190,7 @@ def assert_kernels_of_parts(op, text):
         assert any(merged in line for line in calls), calls
 
 
-@pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
+@pytest.mark.parametrize(("op", "how"), first(3, pairs(OPS, ["shard_map", "auto"])))
 def test_each_device_runs_kernels_on_its_part(op, how):
     """The test needs no devices. Under jit it asks for the program of each device, in XLA's place."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))

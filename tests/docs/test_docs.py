@@ -95,7 +95,7 @@ def test_python_blocks_give_the_stated_results(document, lowered_for_hopper):
     run((ROOT / document).read_text())
 
 
-def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_for_hopper):
+def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_for_hopper, quick_compilation):
     names = run(README)
 
     def plain(w):

@@ -55,6 +55,7 @@ def test_losses_and_gradients(dtype, features, reduction, peak):
     assert_losses_and_gradients(dtype, features, reduction, peak)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("dtype", "features", "reduction"),
@@ -245,6 +246,7 @@ def test_token_weights_that_sum_to_0():
         assert loss == 0 and not gradient.any()
 
 
+@pytest.mark.slow
 def test_a_weighted_mean_takes_three_products():
     x, w, labels = of_size(64, 8, 100)
     weights = jax.ShapeDtypeStruct((64,), "float32")
@@ -299,6 +301,7 @@ def each_result(x, w, bias, labels, token_weights, temperature):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), slow("float16")])
 def test_results_that_are_not_finite_have_derivatives_of_0(dtype):
@@ -329,6 +332,7 @@ def test_results_that_are_not_finite_have_derivatives_of_0(dtype):
         assert np.isfinite(wide(d)).all() and wide(d).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "token_weights",
@@ -911,6 +915,7 @@ def test_the_caller_chooses_the_precision_of_float32():
         assert set(precisions()) == {"[HIGH, HIGH"}
 
 
+@pytest.mark.slow
 def test_the_forward_may_round_float32_logits_differently():
     """On a GPU, XLA may pick another matrix product for the backward. Here, the forward sums D in another order.
 
@@ -1099,6 +1104,7 @@ def test_options_have_no_gradient(name, function):
         jax.grad(function)(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_log_probs_with_where():
     x, w, labels, _ = arrays(10, 8, 100, "float32")

@@ -77,6 +77,7 @@ def test_lowered_in_shard_map(axis_name):
     assert kernel_names(lowered(gradients, x, w, labels)) == ["linear_exponentials"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose_w", [False, slow(True)])
 @pytest.mark.parametrize("axis_name", ["v", slow(None)])
 def test_lowered_several_labels(axis_name, transpose_w):

@@ -79,6 +79,7 @@ def test_the_mean_divides_by_tokens():
     close(f(token_weights=np.arange(24)), (np.arange(24) * each).sum() / np.arange(24).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_one_label_of_probability_1():
     x, w, labels, _ = small(k=1)
@@ -145,6 +146,7 @@ def test_transformations():
         jax.jvp(lambda q: total(x, w, q), (q,), (q,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("reduction", ["mean", slow(None)])
 def test_a_teacher_of_another_model(reduction):

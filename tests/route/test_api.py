@@ -48,7 +48,7 @@ SIZES = [(64, 6), (8, 2), (8, 3), (256, 8), (1024, 64), (24, 9), (1040, 5)]
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype"), first(2, pairs([BEST, *list(GATES)[:-1]], SIZES, [F32, BF16, F16])), ids=str
+    ("name", "size", "dtype"), first(1, pairs([BEST, *list(GATES)[:-1]], SIZES, [F32, BF16, F16])), ids=str
 )
 def test_against_the_oracle(name, size, dtype):
     """Experts, weights, logsumexp and the cotangents of the logits."""

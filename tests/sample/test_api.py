@@ -87,6 +87,7 @@ def test_every_row_with_every_filter(v, dtype):
     assert_cutoffs(cutoffs(x, None, *parameters), x, labels, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [(1, 1, 1), slow((1, 0, 0)), slow((0, 1, 0)), slow((0, 0, 1))], ids=str)
 @pytest.mark.parametrize("v", [40, slow(300), slow(LONG)])
 def test_a_row_alone_agrees_with_a_batch(v, given):
@@ -817,6 +818,7 @@ def test_the_smallest_temperatures_draw():
         assert 400 < int(drawn.sum()) < 600
 
 
+@pytest.mark.slow
 def test_parameters_beyond_every_dtype_of_jax():
     """Such filters keep everything, and such a temperature makes all entries equal."""
     x = jnp.tile(jnp.arange(3.0), (3000, 1))

@@ -143,7 +143,9 @@ def test_ptx_of_values_near_zero(row, step):
 
 @pytest.mark.parametrize(
     ("row", "dtype", "more"),
-    [([0], BF16, 0), ([0, -0.0], BF16, 0), ([0, 1], BF16, 0), ([-1, 0], BF16, 0), ([0, -0.0], F32, 1)],
+    first(
+        2, [([0, -0.0], BF16, 0), ([-1, 0], BF16, 0), ([0], BF16, 0), ([0, 1], BF16, 0), ([0, -0.0], F32, 1)]
+    ),
     ids=str,
 )
 def test_ptx_of_zeros_is_fast(row, dtype, more):

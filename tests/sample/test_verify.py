@@ -29,6 +29,7 @@ def drafts_of(rows, log_q):
     return jax.random.categorical(jax.random.key(7), jnp.asarray(log_q), shape=(rows, S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [slow({}), slow({"top_k": 3}), {"top_p": 0.7, "temperature": 0.8}], ids=str)
 @pytest.mark.parametrize("log_q", [LOG_Q, slow(None)], ids=["drawn", "chosen"])
 @pytest.mark.parametrize("each_row", [slow(False), True], ids=["one key", "keys per row"])
@@ -67,7 +68,7 @@ def test_chosen_drafts_are_accepted_where_sample_draws_them():
         np.testing.assert_array_equal(tokens, jnp.where(jnp.arange(S + 1) <= wrong, drawn, -1))
 
 
-@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("q", [slow(None), LOG_Q], ids=["chosen", "drawn"])
 def test_temperature_0_takes_the_greedy_tokens(q):
     best = TARGET.argmax(-1)
     for wrong in range(S + 1):

@@ -103,7 +103,7 @@ def accurate(name, dtype, v, names):
         bounds.assert_operation(f"{name}_grad", got[1], (got[0], g), names)
 
 
-@pytest.mark.parametrize(("name", "v"), first(4, pairs(NAMES, [129, 1000, 1, 2, 127, 128, cases.GPT2])))
+@pytest.mark.parametrize(("name", "v"), first(3, pairs(NAMES, [129, 1000, 1, 2, 127, 128, cases.GPT2])))
 def test_float32_against_the_oracle(name, v):
     accurate(name, F32, v, list(cases.FINITE))
 
@@ -162,7 +162,7 @@ def test_special_values(name, v, dtype):
     assert not bad, bad
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_gradient_of_special_values_agrees_with_jax(name):
     x = cases.rows(list(cases.SPECIAL), 9)
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
@@ -190,7 +190,7 @@ def test_empty_axis_tuple_gives_one():
     np.testing.assert_array_equal(ps.softmax(X3, ()), np.ones_like(X3))
 
 
-@pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, [0, (0, 2), None, -2, ()])), ids=str)
+@pytest.mark.parametrize(("name", "axis"), first(2, pairs(NAMES, [0, (0, 2), None, -2, ()])), ids=str)
 def test_gradient_along_axis(name, axis):
     g = cases.cotangent(np.shape(jax_nn(name)(X3, axis)))
     got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
@@ -290,7 +290,7 @@ def test_where_of_higher_rank_broadcasts_x(name, axis):
     assert_same(ours(name)(x, axis, where=where), got)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_kept_special_values_with_where(name):
     """If all kept entries are -inf, or any is inf or NaN, the row is NaN where kept and 0 where masked."""
     rows = ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"]
@@ -339,7 +339,7 @@ def test_gradient_of_gradient_with_where():
     np.testing.assert_allclose(got, second(jax.nn.softmax), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_gradient_of_a_16_bit_input_has_its_dtype(name):
     x = cases.rows(["normal"], 9, BF16)
     assert jax.grad(lambda x: ours(name)(x, -1).astype(F32).sum())(x).dtype == BF16
@@ -377,7 +377,7 @@ def test_large_integers_keep_their_differences(name):
     assert_same(ours(name)(x), jax_nn(name)(x))
 
 
-@pytest.mark.parametrize(("name", "dtype"), pairs(NAMES, ["int4", "int8", "uint8"]))
+@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int4", "int8", "uint8"]))
 def test_many_short_integers(name, dtype):
     """A long row, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
     low, high = (0, 256) if dtype == "uint8" else (-8, 8) if dtype == "int4" else (-128, 128)

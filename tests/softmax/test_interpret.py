@@ -50,6 +50,7 @@ def test_long_rows(name, rows):
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"), first(1, pairs([*oracle.BACKWARD, "softmax"], READ_AGAIN)), ids=parameter_id
 )

@@ -93,6 +93,7 @@ def test_few_steps():
     assert max(steps.values()) < 1.5 * steps["normal"], steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 8])
 def test_few_winners_of_a_length(k):
     """The program reads no more than the length: what follows makes no difference, and a short length is few steps."""

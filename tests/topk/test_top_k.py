@@ -57,7 +57,7 @@ def test_floats(v, dtype):
         same(top_k(x, k), oracle.top_k(x, k))
 
 
-@pytest.mark.parametrize("dtype", first_values(3, INTEGERS), ids=str)
+@pytest.mark.parametrize("dtype", first_values(2, INTEGERS), ids=str)
 def test_integers(dtype):
     x = integers(dtype, (6, 20))
     for k in (0, 1, 2, 20):
@@ -126,7 +126,7 @@ def test_where(mask, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, *map(slow, (BF16, np.dtype("int8"), np.dtype("bool")))], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [slow(False), True])
 def test_lengths(dtype, masked):
     """A negative length is 0, and one above V is V. Lengths broadcast to the batch."""
     x = X.astype(dtype) if dtype in FLOATS else integers(np.dtype(dtype), X.shape)
@@ -282,7 +282,7 @@ def test_integers_have_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("in_axes", "dtype"), cover([(0, 0), (0, None), (None, 0), (1, 0)], [F32, "int32"]), ids=str
+    ("in_axes", "dtype"), first(2, pairs([(0, 0), (1, 0), (0, None), (None, 0)], [F32, "int32"])), ids=str
 )
 def test_vmap(in_axes, dtype):
     x = np.random.default_rng(0).integers(-5, 5, (3, 4, 7)).astype(dtype)
