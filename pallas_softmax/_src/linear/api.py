@@ -196,8 +196,9 @@ def linear_log_probs(
     """Returns log softmax(z)[label] of each token, without storing all logits at once.
 
     The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The source is given in
-    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K). The arguments that are not
-    listed are as for `linear_cross_entropy`.
+    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K). `where`, `temperature`,
+    `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_cross_entropy`.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
@@ -235,7 +236,8 @@ def linear_token_stats(
     """Returns the statistics of `token_stats` for the logits z of each token, without storing all logits at once.
 
     The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The statistics take one matrix
-    product, and four with gradients. The arguments that are not listed are as for `linear_cross_entropy`.
+    product, and four with gradients. `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`,
+    `axis_name` and `implementation` are as for `linear_cross_entropy`.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.

@@ -53,8 +53,8 @@ def linear_topk(
 ) -> TopK:
     """Returns `fused_topk` of the logits z = x @ w + bias of each token, without storing all logits at once.
 
-    The arguments that are not listed are as for `linear_cross_entropy`. A token that is left out has values and indices
-    of 0.
+    `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes` and `axis_name` are as for
+    `linear_cross_entropy`. A token that is left out has values and indices of 0.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.

@@ -322,7 +322,7 @@ def split(ref, *sizes: int) -> list:
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
-# --- The PTX program of the search
+# --- The PTX program of the search: `candidates_ptx` has the bound and the candidates, `ranking_ptx` their order
 
 
 @functools.lru_cache(maxsize=16)
