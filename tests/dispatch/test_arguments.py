@@ -365,3 +365,15 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
         jax.eval_shape(value, dtypes[of])
         if name not in ("linear_topk", "verify"):  # they have no gradient
             jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, strictly, x64):
+    def value(x):
+        return total(ps.fused_topk(x, 2, dtype=dtype).values)
+
+    x = jnp.asarray(X, wide)
+    jax.eval_shape(jax.grad(value), x)
+    jax.eval_shape(lambda x: jax.jvp(value, (x,), (x,)), x)

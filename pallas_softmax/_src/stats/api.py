@@ -129,7 +129,7 @@ def _run(call: Call, implementation: str | None, scaled: bool, *arrays: Any) -> 
 def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, mesh_axes) -> RowStats:
     """Returns the `RowStats` of integers that floats may be unable to hold.
 
-    Their distances from the largest have the same softmax. Ranks are those of floats in the same order.
+    Their distances from the largest have the same softmax, and floats in the same order have the same ranks.
     """
     distances = to_float(x, (-1,), where, mesh_axes)
     stats = run(distances, where, temperature, labels)

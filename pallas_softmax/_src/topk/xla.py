@@ -175,8 +175,8 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     kept = None if where is None else at_winners(jnp.broadcast_to(where, logits.shape))
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     scaled_won, p_won = _scaled_and_softmax(at_winners(x), kept, m, d, temperature)
-    g = masked(masked(g, own, 0), kept, 0)
-    direct = widen(g) if log else widen(g) * masked(p_won, own, 0)  # what reaches a winner by its own value
+    g = masked(masked(g, own, 0), kept, 0).astype(x.dtype)
+    direct = g if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - sum_over(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
     everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
