@@ -43,7 +43,7 @@ from pallas_softmax._src.sample import draw_ptx, xla
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.sample.rows import Cutoff
-from pallas_softmax._src.sample.winner_ptx import WORDS
+from pallas_softmax._src.sample.winner_ptx import NOISE_OPERANDS
 
 _TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
 # The results, by their names in the program.
@@ -121,7 +121,11 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
             _run_twin(part, x_smem, of_row, words, out, barrier, stride)
             return
         place = {"row": row, "part": part.place.index, "origin": part.origin}
-        numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict(), **dict(zip(WORDS, words))}
+        numbers = {
+            "octaves_per_unit": octaves_per_unit(of_row.temperature),
+            **of_row._asdict(),
+            **dict(zip(NOISE_OPERANDS, words)),
+        }
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
         program = draw_ptx.row_program(plan, x.dtype, stride)
         insert_ptx(program, {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}, numbers)
@@ -143,7 +147,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     )(x.reshape(view), params, words, None if mask is None else mask.array)
 
 
-def scale_of(temperature):
+def octaves_per_unit(temperature):
     """Returns log2(e) / temperature; temperature and result are at least the smallest normal float32."""
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
