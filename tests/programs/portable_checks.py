@@ -52,7 +52,9 @@ def drawn(x):
 
 
 LOGITS = {"x": ((ROWS, V), P("b", "v"))}
-LONG_ROWS = {"x": ((ROWS, 4 * V), P("b", "v"))}  # 256 entries of each shard are gathered: little only of a long row
+LONG_ROWS = {
+    "x": ((ROWS, 4 * V), P("b", "v"))
+}  # 256 entries of each shard are gathered: little only of a long row
 CASES = {
     "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
     "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
