@@ -60,16 +60,16 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
-        *of_warps, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
-        p.store(p.word(SCRATCH.total), *_over_warp(p, *of_warps), when=p.first_lane)
+        *each_warp, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
+        p.store(p.word(SCRATCH.total), *_over_warp(p, *each_warp), when=p.first_lane)
         with p.when(small_top_k):
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(SCRATCH.total), bound, offset=8, when=p.first_lane)
     p.store(p.word(SCRATCH.goal), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    of_ctas, d, bound, _ = p.from_ctas(p.word(SCRATCH.total), ["f32"] * 4, [-INF, 0, INF, 0])
-    top, total = _over_warp(p, of_ctas, d)
+    each, d, bound, _ = p.from_ctas(p.word(SCRATCH.total), ["f32"] * 4, [-INF, 0, INF, 0])
+    top, total = _over_warp(p, each, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
     return total, small_top_k, bound

@@ -151,10 +151,10 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
 
-    of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
+    from_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.mass(p.from_key(f.kept.key)) < p.min_p)
-    following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
-    following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
+    following = p.select(is_stricter & (from_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
+    following = p.select(by_mass & from_bound, TOP_P_REUSE, following)
     following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
     p.set(stage, p.select(overflow, stage + 1, following))
 

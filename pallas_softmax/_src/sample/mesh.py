@@ -20,7 +20,6 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
-    Cutoff,
     Row,
     as_float,
     divisor_of,
@@ -32,7 +31,7 @@ from pallas_softmax._src.sample.rows import (
     totals_of,
     totals_of_rows,
 )
-from pallas_softmax._src.sample.xla import Best, cutoff_among, sample_among, winner
+from pallas_softmax._src.sample.xla import Best, cutoff_among, sample_among, unless_complete, winner
 from pallas_softmax._src.topk.mesh import wide_logits
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
@@ -49,17 +48,17 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
     if not is_filtered:
         return cut
 
-    def by_search(_):
+    def by_search():
         return search(logits, where, temperature, *filters, row)
 
-    return Cutoff(*_unless(complete | is_free, cut, by_search))
+    return unless_complete(complete | is_free, cut, by_search)
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
     """Returns the results of `xla.sample`, with the arguments of `cutoff_on_mesh`, and the words of whole rows."""
     filters, row = (top_k, top_p, min_p), Row(logits.shape[-1], mesh_axes)
 
-    def unfiltered(_):
+    def unfiltered():
         in_shard = advance(words, row.start, stride)
         arrays = (logits, where, in_shard, temperature, None, None, None)
         drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
@@ -77,20 +76,20 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         return _winner_of_shards(logits, drawn, has_draw, noise, None, d, temperature, row)
 
     if all(f is None for f in filters):
-        return unfiltered(None)
+        return unfiltered()
     best, totals = _best(run_shard, logits, where, temperature, row, _WINNERS)
     found, complete, is_free = sample_among(
         best, totals, words, temperature, *filters, row.length, stride=stride
     )
-    found = _unless(complete | ~is_free, found, unfiltered)
+    found = unless_complete(complete | ~is_free, found, unfiltered)
 
-    def by_search(_):
+    def by_search():
         cut = search(logits, where, temperature, *filters, row)
         noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
         arrays = logits, where, noise, temperature, cut.key, cut.index
         return *draw_on_mesh(run_shard, *arrays, mesh_axes=mesh_axes), cut.log_mass
 
-    return _unless(complete | is_free, found, by_search)
+    return unless_complete(complete | is_free, found, by_search)
 
 
 def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
@@ -146,9 +145,9 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
     # Each device lists n entries, so that all lists together have at most an eighth of the row.
     n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
-    of_shard = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
+    static = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
     divisor = divisor_of(temperature, as_float(logits))
-    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, divisor), of_shard)
+    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, divisor), static)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = _largest(logits, where)
     won = wide_logits(jnp.take_along_axis(logits, in_shard, -1))
@@ -160,10 +159,8 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
         won, index, tops, d = gathered
         kept = None if where is None else index >= 0
         position = jnp.broadcast_to(positions(won.ndim, won.shape[-1]), won.shape)
-        lists, static = (
-            (won, kept, position, (tops, d), divisor),
-            {"k": n, "log": True, "dtype": divisor.dtype},
-        )
+        lists = won, kept, position, (tops, d), divisor
+        static = {"k": n, "log": True, "dtype": divisor.dtype}
         # kernels merge lists of k winners only
         merged = MERGE.plain(*lists, **static) if row.vocab < n else run_shard(MERGE, lists, static)
         (_, position), (m, total) = merged
@@ -183,9 +180,3 @@ def _largest(logits, where):
     """Returns the largest logit of each row, as `wide_logits` returns it."""
     x = wide_logits(logits)
     return jnp.max(x, -1, keepdims=True, where=where, initial=lowest_value(x.dtype))
-
-
-def _unless(complete, found, other):
-    """Returns `found` in complete rows, and other(None) elsewhere. `other` runs only if some row is not complete."""
-    others = lax.cond(jnp.all(complete), lambda _: tuple(found), lambda _: tuple(other(None)), None)
-    return [jnp.where(complete, *both) for both in zip(found, others)]

@@ -115,16 +115,16 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        of_row = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        row_params = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         if interpret():
-            _run_twin(part, x_smem, of_row, words, out, barrier, stride)
+            _run_twin(part, x_smem, row_params, words, out, barrier, stride)
             return
         location = {"row": row, "part": part.place.index, "origin": part.origin}
         numbers = {
-            "octaves_per_unit": octaves_per_unit(of_row.temperature),
-            **of_row._asdict(),
+            "octaves_per_unit": octaves_per_unit(row_params.temperature),
+            **row_params._asdict(),
             **dict(zip(NOISE_OPERANDS, words)),
         }
         numbers |= {name: jnp.int32(number) for name, number in location.items()}

@@ -82,10 +82,10 @@ def _position_of_tie(p: RowProgram, key: Value, number: Value) -> Value:
             equal = p.var(0, "u32")
             for x in elements:
                 p.increase(equal, 1, when=p.key(x).equals(key))
-            before, of_load = p.before(equal)
-            missing = of_load < rest
+            before, in_load = p.before(equal)
+            missing = in_load < rest
             p.increase(at, WARP_LOAD_BYTES, when=missing)
-            p.update(rest, "sub", of_load, when=missing)
+            p.update(rest, "sub", in_load, when=missing)
             again(missing)
         position, seen = p.position_of(at), p.var(before)
         for i, x in enumerate(elements):
@@ -142,10 +142,10 @@ class Race:
         slot = p.var(p.word(SCRATCH.best))  # one of two
         with p.loop() as leave:
             self._sweep()
-            of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
-            best, winner = self._first_best(of_ctas)
+            each = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
+            best, winner = self._first_best(each)
             p.set(index, winner)
-            p.set(cta, p.first_that(of_ctas[1].equals(winner)))
+            p.set(cta, p.first_that(each[1].equals(winner)))
             leave(best >= guess)
             p.set(guess, best)
             self._set_goal(best)

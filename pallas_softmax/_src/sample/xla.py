@@ -15,6 +15,7 @@ the logits in the others.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -210,11 +211,15 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
         found, complete = among(best, totals)
         complete &= listed | ~(totals.total >= 1)
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
-        others = lax.cond(jnp.all(complete), lambda _: found, by_search, logits)
-        chosen = [jnp.where(complete, *both) for both in zip(found, others)]
-        return Cutoff(*chosen) if isinstance(found, Cutoff) else tuple(chosen)
+        return unless_complete(complete, found, by_search, logits)
 
     return lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
+
+
+def unless_complete(complete, found, other, *operands):
+    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
+    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
+    return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
 
 
 def _candidates(logits, where, row: Row):
