@@ -30,6 +30,12 @@ def key(x: jax.Array) -> jax.Array:
     return x
 
 
+def wide_key(x: jax.Array) -> jax.Array:
+    """Returns the sort keys in at least 32 bits."""
+    keys = key(x)
+    return keys if keys.dtype.itemsize >= 4 else keys.astype(jnp.int32)
+
+
 def from_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the floats of `dtype` that have these sort keys."""
     return lax.bitcast_convert_type(_flip_negative(key), dtype)

@@ -525,6 +525,30 @@ def tokens(filters, how, impl):
     )
 
 
+@each(impl=("threefry2x32", "rbg"), how=HOW, fast=0)
+def sample_of_overflows(impl, how):
+    """Where x / temperature overflows to -inf in a whole shard, or in the whole row, tokens are those of one device."""
+    rng, low = np.random.default_rng(0), np.finfo(F32).min
+    padded = np.where(np.arange(V) < V // 8, rng.standard_normal((24, V)), low)
+    floats = np.concatenate([padded, rng.uniform(low, low / 4, (24, V))]).astype(F32)
+    t = np.resize(np.array([0.7, 1e-3, 0], F32), len(floats))
+    at, key = split("both", how), jax.random.key(6, impl=impl)
+    at = at._replace(spec=(None, "v")) if how == "shard_map" else at  # the noise is made for the local batch
+    for x, masked in ((floats, 0), (np.full_like(floats, np.iinfo(np.int32).min, np.int32), V // 2)):
+        mask, both = np.arange(V)[None] >= masked, P(None, "v")
+
+        def f(x, mask, axis_name=None):
+            return tuple(ps.sample(key, x, where=mask, temperature=t, axis_name=axis_name))
+
+        want = f(x, mask)
+        if how == "shard_map":
+            f = functools.partial(f, axis_name="v")
+            f = jax.shard_map(f, mesh=at.mesh, in_specs=(both, both), out_specs=P())
+        got = jax.jit(f)(at.place(x), at.place(mask))
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
 @each(drawn=[True, False], how=HOW[:2], fast=0)
 def verified(drawn, how):
     """Speculative decoding has the same tokens as on one device, and no row of V is gathered."""

@@ -11,7 +11,7 @@ from jax import export, lax
 
 import pallas_softmax as ps
 from pallas_softmax import Sample, filter_logits, sample
-from pallas_softmax._src.sample import gradient, noise, xla
+from pallas_softmax._src.sample import noise, xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
@@ -234,7 +234,7 @@ def test_noise_of_words(shape, axis):
     axis %= len(shape)
     words = jnp.concatenate(noise.words(KEY, shape, axis), -1)
     index = jnp.broadcast_to(jnp.arange(shape[axis], dtype=jnp.int32), (*words.shape[:-1], shape[axis]))
-    got = jax.jit(noise.at, static_argnums=2)(words, index, noise.stride(KEY, shape, axis))
+    got = jax.jit(noise.gumbel_at, static_argnums=2)(words, index, noise.stride(KEY, shape, axis))
     np.testing.assert_array_equal(got, jnp.moveaxis(jax.random.gumbel(KEY, shape, F32, "low"), axis, -1))
     bits = jax.jit(noise.bits_at, static_argnums=2)(words, index, noise.stride(KEY, shape, axis))
     np.testing.assert_array_equal(bits, jnp.moveaxis(jax.random.bits(KEY, shape), axis, -1))
@@ -643,7 +643,7 @@ def test_gradient_of_an_improbable_draw():
     """Its gradient must not overflow."""
     x, t = jnp.array([[0.0, 85.0, 85.0]]), jnp.ones((1, 1))
     index, log_probs = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), -85 - np.log(2), F32)
-    dx, dt = gradient.sample_grad((x, t, index, log_probs), None, jnp.ones((1, 1)))
+    dx, dt = xla.sample_grad((x, t, index, log_probs), None, jnp.ones((1, 1)))
     np.testing.assert_allclose(dx, [[1, -0.5, -0.5]], rtol=1e-5)
     np.testing.assert_allclose(dt, [[85]], rtol=1e-5)
 

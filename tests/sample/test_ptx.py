@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.sample.draw_ptx import row_program
-from pallas_softmax._src.sample.mosaic_gpu import scale_of
+from pallas_softmax._src.sample.mosaic_gpu import octaves_per_unit
 from pallas_softmax._src.sample.plan import plan_of
-from pallas_softmax._src.sample.winner_ptx import WORDS
+from pallas_softmax._src.sample.winner_ptx import NOISE_OPERANDS
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
@@ -46,10 +46,13 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
     numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     operands = {
         **{name: F32.type(number) for name, number in numbers.items()},
-        **{"scale": np.asarray(scale_of(jnp.asarray(temperature, F32))), "top_k": np.int32(top_k)},
+        **{
+            "octaves_per_unit": np.asarray(octaves_per_unit(jnp.asarray(temperature, F32))),
+            "top_k": np.int32(top_k),
+        },
         **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
         **{"x": _X, "scratch": _X + size, **results},
-        **({} if words is None else dict(zip(WORDS, words))),
+        **({} if words is None else dict(zip(NOISE_OPERANDS, words))),
     }
     rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")

@@ -154,7 +154,7 @@ def sample(
     else:
         call, (x, mask, t, *filters) = _call(CUTOFF, "sample", x, axis, where, axis_name, parameters)
         cut = _cutoff(call, implementation, x, mask, t, *filters)
-        gumbel = noise.of_array(key, shape, axis, dtype, mode)
+        gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
         if mesh_axes:
             start = lax.axis_index(mesh_axes) * x.shape[-1]
             gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)

@@ -24,11 +24,12 @@ spread over all warps:
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample.plan import EACH, SCRATCH
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 # The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys are above the bound.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
-_TOGETHER = 8  # lanes that load neighbouring vectors
+_NEIGHBOURS = 8  # lanes that load neighbouring vectors
 
 
 def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
@@ -36,17 +37,16 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
 
     Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
     """
-    plan = p.plan
     # For bfloat16, the histogram is as fast as a bound.
-    largest = 0 if plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
-    small_top_k = p.var((p.top_k <= largest) & (p.top_k < plan.window.vocab))
+    small = 0 if p.plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
+    small_top_k = p.var((p.top_k <= small) & (p.top_k < p.plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
     for words, _ in p.sweep():
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
         p.set(m, largest)
         finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
-        p.set(d, d * p.exp2((finite_m - finite) * p.scale))
-        p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
+        p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
+        p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in p.floats(words)]))
         p.set(finite_m, finite)
     # the number of elements that each CTA must have above its bound
     share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
@@ -55,21 +55,21 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     bound = p.var(largest)
     with p.when(small_top_k & (share_of_warp > 1)):
         p.set(bound, _in_rank(p, m, share_of_warp, LANES))
-    own = p.word(plan.warps, p.warp, plan.warp_words)
+    own = p.word(SCRATCH.warps, p.warp, EACH)
     p.store(own, largest, d, when=p.first_lane)
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
-        *of_warps, bounds = p.words_of_warp(["f32"] * 3, [-INF, 0, -INF])
-        p.store(p.word(plan.total), *_over_warp(p, *of_warps), when=p.first_lane)
+        *each_warp, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
+        p.store(p.word(SCRATCH.total), *_over_warp(p, *each_warp), when=p.first_lane)
         with p.when(small_top_k):
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
-            p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
-    p.store(p.word(plan.goal), 0, when=p.thread.equals(0))
+            p.store(p.word(SCRATCH.total), bound, offset=8, when=p.first_lane)
+    p.store(p.word(SCRATCH.goal), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    of_ctas, d, bound, _ = p.of_ctas(p.word(plan.total), ["f32"] * 4, [-INF, 0, INF, 0])
-    top, total = _over_warp(p, of_ctas, d)
+    each, d, bound, _ = p.from_ctas(p.word(SCRATCH.total), ["f32"] * 4, [-INF, 0, INF, 0])
+    top, total = _over_warp(p, each, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
     return total, small_top_k, bound
@@ -77,15 +77,16 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
 
 def bound_of_best(p: RowProgram) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
-    plan = p.plan
-    together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
-    first = p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES
-    end = p.x + plan.window.size * p.elements.itemsize
+    group, lane = p.lane >> _NEIGHBOURS.bit_length() - 1, p.lane & (_NEIGHBOURS - 1)
+    first = p.x + ((group * p.warps + p.warp) * _NEIGHBOURS + lane) * ACCESS_BYTES
+    end = p.x + p.plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")
-    with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
+    with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
     share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
-    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], p.word(plan.counted))
+    (bound,) = p.each_cta(
+        ["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], p.word(SCRATCH.counted)
+    )
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 
@@ -107,12 +108,7 @@ def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
 
 def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
     """Combines the (m, d) of all lanes of the warp."""
-    m, d = _relative_to_largest(p, m, d)
-    (d,) = p.over_warp(["add"], [d])
-    return m, d
-
-
-def _relative_to_largest(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
-    """Returns the largest m of all lanes, and this lane's mass relative to it."""
     (largest,) = p.over_warp(["max.NaN"], [m])
-    return largest, d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.scale)
+    d = d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.octaves_per_unit)
+    (d,) = p.over_warp(["add"], [d])
+    return largest, d

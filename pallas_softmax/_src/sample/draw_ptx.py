@@ -2,23 +2,22 @@
 
 It finds what the filters keep of the row, and then draws, or writes where they cut the row.
 
-    part of the program                   file              exchanges over the cluster
-    the row's maximum and its mass        arrival_ptx       1
-    the filters: top_k, top_p, min_p      draw_ptx          1 for min_p, if it is stricter than the others
-      the last entry that a filter keeps    search_ptx
-        bfloat16                              values_ptx      1
-        float32, float16                      distances_ptx   1
-          near where it is expected             zone_ptx        1; after an overflow 1 more to count the greater of
-                                                                two keys, or 2 for a better bound and its sweep
-            among the keys listed there           lists_ptx     0
-        where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
-                                                                (bfloat16: 3 more)
-    the index of the last kept entry      ties_ptx          0
-    the draw                              winner_ptx        1; 1 more in 1 of 1,600 rows
+    part of the program                   function                  exchanges over the cluster
+    the row's maximum and its mass        arrival_ptx.arrive        1
+    the filters: top_k, top_p, min_p      _apply_filters            1 for min_p, if it is stricter than the others
+      the last entry that a filter keeps
+        bfloat16                            histogram_ptx             1
+        float32, float16                    histogram_ptx             1
+          in the zone where it is expected    zone_ptx                1; after an overflow 1 more to count the greater
+                                                                      of two keys, or 2 for a better bound
+        where that is not enough            filter_ptx                1 for every 7 bits of the keys' range, then 1
+                                                                      more (bfloat16: 3 more)
+    the index of the last kept entry      winner_ptx.find_last_tie  0
+    the draw                              winner_ptx.Race           1; 1 more in 1 of 1,600 rows
 
-All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
-of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
-Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.Scratch`. The mass of an
+element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a power
+of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
 filter, and where the entry is looked for. "How sample searches" in docs/design.md draws which stage follows which.
@@ -38,22 +37,15 @@ import functools
 
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample import (
-    arrival_ptx,
-    distances_ptx,
-    lists_ptx,
-    ties_ptx,
-    values_ptx,
-    winner_ptx,
-    zone_ptx,
-)
-from pallas_softmax._src.sample.plan import SamplePlan
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
-from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
+from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
+from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
+from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
+from pallas_softmax._src.sample.winner_ptx import Noise, Race, find_last_tie
 
+# The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 
-_LN2 = 0.6931471805599453
 _NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
 _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
@@ -65,12 +57,12 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
 
     It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
-        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also the operands `winner_ptx.WORDS`
+        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also operands, `NOISE_OPERANDS`
         to find the cutoff, without a stride     <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     if stride is not None:
-        winner_ptx.Noise.keep(p)
+        Noise.store(p)
     p.barrier()
     total, small_top_k, bound = arrival_ptx.arrive(p)
     p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
@@ -89,20 +81,20 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if stride is None:
             _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, total, winner_ptx.Noise.of(p, stride))
+            _draw(p, kept, total, Noise.load(p, stride))
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, total: Value, noise: winner_ptx.Noise) -> None:
+def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
-    _, cut, _ = ties_ptx.cut(p, kept)
-    index, cta = winner_ptx.Race(p, noise, kept, cut).run()
+    _, cut, _ = find_last_tie(p, kept)
+    index, cta = Race(p, noise, kept, cut).run()
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
-        log_prob = (p.element_at(index - p.origin) - p.top) * p.scale * _LN2 - _log(p, total)
+        log_prob = (p.element_at(index - p.origin) - p.top) * p.octaves_per_unit * LN2 - _log(p, total)
         _write(p, index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
     if p.ctas > 1:
         p += WAIT  # no CTA exits while another one may read its shared memory
@@ -112,7 +104,7 @@ def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     if p.ctas > 1:
         p += ARRIVE
-    cta, cut, is_cut = ties_ptx.cut(p, kept)
+    cta, cut, is_cut = find_last_tie(p, kept)
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
         limit = p.select(p.top.equals(0.0), 0.0, p.quotient * INF)
         logsumexp = p.select(p.temperature.equals(0.0), limit, p.quotient) + _log(p, total)
@@ -128,7 +120,7 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
-    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.Zone(p)
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), zone_ptx.Zone(p)
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
@@ -136,14 +128,14 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
         goal = p.var(p.select(is_mass, mass_goal, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
-            can_reuse = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
+            can_reuse = histogram_ptx.search_values(f, stage.equals(TOP_P_REUSE))
             top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
             p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
         else:
             _search_lists(f, stage, total, bound, zone)
 
 
-def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: lists_ptx.Zone) -> None:
+def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: zone_ptx.Zone) -> None:
     """Runs a turn for float32 and float16, and sets the stage to the next one. TOP_K_BEST gets a better `bound`."""
     p = f.p
     overflow = p.var(False, "pred")
@@ -152,33 +144,32 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     with p.when(overflow & stage.equals(TOP_K_BOUND)):
         p.set(bound, p.max(bound, arrival_ptx.bound_of_best(p)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
-        zone_ptx.sweep_between(f, zone, *distances_ptx.edges(f, total))
+        zone_ptx.sweep_between(f, zone, *histogram_ptx.expected_zone(f, total))
     with p.when(stage.equals(MIN_P)):
-        p.set(f.goal, lists_ptx.number_from_min_p(p, zone))
+        p.set(f.goal, zone_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
 
-    of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
-    is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)
-    following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
-    following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
+    from_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
+    is_stricter = zone.has_room & (p.mass(p.from_key(f.kept.key)) < p.min_p)
+    following = p.select(is_stricter & (from_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
+    following = p.select(by_mass & from_bound, TOP_P_REUSE, following)
     following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
     p.set(stage, p.select(overflow, stage + 1, following))
 
 
 def _apply_min_p(p: RowProgram, kept: Kept) -> None:
     """Applies min_p to `kept`, if it is stricter than the other filters."""
-    has_min_p = p.weight(p.of_key(kept.key)) >= p.min_p
+    has_min_p = p.mass(p.from_key(kept.key)) >= p.min_p
     all_have_min_p = has_min_p & kept.key.differs(KEEP_ALL)
     with p.when((p.min_p > 0.0) & ~all_have_min_p):
         mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
-        for words, _ in p.sweep():
-            for x in p.floats(words):
-                weight = p.weight(x)
-                p.increase(mass, weight, when=weight >= p.min_p)
-                p.update(least, "min", p.key(x), when=weight >= p.min_p)
-        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(p.plan.counted))
+        for x in p.each_element():
+            mass_of_one = p.mass(x)
+            p.increase(mass, mass_of_one, when=mass_of_one >= p.min_p)
+            p.update(least, "min", p.key(x), when=mass_of_one >= p.min_p)
+        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
         mass, least = p.over_warp(["add", "min"], both)
         kept.down_to_all(least, mass)
 
@@ -187,7 +178,7 @@ def _log(p: RowProgram, x: Value) -> Value:
     """Returns log(x); near 1 by the same series as `normalizers.log_of_sum`."""
     u = x - 1.0
     series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
-    return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
+    return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * LN2)
 
 
 def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:

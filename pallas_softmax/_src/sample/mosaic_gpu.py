@@ -40,12 +40,13 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import draw_ptx, xla
+from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.sample.rows import Cutoff
-from pallas_softmax._src.sample.winner_ptx import WORDS
+from pallas_softmax._src.sample.winner_ptx import NOISE_OPERANDS
 
-_TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
+_TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the least of `octaves_per_unit`
 # The results, by their names in the program.
 _OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
 _OF_DRAW = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
@@ -114,15 +115,19 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        of_row = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        row_params = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         if interpret():
-            _run_twin(part, x_smem, of_row, words, out, barrier, stride)
+            _run_twin(part, x_smem, row_params, words, out, barrier, stride)
             return
-        place = {"row": row, "part": part.place.index, "origin": part.origin}
-        numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict(), **dict(zip(WORDS, words))}
-        numbers |= {name: jnp.int32(number) for name, number in place.items()}
+        location = {"row": row, "part": part.place.index, "origin": part.origin}
+        numbers = {
+            "octaves_per_unit": octaves_per_unit(row_params.temperature),
+            **row_params._asdict(),
+            **dict(zip(NOISE_OPERANDS, words)),
+        }
+        numbers |= {name: jnp.int32(number) for name, number in location.items()}
         program = draw_ptx.row_program(plan, x.dtype, stride)
         insert_ptx(program, {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}, numbers)
 
@@ -143,7 +148,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     )(x.reshape(view), params, words, None if mask is None else mask.array)
 
 
-def scale_of(temperature):
+def octaves_per_unit(temperature):
     """Returns log2(e) / temperature; temperature and result are at least the smallest normal float32."""
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
@@ -162,19 +167,13 @@ def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, bar
         if stride is None:
             results, indexed = xla.cutoff(x, None, *one_row), 1
         else:
-            key0, key1, high, low = words
-            noise = jnp.stack([key0, key1, *_moved(high, low, part.origin * stride)])[None]  # of position 0
-            results, indexed = xla.sample(x, None, noise, *one_row, stride=stride), 0
+            at_0 = advance(jnp.stack(words)[None], part.origin, stride)
+            # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.
+            at_0 = at_0 - jnp.stack([0, 0, jnp.where(part.origin < 0, stride, 0), 0]).astype(jnp.uint32)
+            results, indexed = xla.sample(x, None, at_0, *one_row, stride=stride), 0
         for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
             index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
             gmem[part.place.row] = (index if i == indexed else result)[0, 0]
-
-
-def _moved(high, low, by):
-    """Returns the two words of the place high * 2^32 + low + by; `by` is an int32, of either sign."""
-    moved = low + by.astype(jnp.uint32)
-    carry = jnp.where(by < 0, jnp.where(moved > low, -1, 0), jnp.where(moved < low, 1, 0))
-    return high + carry.astype(jnp.uint32), moved
 
 
 def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:
@@ -204,4 +203,4 @@ def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, b
             pl.when(warpgroup == window.full)(functools.partial(mask, window.rest))
 
 
-SAMPLE_KERNEL, CUTOFF_KERNEL = Kernel(plan, sample), Kernel(plan, cutoff)
+KERNELS = {"sample": Kernel(plan, sample), "filter_cutoff": Kernel(plan, cutoff)}

@@ -1,14 +1,14 @@
 """The noise of `jax.random.categorical`, computed at chosen elements: `jax.random.gumbel` without the whole array.
 
-With threefry keys, the noise of an element depends only on the key and on the element's place: its number in the
-flattened array of noise. So four words describe the noise of a whole row:
+With threefry keys, the noise of an element depends only on the key and on the element's counter: its 64-bit number in
+the flattened array of noise. So four words describe the noise of a whole row:
 
-    words       uint32 (..., 4): the two words of the key, then the high and the low word of the place, a 64-bit number,
-                of the row's first element
-    stride      the distance between the places of neighbours in a row
+    words       uint32 (..., 4): the two words of the key, then the high and the low word of the counter of the row's
+                first element
+    stride      the distance between the counters of neighbours in a row
 
-`noise_ptx.py` is the same function in PTX. For other generators, modes and dtypes, `of_array` returns the noise of the
-whole array.
+`noise_ptx.py` is the same function in PTX. For other generators, modes and dtypes, `gumbel_array` returns the noise of
+the whole array.
 """
 
 import functools
@@ -38,7 +38,7 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
     """Returns the words of each row along an axis: four arrays of the shape of the batch, with an axis of size 1 last.
 
     Args:
-      key: one key, or one for each row. In the second case, each row has its own array of noise, from place 0 on.
+      key: one key, or one for each row. In the second case, each row has its own array of noise, from counter 0 on.
       shape: the shape of the array of noise.
       axis: the axis of a row.
     """
@@ -49,7 +49,7 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
         before, after = (math.prod(s) for s in (shape[:axis], shape[axis + 1 :]))
         # arrays (before, after): row (i, j) starts at i * V * after + j
         i, j = (lax.broadcasted_iota(jnp.uint32, (before, after), dimension) for dimension in (0, 1))
-        high, low = (a.reshape(batch) for a in _place((0, 0), i, shape[axis] * after, j))
+        high, low = (a.reshape(batch) for a in _counter((0, 0), i, shape[axis] * after, j))
     return [a[..., None] for a in (data[..., 0], data[..., 1], high, low)]
 
 
@@ -58,7 +58,7 @@ def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
     return math.prod(shape[axis + 1 :]) if key.ndim == 0 else 1
 
 
-def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
+def gumbel_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     """Returns the noise, float32, of the elements with these indices in their rows (..., n); words are (..., 4)."""
     bits = bits_at(words, index, stride)
     ones = lax.shift_right_logical(bits, np.uint32(9)) | np.uint32(0x3F800000)
@@ -69,7 +69,7 @@ def at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     """Returns the words of `jax.random.bits` at these elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
-    high, low = _place(start, index.astype(jnp.uint32), stride, np.uint32(0))
+    high, low = _counter(start, index.astype(jnp.uint32), stride, np.uint32(0))
     # The keys stay one per row: a CPU would store a key for each element.
     arrays = vary_together(key0, key1, *jnp.broadcast_arrays(high, low))
     bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
@@ -80,10 +80,10 @@ def advance(words: jax.Array, index, stride: int) -> jax.Array:
     """Returns the words of the rows without their first `index` elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     index = jnp.asarray(index).astype(jnp.uint32)
-    return jnp.concatenate([key0, key1, *_place(start, index, stride, np.uint32(0))], -1)
+    return jnp.concatenate([key0, key1, *_counter(start, index, stride, np.uint32(0))], -1)
 
 
-def _place(start, index, stride: int, offset):
+def _counter(start, index, stride: int, offset):
     """Returns the high and the low word of start + index * stride + offset.
 
     `start` is a pair of words. `index` and `offset` have one word.
@@ -107,7 +107,7 @@ def _high_of_product(a, b: np.uint32):
     return a1 * b1 + (middle >> np.uint32(16)) + (low_middle >> np.uint32(16))
 
 
-def of_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:
+def gumbel_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:
     """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
     if key.ndim == 0:
         return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)

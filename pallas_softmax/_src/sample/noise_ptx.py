@@ -1,9 +1,9 @@
-"""The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the place of an element, and -log(-log(u)).
+"""The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u)).
 
-    place   the number of an element in the array of noise, 64 bits
-    word    the bits of `jax.random.bits` at that place: both halves of threefry2x32(key, place), combined by xor
-    1 + u   a float32 with the upper 23 bits of the word as its fraction
-    noise   -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
+    counter   the number of an element in the array of noise, 64 bits
+    word      the bits of `jax.random.bits` there: both halves of threefry2x32(key, counter), combined by xor
+    1 + u     a float32 with the upper 23 bits of the word as its fraction
+    noise     -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
 
 The logarithm repeats the one of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
 """
@@ -37,14 +37,14 @@ _SERIES = (
 
 
 def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Value]]:
-    """Returns what is added to both words of a place: at the start, and after every four rounds."""
+    """Returns what is added to both words of a counter: at the start, and after every four rounds."""
     keys = [key0, key1, p.bitwise3(lambda a, b, c: a ^ b ^ c, key0, key1, p.var(_PARITY, "u32"))]
     return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
 
 
-def words_at(p: Program, schedule: list[tuple[Value, Value]], places: list[Value]) -> list[Value]:
-    """Returns the word of each place ("u64"). Their instructions alternate, so that none waits for the last one."""
-    halves = [p.split(place)[::-1] for place in places]
+def words_at(p: Program, schedule: list[tuple[Value, Value]], counters: list[Value]) -> list[Value]:
+    """Returns the word of each counter ("u64"). Their instructions alternate, so that none waits for the last one."""
+    halves = [p.split(counter)[::-1] for counter in counters]
     halves = [(x + schedule[0][0], y + schedule[0][1]) for x, y in halves]
     for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):
         for by in rotations:

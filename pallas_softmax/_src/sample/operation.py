@@ -1,9 +1,10 @@
 """The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
+import functools
 from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import gradient, mesh, xla
+from pallas_softmax._src.sample import mesh, xla
 
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
 
@@ -12,7 +13,7 @@ SAMPLE_GRAD = RowOperation(
     name="sample_grad",
     arguments=(_RESIDUALS, MASK, PER_ROW),
     results=(ROW, PER_ROW),
-    plain=gradient.sample_grad,
+    plain=xla.sample_grad,
     is_gradient=True,
     divided_by_xla=False,
 )
@@ -20,21 +21,15 @@ SAMPLE_TANGENT = RowOperation(
     name="sample_tangent",
     arguments=(_RESIDUALS, MASK, ROW, PER_ROW),
     results=PER_ROW,
-    plain=gradient.sample_tangent,
+    plain=xla.sample_tangent,
     divided_by_xla=False,
 )
 
 
-def _sample_kernel() -> Kernel:
-    from pallas_softmax._src.sample.mosaic_gpu import SAMPLE_KERNEL
+def _mosaic_gpu(name: str) -> Kernel:
+    from pallas_softmax._src.sample.mosaic_gpu import KERNELS
 
-    return SAMPLE_KERNEL
-
-
-def _cutoff_kernel() -> Kernel:
-    from pallas_softmax._src.sample.mosaic_gpu import CUTOFF_KERNEL
-
-    return CUTOFF_KERNEL
+    return KERNELS[name]
 
 
 _DERIVATIVES: dict[str, Any] = {
@@ -51,7 +46,7 @@ CUTOFF = RowOperation(
     results=PER_ROW,
     result_names=("key", "index", "logsumexp", "log_mass"),
     plain=xla.cutoff,
-    kernels={"mosaic_gpu": _cutoff_kernel},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "filter_cutoff")},
     on_mesh=mesh.cutoff_on_mesh,
     integers=("key", "index"),
     divided_by_xla=False,
@@ -59,11 +54,11 @@ CUTOFF = RowOperation(
 )
 SAMPLE = RowOperation(
     name="sample",
-    arguments=(ROW, MASK, *(PER_ROW,) * 5),  # noise, temperature, top_k, top_p, min_p
+    arguments=(ROW, MASK, *(PER_ROW,) * 5),  # words, temperature, top_k, top_p, min_p
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
-    kernels={"mosaic_gpu": _sample_kernel},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "sample")},
     on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,

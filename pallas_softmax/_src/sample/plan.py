@@ -4,6 +4,7 @@ A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -29,7 +30,9 @@ MAX_V = MAX_CTAS * MAX_PART
 BUCKETS = 2048  # in the histogram by distance
 VALUE_BUCKETS = 4096  # in the histogram by bfloat16 value: 31 powers of two with 128 values each, and 0
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
-DIGIT = 128  # buckets in a round over the keys, four for each lane
+DIGIT = 128  # buckets in a round over the row's keys, four for each lane
+EACH = 8  # words for each warp, and for each CTA
+VECTOR = ACCESS_BYTES // 4  # words that a thread loads at once
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
@@ -47,9 +50,45 @@ FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 RESIDENT, WARPGROUPS = 3, 2
 
 
+class Scratch(NamedTuple):
+    """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words."""
+
+    total: int = (
+        4  # the largest element of the CTA, its mass relative to that element, a bound for a small top_k
+    )
+    zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
+    best: int = 4  # twice: the best sum with noise in the CTA, and its index
+    counted: int = 2  # sums over the CTA above a key
+    picked: int = 2  # a result of one warp, for all warps to read
+    listed: int = 1  # how many keys the list has, or would have if there were room
+    goal: int = 1  # the best sum of the row that the CTA knows
+    noise: int = 4  # the words of the row's noise
+    warps: int = EACH * MAX_WARPS  # numbers of each warp
+    sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
+    sections: int = 2 * SECTIONS  # two sums over each section of the histogram
+    counters: int = 4 * MAX_CTAS  # numbers for each CTA
+    gathered: int = EACH * MAX_CTAS  # numbers of each CTA, fetched by one warp and read by all
+    # Numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over the row's keys; at last,
+    # if there is room, the list of positions of each warp. `SamplePlan` has its size, and what follows.
+    histogram: int = 0
+
+
+def _first_words() -> Scratch:
+    """Returns the first word of each field. An access to n words starts at a multiple of n, up to 4 (16 bytes)."""
+    firsts, end = [], 0
+    for words in Scratch():
+        end += -end % min(words or VECTOR, VECTOR)
+        firsts.append(end)
+        end += words
+    return Scratch(*firsts)
+
+
+SCRATCH = _first_words()
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplePlan:
-    """How rows of `sample` lie in the shared memory of clusters of CTAs, and the 32-bit scratch words of each CTA.
+    """How rows of `sample` lie in the shared memory of clusters of CTAs.
 
     A part is a `Window`, as drawn in `gpu/window.py`. Each warpgroup has one step of it, and each warp a quarter of the
     step: its span, cut into loads of 512 bytes, 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's
@@ -58,60 +97,21 @@ class SamplePlan:
         block        |  0  |  1  |  2  |  3  |  4  |  5  |  6  |       2 KB each, step_blocks = 4
         warpgroup    |           0           |        1        |
         warp         |  0  |  1  |  2  |  3  | 4  | 5 | 6 |  7 |       warps 0 to 3 have 4 loads, warps 4 to 7 have 3
-
-    The scratch words start at these offsets:
-
-        total        the largest element of the CTA, its mass relative to that element, and a bound for a small top_k
-        zone         sums over the CTA above the zone and in it, and the least and the greatest key in the zone
-        counted      sums over the CTA above a key
-        best         the best sum with noise in the CTA and its index, twice
-        goal         the best sum of the row that the CTA knows
-        picked       a result of one warp, for all warps to read
-        listed       how many keys the list has, or would have if there were room
-        noise        the words of the row's noise
-        warps        eight numbers of each warp
-        sums         with `sections`, the sums of `lists_ptx`
-        sections     two sums over each section of the histogram
-        counters     four numbers for each CTA
-        gathered     eight numbers of each CTA, fetched by one warp and read by all
-        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys; at
-                     last, if there is room, the list of positions of each warp
-        keys         the list of keys in the zone, and then the list of their positions, two in each word
-        positions    a list of positions for each warp, if there was no room
     """
 
     window: Window
     warpgroups: int
     by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
-    total, zone, best, counted, picked, listed, goal, noise, warps = 0, 4, 12, 16, 18, 20, 21, 24, 28
-    warp_words = 8
-    sums = warps + MAX_WARPS * warp_words
-    sections = sums + 2 * LANES
-    counters = sections + 2 * SECTIONS
-    gathered = counters + 4 * MAX_CTAS
-    gathered_words = 8
-    histogram = gathered + gathered_words * MAX_CTAS
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
 
     @property
     def buckets(self) -> int:
         """Number of buckets of the histogram."""
         return VALUE_BUCKETS if self.by_value else BUCKETS
-
-    @property
-    def keys(self) -> int:
-        """The first word of the list of keys."""
-        return self.histogram + self.buckets
-
-    @property
-    def key_positions(self) -> int:
-        """The first word of the positions of the listed keys."""
-        return self.keys + self.list_size
-
-    @property
-    def threads(self) -> int:
-        """Number of threads of a CTA."""
-        return self.warpgroups * WARPGROUP
 
     @property
     def list_size(self) -> int:
@@ -129,11 +129,23 @@ class SamplePlan:
         """Number of words of a warp's list of positions, two in each word."""
         return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
+    # --- First words of what depends on the plan: the list of keys, that of their positions, and the lists of the warps
+
+    @property
+    def keys(self) -> int:
+        """The first word of the list of keys in the zone."""
+        return SCRATCH.histogram + self.buckets
+
+    @property
+    def key_positions(self) -> int:
+        """The first word of the positions of the listed keys, two in each word."""
+        return self.keys + self.list_size
+
     @property
     def positions(self) -> int:
         """The first word of the lists of positions. Other CTAs may still read the keys, but not the histogram."""
         has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
-        return self.histogram if has_room else self.key_positions + self.list_size // 2
+        return SCRATCH.histogram if has_room else self.key_positions + self.list_size // 2
 
     @property
     def words(self) -> int:

@@ -1,7 +1,8 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
+from pallas_softmax._src.sample.plan import EACH, ELEMENTS_AT_ONCE, SCRATCH, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
+LN2 = math.log(2)
 
 _WARP_BITS = WARPS.bit_length() - 1
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
@@ -34,11 +36,18 @@ class RowProgram(CtaProgram):
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
         self.plan, self.elements = plan, Elements(dtype)
+        self.spare_bits, window = _SPARE_BITS[self.elements.name], plan.window
         self.x, self.scratch = self.operands("u32", "x", "scratch")  # addresses of the part and of the words
-        self.scale = self.operand("scale", "f32")  # log2(e) / temperature
+        # log2(e) / temperature: one unit further down, the mass of an element is so many octaves (factors of 2) less
+        self.octaves_per_unit = self.operand("octaves_per_unit", "f32")
         self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
         self.origin = self.operand("origin", "s32")  # index in the row of the element at position 0
-        self.span, self.loads = self._span()
+        first_block = (self.warp >> _WARP_BITS) * window.step_blocks
+        loads = self.min(self.max(window.blocks - first_block.bits("s32"), 0), window.step_blocks)
+        before = first_block * WARPS + (self.warp & (WARPS - 1)) * loads.bits("u32")
+        self.loads = loads  # number of loads of this warp
+        # The address of this lane's vector in the first load.
+        self.span = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
         self.top_k = self.var(self.operand("top_k", "u32"))
         self.temperature, top_p, min_p = self.operands("f32", "temperature", "top_p", "min_p")
         self.top_p, self.min_p = self.var(top_p), self.var(min_p)
@@ -52,22 +61,17 @@ class RowProgram(CtaProgram):
 
     # --- Elements
 
-    def _span(self) -> tuple[Value, Value]:
-        """Returns the address of this lane's vector in the first load of its warp, and the number of loads."""
-        window, warp = self.plan.window, self.warp
-        first = (warp >> _WARP_BITS) * window.step_blocks
-        loads = self.min(self.max(window.blocks - first.bits("s32"), 0), window.step_blocks)
-        before = first * WARPS + (warp & (WARPS - 1)) * loads.bits("u32")
-        return self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES, loads
-
     def position_of(self, address: Value) -> Value:
         """Returns the position of the element at an address; positions count in the part."""
         return ((address - self.x) >> (self.elements.itemsize.bit_length() - 1)).bits("s32")
 
+    def element(self, address: Value) -> Value:
+        """Returns the element at an address as a float."""
+        return self.elements.float_of_bits(self, self.elements.load_bits(self, address))
+
     def element_at(self, position: Value) -> Value:
         """Returns the element at a position as a float."""
-        at = self.at(self.x, position, self.elements.itemsize)
-        return self.elements.float_of_bits(self, self.elements.load_bits(self, at))
+        return self.element(self.at(self.x, position, self.elements.itemsize))
 
     def vector(self, address: Value, load: int = 0) -> list[Value]:
         """Returns the four words of this lane's vector, `load` loads after the address."""
@@ -98,27 +102,30 @@ class RowProgram(CtaProgram):
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
 
-    def weight(self, x: Value) -> Value:
+    def each_element(self) -> Iterator[Value]:
+        """Yields the elements of a `sweep` as floats."""
+        for words, _ in self.sweep():
+            yield from self.floats(words)
+
+    def mass(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
-        return self.exp2((x - self.top) * self.scale)
+        return self.exp2((x - self.top) * self.octaves_per_unit)
 
     def key(self, x: Value) -> Value:
         """Returns the sort key of an element (see `sort_keys.py`), without the bits that only a float32 has."""
         key = flip_negative(x.bits("s32"))
-        spare = _SPARE_BITS[self.elements.name]
-        return key >> spare if spare else key
+        return key >> self.spare_bits if self.spare_bits else key
 
-    def of_key(self, key: Value) -> Value:
+    def from_key(self, key: Value) -> Value:
         """Returns the element with this sort key, as a float."""
-        spare = _SPARE_BITS[self.elements.name]
-        bits = key << spare if spare else key
-        return flip_negative(bits, MAGNITUDE >> spare << spare).bits("f32")
+        bits = key << self.spare_bits if self.spare_bits else key
+        return flip_negative(bits, MAGNITUDE >> self.spare_bits << self.spare_bits).bits("f32")
 
     def key_of_dtype(self, key: Value) -> Value:
         """Returns the sort key of the elements' own dtype. It differs from `key` for float16 only."""
         if self.elements.name != "f16":
             return key
-        bits = self.convert(self.convert(self.of_key(key), "f16").bits("s16"), "s32")
+        bits = self.convert(self.convert(self.from_key(key), "f16").bits("s16"), "s32")
         return self.select(key.equals(KEEP_ALL), KEEP_ALL, self.elements.key(bits))
 
     # --- Scratch words
@@ -129,14 +136,14 @@ class RowProgram(CtaProgram):
             return self.scratch + 4 * (at + each * index)
         return self.scratch + index * (4 * each) + 4 * at
 
-    def of_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+    def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; without such a CTA, `neutral`.
 
         This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
         others one at a time.
         """
         exists = self.lane < self.ctas
-        local = self.word(self.plan.gathered, self.lane, self.plan.gathered_words)
+        local = self.word(SCRATCH.gathered, self.lane, EACH)
         with self.when(self.warp.equals(0)):
             words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
             self.store(local, *words, when=exists)
@@ -145,34 +152,43 @@ class RowProgram(CtaProgram):
         self.load_into(out, local, when=exists)
         return out
 
+    def from_counters(self, kinds: Sequence[str]) -> list[Value]:
+        """Returns the words of SCRATCH.counters for the CTA with this lane's number, or 0. Synchronizes the CTA."""
+        self.barrier()
+        out = [self.var(0, kind) for kind in kinds]
+        self.load_into(out, self.word(SCRATCH.counters, self.lane, 4), when=self.lane < self.ctas)
+        return out
+
     # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
 
     def each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
-        """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
+        """Reduces values over the threads of each CTA; returns what `from_ctas` returns. Synchronizes the cluster."""
         self.over_cta(reduce, values, neutral, at)
         self.sync_cluster()
         unused = (1 << (len(values) - 1).bit_length()) - len(values)
         kinds = [value.kind for value in values] + ["u32"] * unused
-        return self.of_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
+        return self.from_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
 
     def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
         """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
 
         The CTA must synchronize between two calls.
         """
-        over_warp: Any = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
-        own = self.word(self.plan.warps, self.warp, self.plan.warp_words)
+        over_warp: Callable[..., Any] = (
+            reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
+        )
+        own = self.word(SCRATCH.warps, self.warp, EACH)
         for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
-            words = self.words_of_warp([value.kind for value in values], neutral)
+            words = self.from_warps([value.kind for value in values], neutral)
             for i, value in enumerate(over_warp(words)):
                 self.store(at, value, offset=4 * i, when=self.first_lane)
 
-    def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+    def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
-        at, exists = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
+        at, exists = self.word(SCRATCH.warps, self.lane, EACH), self.lane < self.warps
         return [
             self.load(at, kind, offset=4 * i, when=exists, default=default)
             for i, (kind, default) in enumerate(zip(kinds, neutral))

@@ -1,8 +1,17 @@
-"""Rows of `sample` in plain JAX: their elements, their totals, and their cutoff, the last entry that the filters keep.
+"""Rows of `sample` in plain JAX: their elements, their totals, and the search for the last entry that the filters keep.
 
-A row is in the order of `lax.top_k`: by value, ties by the lowest index. The filters keep the first entries in
-this order. So the last kept entry, as a sort key and an index, determines all kept entries. `xla.py` explains the
-arguments.
+A row is in the order of `lax.top_k`: by value, ties by the lowest index. The filters keep the first entries in this
+order, so the last kept entry, as a sort key and an index, determines all kept entries: it is the row's `Cutoff`.
+
+`search` finds it without a sort of the row. Entries have weights: 1 for top_k, their masses for top_p. The last kept
+entry is the first one, in the row's order, at which the sum of the weights reaches a target. Two steps find this entry:
+
+    its key     by bisection on the bits of the sort keys: `_key_reaching`
+    its index   among the entries with that key: `_index_reaching`
+
+A row that is spread over a mesh is searched in the same way, with sums over its devices: a round finds 4 bits instead
+of one. If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
+benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
 import dataclasses
@@ -13,9 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.dispatch.mesh_types import gather, vary_together
 from pallas_softmax._src.masks import logits_of
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
+# Elements of a chunk. The search takes the sums of chunks first, so a chunk has about the square root of a vocabulary.
+_CHUNK = 256
 
 
 class Cutoff(NamedTuple):
@@ -69,12 +81,7 @@ class Row:
     """
 
     vocab: Any
-    mesh_axes: tuple[str, ...]
-
-    @staticmethod
-    def of(logits, mesh_axes) -> "Row":
-        """Returns the row of these logits."""
-        return Row(logits.shape[-1], tuple(mesh_axes))
+    mesh_axes: tuple[str, ...] = ()
 
     @property
     def length(self) -> Any:
@@ -88,37 +95,40 @@ class Row:
 
     def indices(self, rank: int):
         """Returns the index of each element in the whole row, for arrays of this rank."""
-        return self.start + lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (self.vocab,), rank - 1)
+        return self.start + positions(rank, self.vocab)
 
     def sum(self, x):
-        part = jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
-        return lax.psum(part, self.mesh_axes) if self.mesh_axes else part
+        return self.over_mesh(lax.psum, jnp.sum(x, -1, keepdims=True, dtype=x.dtype))
 
     def max(self, x):
-        part = jnp.max(x, -1, keepdims=True)
-        return lax.pmax(part, self.mesh_axes) if self.mesh_axes else part
+        return self.over_mesh(lax.pmax, jnp.max(x, -1, keepdims=True))
 
     def min(self, x):
-        part = jnp.min(x, -1, keepdims=True)
-        return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
+        return self.over_mesh(lax.pmin, jnp.min(x, -1, keepdims=True))
 
-    def at(self, x, index):
-        """Returns the elements of x at these indices of the whole row, with unchanged bits even if they are NaN."""
-        if not self.mesh_axes:
-            return jnp.take_along_axis(x, index, -1)
-        index = index - self.start
-        own = (index >= 0) & (index < self.vocab)
-        found = jnp.take_along_axis(x, jnp.where(own, index, 0), -1)
-        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        bits = jnp.where(own, lax.bitcast_convert_type(found, word), 0)
-        bits = lax.psum(bits.astype(jnp.uint32) if word.itemsize < 4 else bits, self.mesh_axes)
-        return lax.bitcast_convert_type(bits.astype(word), x.dtype)
+    def over_mesh(self, reduce, part):
+        return reduce(part, self.mesh_axes) if self.mesh_axes else part
+
+
+def positions(rank: int, n):
+    """Returns 0 to n - 1 along the last axis of an array of this rank."""
+    return lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (n,), rank - 1)
+
+
+# --- Elements
 
 
 def keys(logits, where):
     """Returns the sort keys of the logits: integers in the order of `lax.top_k`. Masked elements get the least one."""
     key = sort_keys.key(logits)
     return key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
+
+
+def is_kept(logits, where, key, index, indices):
+    """Returns which entries a cutoff (key, index) keeps. `indices` are their indices in whole rows."""
+    keys = sort_keys.wide_key(logits)
+    kept = (keys > key) | (keys == key) & (indices <= index)
+    return kept if where is None else kept & where
 
 
 def as_float(logits):
@@ -131,27 +141,17 @@ def float_dtype(logits):
     return jax.eval_shape(jnp.exp, logits).dtype
 
 
-def scaled(x, temperature, greedy):
+def elements(logits, where, row: Row):
+    """Returns the logits in the dtype of the arithmetic; integers as distances from the largest; -inf where masked."""
+    return logits_of(normalizers.to_float(logits, (-1,), where, row.mesh_axes), where)
+
+
+def tempered(x, temperature, greedy):
     """Returns x / temperature, and 0 in greedy rows."""
     return jnp.where(greedy, 0, x) / jnp.where(greedy, 1, temperature)
 
 
-def is_kept(logits, where, key, index, positions):
-    """Returns which entries a cutoff (key, index) keeps. `positions` are their indices in whole rows."""
-    keys = wide_keys(logits)
-    kept = (keys > key) | (keys == key) & (positions <= index)
-    return kept if where is None else kept & where
-
-
-def wide_keys(logits):
-    """Returns the sort keys of the logits, in at least 32 bits."""
-    key = sort_keys.key(logits)
-    return key if key.dtype.itemsize >= 4 else key.astype(jnp.int32)
-
-
-def elements(logits, where, row: Row):
-    """Returns the logits in the dtype of the arithmetic; integers as distances from the largest; -inf where masked."""
-    return logits_of(normalizers.to_float(logits, (-1,), where, row.mesh_axes), where)
+# --- Totals, and the results that follow from them
 
 
 def totals_of_rows(logits, where, temperature, row: Row) -> Totals:
@@ -159,15 +159,19 @@ def totals_of_rows(logits, where, temperature, row: Row) -> Totals:
     m = row.max(x)
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
     top = m if is_float else row.max(logits_of(as_float(logits), where))
-    divisor = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
-    return totals_of(top, m, row.sum(jnp.exp((x - m) / divisor)), temperature)
+    return totals_of(top, m, row.sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
     """Returns the `Totals` with these first three fields."""
-    divisor = jnp.maximum(temperature, jnp.finfo(m.dtype).tiny)
+    divisor = divisor_of(temperature, m)
     greedy = (temperature == 0) | jnp.isinf(top / divisor) & jnp.isfinite(top)
     return Totals(top, m, total, divisor, greedy)
+
+
+def divisor_of(temperature, x):
+    """Returns the temperature, but at least the smallest normal number of the dtype of x."""
+    return jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
 
 
 def cutoff_of(key, index, kept_total, totals: Totals, temperature) -> Cutoff:
@@ -198,9 +202,106 @@ def mass_wanted(top_p, total):
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
 
-def is_free(top_k, top_p, min_p, length):
-    """Returns which rows the filters leave whole, whatever their logits are."""
-    top_k, top_p, min_p = (
-        default if f is None else f for f, default in ((top_k, length), (top_p, 1), (min_p, 0))
-    )
-    return (top_k >= length) & (top_p >= 1) & (min_p <= 0)
+# --- The search
+
+
+def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
+    """Returns the `Cutoff` of each row, by bisection."""
+    key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
+    mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+    indices = row.indices(key.ndim)
+    least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
+    last: Any = least_key, NOWHERE  # keeps everything
+
+    def kept(value):  # by the filters so far; 0 for other entries
+        return jnp.where((key > last[0]) | (key == last[0]) & (indices <= last[1]), value, 0)
+
+    if top_k is not None:
+        one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
+        last = _last_entry(key, one, jnp.where(top_k < row.length, top_k, NOWHERE), row)
+    if top_p is not None:
+        wanted = mass_wanted(top_p, row.sum(kept(mass)))
+        last = _first_of(last, _last_entry(key, kept(mass), wanted, row))
+    if min_p is not None:
+        least = row.min(jnp.where(mass >= min_p, key, jnp.iinfo(key.dtype).max))
+        last = _first_of(last, (least, NOWHERE))
+    kept_total = row.sum(kept(mass))
+    best = row.max(key)
+    first = row.min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))  # masked elements have mass 0
+    last = (jnp.where(totals.greedy, *both) for both in zip((best, first), last))
+    key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
+    return cutoff_of(key, index, kept_total, totals, temperature)
+
+
+def _first_of(a, b):
+    """Returns the one of two pairs (key, index) that comes first in the order of the row."""
+    is_a = (a[0] > b[0]) | (a[0] == b[0]) & (a[1] < b[1])
+    return tuple(jnp.where(is_a, *both) for both in zip(a, b))
+
+
+def _last_entry(key, weight, target, row: Row):
+    """Returns key and index of the first entry, by key and then index, at which the weights reach a target.
+
+    Args:
+      key: signed integers.
+      weight: not negative; of the shape of the keys, or one scalar for all of them.
+      target: positive. If the weights do not reach it, the result keeps all entries with a weight.
+      row: the row that the keys belong to.
+    """
+    bound = _key_reaching(key, weight, target, row)
+    above = row.sum(jnp.where(key > bound, weight, 0))
+    return bound, _index_reaching(jnp.where(key == bound, weight, 0), target - above, row)
+
+
+def _key_reaching(key, weight, target, row: Row):
+    """Returns the highest key such that the entries with at least this key reach the target; else the least key."""
+    bits = 4 if row.mesh_axes else 1
+    rounds = 8 * key.dtype.itemsize // bits
+    digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
+
+    def find_digit(i, bound):
+        """Finds the bits of one round, from the weights at and above each bound that the bits can give."""
+        shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
+        higher = bound + lax.shift_left(digits, shift)
+        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum, so it takes no memory
+        each = jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0)
+        weights = row.over_mesh(lax.psum, jnp.sum(each, -1, dtype=weight.dtype))
+        digit = jnp.sum(weights >= target, -1, keepdims=True, dtype=key.dtype)
+        return bound + lax.shift_left(digit, shift)
+
+    least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
+    least, *_ = vary_together(least, target, key, but=row.mesh_axes)
+    return lax.fori_loop(0, rounds, find_digit, least)
+
+
+def _index_reaching(weight, target, row: Row):
+    """Returns the index of the first positive weight at which the sum, in the order of the row, reaches the target.
+
+    If rounding keeps the sum below the target, the result is the index of the last positive weight. The search goes
+    over the sums of the devices, then over the chunks of one device, and then over the elements of one chunk.
+    """
+    own, first = True, 0
+    if row.mesh_axes:
+        (sums,) = gather((jnp.sum(weight, -1, keepdims=True, dtype=weight.dtype),), row.mesh_axes)
+        device, target = _position_reaching(sums, target)
+        own = device == lax.axis_index(row.mesh_axes)
+    if isinstance(row.vocab, int) and row.vocab > _CHUNK:  # other rows are one chunk
+        count = -(-row.vocab // _CHUNK)
+        padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * _CHUNK - row.vocab)]
+        chunks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, _CHUNK)
+        chunk, target = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), target)
+        weight, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
+    position, _ = _position_reaching(weight, target)
+    index = first + position
+    return lax.pmin(jnp.where(own, row.start + index, NOWHERE), row.mesh_axes) if row.mesh_axes else index
+
+
+def _position_reaching(weight, target):
+    """Like `_index_reaching`, by one cumulative sum. Also returns the rest of the target before that position."""
+    position = positions(weight.ndim, weight.shape[-1])
+    reached = (jnp.cumsum(weight, -1, dtype=weight.dtype) >= target) & (weight > 0)
+    there = jnp.where(reached, position, weight.shape[-1])
+    last = jnp.where(weight > 0, position, 0)
+    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
+    before = jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True, dtype=weight.dtype)
+    return found, target - before

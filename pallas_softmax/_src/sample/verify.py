@@ -148,9 +148,9 @@ class _Target(NamedTuple):
         rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
-    def log_probs(self, positions=None) -> jax.Array:
-        """Returns log p of the logits. `positions` are their places in the rows; None means whole rows."""
-        log_p = filtered(self.logits, self.where, self.temperature, self.cut, positions=positions)
+    def log_probs(self, indices=None) -> jax.Array:
+        """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
+        log_p = filtered(self.logits, self.where, self.temperature, self.cut, indices=indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
         return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
 
@@ -161,7 +161,7 @@ class _Target(NamedTuple):
             logits=_pick(at_drafts.logits, drafts)[..., None],
             where=None if self.where is None else _pick(at_drafts.where, drafts)[..., None],
         )
-        log_p = picked.log_probs(positions=drafts[..., None])[..., 0]
+        log_p = picked.log_probs(indices=drafts[..., None])[..., 0]
         return jnp.where(_is_token(drafts, self.logits), log_p, -jnp.inf)
 
     def residual(self, position: jax.Array, log_q: jax.Array, rejected: jax.Array) -> jax.Array:

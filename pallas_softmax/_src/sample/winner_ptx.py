@@ -26,40 +26,96 @@ from collections.abc import Sequence
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import noise_ptx
-from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, TINY, RowProgram
-from pallas_softmax._src.sample.search_ptx import Kept
+from pallas_softmax._src.sample.filter_ptx import Kept
+from pallas_softmax._src.sample.plan import EACH, NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
 
-_LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
+# Operands: the key, and the words of the counter of the row's first element.
+NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _GUESS = 2.0
 _DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
+_BATCH = NOISE_AT_ONCE * LANES
 _SIGN = 0x80000000
-WORDS = (
-    "key0",
-    "key1",
-    "high",
-    "low",
-)  # operands: the key, and the words of the place of the row's first element
+# Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the goal they are relative
+# to |goal| + 32: noise is between -5 and 16, so |x / temperature| and |noise| together are less.
+_SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
+_SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
+
+
+# --- Ties: the entries with the last kept key
+
+
+def find_last_tie(p: RowProgram, kept: Kept) -> tuple[Value, Value, Value]:
+    """Returns the CTA of the last kept tie, its position in this CTA, and whether any tie is left out.
+
+    The kept ties are the first ones of the row: all of them in lower CTAs, none in higher ones. The filters know how
+    many ties each CTA has and keeps.
+    """
+    is_cut = p.any(kept.equal_kept < kept.equal)
+    last = p.last_that(kept.equal_kept > 0)
+    position = p.var(p.select(is_cut & (p.cta > last), -1, HIGHEST, "s32"))
+    with p.when(is_cut & p.cta.equals(last)):
+        p.set(position, _position_of_tie(p, kept.key, p.shuffle(kept.equal_kept, "idx", last)))
+    return last, position, is_cut
+
+
+def _position_of_tie(p: RowProgram, key: Value, number: Value) -> Value:
+    """Returns the position of element `number`, from 1, of the CTA's elements with this key.
+
+    Each warp counts its elements with the key. Then the warp that has the element looks for it, load by load.
+    """
+    equal = p.var(0, "u32")
+    for x in p.each_element():
+        p.increase(equal, 1, when=p.key(x).equals(key))
+    own = p.over_lanes("add", equal)
+    p.store(p.word(SCRATCH.warps, p.warp, EACH), own, when=p.first_lane)
+    p.barrier()
+    (each,) = p.from_warps(["u32"], [0])
+    before, _ = p.before(each)
+    rest = p.var(number - p.shuffle(before, "idx", p.warp))  # the number among the elements of this warp
+    with p.when((rest.bits("s32") > 0) & (rest <= own)):
+        at = p.var(p.span)
+        with p.repeat() as again:
+            elements = p.floats(p.vector(at))
+            equal = p.var(0, "u32")
+            for x in elements:
+                p.increase(equal, 1, when=p.key(x).equals(key))
+            before, in_load = p.before(equal)
+            missing = in_load < rest
+            p.increase(at, WARP_LOAD_BYTES, when=missing)
+            p.update(rest, "sub", in_load, when=missing)
+            again(missing)
+        position, seen = p.position_of(at), p.var(before)
+        for i, x in enumerate(elements):
+            is_equal = p.key(x).equals(key)
+            p.increase(seen, 1, when=is_equal)
+            p.store(p.word(SCRATCH.picked), position + i, when=is_equal & seen.equals(rest))
+    p.barrier()
+    return p.load(p.word(SCRATCH.picked), "s32")
+
+
+# --- The draw
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The noise of a row: the element at position i of this CTA has place start + i * stride, modulo 2^64."""
+    """The noise of a row: the element at position i of this CTA has counter start + i * stride, modulo 2^64."""
 
     schedule: list[tuple[Value, Value]]  # `noise_ptx.key_schedule`
     start: Value
     stride: int
 
     @staticmethod
-    def keep(p: RowProgram) -> None:
-        """Puts the operands `WORDS` into shared memory, so that they take no registers before the draw."""
-        p.store(p.word(p.plan.noise), *p.operands("u32", *WORDS), when=p.thread.equals(0))
+    def store(p: RowProgram) -> None:
+        """Puts the operands into shared memory, so that they take no registers before the draw."""
+        p.store(p.word(SCRATCH.noise), *p.operands("u32", *NOISE_OPERANDS), when=p.thread.equals(0))
 
     @staticmethod
-    def of(p: RowProgram, stride: int) -> "Noise":
-        """Returns the noise that `keep` has put into shared memory."""
-        key0, key1, high, low = p.load_vector(p.word(p.plan.noise), "u32", 4)
+    def load(p: RowProgram, stride: int) -> "Noise":
+        """Returns the noise that `store` has put into shared memory."""
+        key0, key1, high, low = p.load_vector(p.word(SCRATCH.noise), "u32", 4)
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(p.origin.bits("u32"), stride, p.join(low, high))
         excess = p.select(p.origin < 0, stride, 0, "u32")
@@ -69,27 +125,27 @@ class Noise:
 class Race:
     """The race of a row, and its state in this thread: the goal of the warp, and the best sum of the thread."""
 
-    def __init__(self, p: RowProgram, noise: Noise, kept: Kept, cut: Value):
-        """`cut` is the position of the last kept tie: ties have the key `kept.key`."""
-        self.p, self.noise, self.kept, self.cut = p, noise, kept, cut
+    def __init__(self, p: RowProgram, noise: Noise, kept: Kept, last_tie: Value):
+        """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
+        self.p, self.noise, self.kept, self.last_tie = p, noise, kept, last_tie
         self.temperature = p.max(p.temperature, TINY)
-        self.goal = p.var(p.quotient + p.log2(kept.mass) * _LN2 - _GUESS)
+        self.goal = p.var(p.quotient + p.log2(kept.mass) * LN2 - _GUESS)
         self.minus_goal = p.fresh("f32")
         self._set_goal(self.goal)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
-        self.goal_of_cta = p.word(p.plan.goal)  # the best sum that the CTA knows, as an integer
+        self.goal_of_cta = p.word(SCRATCH.goal)  # the best sum that the CTA knows, as an integer
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the number of its CTA."""
         p = self.p
         index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
-        slot = p.var(p.word(p.plan.best))  # one of two
+        slot = p.var(p.word(SCRATCH.best))  # one of two
         with p.loop() as leave:
             self._sweep()
-            of_ctas = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
-            best, winner = self._first_best(of_ctas)
+            each = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
+            best, winner = self._first_best(each)
             p.set(index, winner)
-            p.set(cta, p.first_that(of_ctas[1].equals(winner)))
+            p.set(cta, p.first_that(each[1].equals(winner)))
             leave(best >= guess)
             p.set(guess, best)
             self._set_goal(best)
@@ -105,21 +161,22 @@ class Race:
     def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, unless it is below the goal."""
         p, kept = self.p, self.kept
-        least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.of_key(kept.key))
-        above_ties = p.of_key(kept.key + 1)
+        least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
+        above_ties = p.from_key(kept.key + 1)
         at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
-        batch, share = NOISE_AT_ONCE * LANES, p.plan.list_size // p.warps
-        # The filters' list is cut into a share for each warp.
-        from_share_on = p.load(p.word(p.plan.listed), "s32") - p.warp.bits("s32") * share
+        share = p.plan.list_size // p.warps  # the filters' list is cut into a share for each warp
+        from_share_on = p.load(p.word(SCRATCH.listed), "s32") - p.warp.bits("s32") * share
         listed = p.var(p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0))
-        list_ = p.select(kept.listed, p.word(p.plan.key_positions, p.warp, share // 2), self._own_list())
+        filters_list = p.word(p.plan.key_positions, p.warp, share // 2)
+        own_list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
+        list_ = p.select(kept.listed, filters_list, own_list)
         low = p.var(p.max(self._least_that_reaches(), least_kept))
         # Neighbours that all get noise, without a list: their number, and the position of the first one.
         self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
-                best = _of_order(p.load(self.goal_of_cta, "u32"))
+                best = _from_order(p.load(self.goal_of_cta, "u32"))
                 with p.when(best > self.goal):
                     self._set_goal(best)
                     p.set(low, p.max(self._least_that_reaches(), least_kept))
@@ -128,36 +185,32 @@ class Race:
             more = p.var(remaining > 0)
             with p.loop() as enough:
                 # A partial batch waits for more positions, until there are none.
-                enough((self.dense <= 0) & (listed < p.select(more, batch, 1, "s32")))
+                enough((self.dense <= 0) & (listed < p.select(more, _BATCH, 1, "s32")))
                 self._perturb(list_, listed, more)
             leave(~more)
 
     def _least_that_reaches(self) -> Value:
         """Returns the least x that reaches the goal with the most noise, or a lower one."""
         p = self.p
-        missing = self.goal - p.quotient - noise_ptx.MOST - self._slack() * 2.0**-21
+        missing = self.goal - p.quotient - noise_ptx.MOST - self._range_of_sums() * _SUM_ERROR
         distance = missing * self.temperature
-        slack = (p.absolute(p.top) + p.absolute(distance)) * 2.0**-21 + 1e-44
+        slack = (p.absolute(p.top) + p.absolute(distance)) * _SUM_ERROR + _SUBNORMAL_ERROR
         return p.max(p.top + distance - slack, LEAST_FINITE)
 
-    def _slack(self) -> Value:
+    def _range_of_sums(self) -> Value:
         """Returns what rounding errors near the goal are relative to."""
-        return self.p.absolute(self.goal) + 32.0
-
-    def _own_list(self) -> Value:
-        """Returns the address of the warp's own list."""
-        return self.p.word(self.p.plan.positions, self.p.warp, self.p.plan.noise_words)
+        return self.p.absolute(self.goal) + _NOISE_RANGE
 
     def _list(
         self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, above_ties: Value
     ) -> None:
-        """Lists the next elements of the warp from `low` up. Threads after the cut list from `above_ties` up."""
+        """Lists the next elements of the warp from `low` up; after the last kept tie, from `above_ties` up."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        least = p.select(position > self.cut, p.max(low, above_ties), low)
+        least = p.select(position > self.last_tie, p.max(low, above_ties), low)
         for i, words in enumerate(vectors):  # the last element has the lowest bit
             outside = p.var(0, "u32")
             for x in p.floats(words):
@@ -186,8 +239,8 @@ class Race:
         """
         p, noise = self.p, self.noise
         is_dense = p.var(self.dense > 0)
-        p.increase(listed, -NOISE_AT_ONCE * LANES, when=~is_dense)
-        p.increase(self.dense, -NOISE_AT_ONCE * LANES, when=is_dense)
+        p.increase(listed, -_BATCH, when=~is_dense)
+        p.increase(self.dense, -_BATCH, when=is_dense)
         first = p.select(is_dense, self.dense, listed) + p.lane.bits("s32")
         # Entries before the first one are the first one again.
         entries = [p.max(first + LANES * i, 0) for i in range(NOISE_AT_ONCE)]
@@ -197,12 +250,13 @@ class Race:
                 listed_one = p.load(list_.bits("s32") + entry * 2, "u16")
                 p.set(position, p.convert(listed_one, "u32").bits("s32"))
         elements = [p.element_at(position) for position in positions]
-        places = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
-        ones = [noise_ptx.one_plus_uniform(word) for word in noise_ptx.words_at(p, noise.schedule, places)]
+        counters = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
+        words = noise_ptx.words_at(p, noise.schedule, counters)
+        ones = [noise_ptx.one_plus_uniform(word) for word in words]
         p.set(listed, p.max(listed, 0))
         # noise <= -log(1 - u), so 1 - u <= exp(x / temperature - goal) if the sum reaches the goal
         two = p.var(2.0, "f32")
-        most = [two - p.exp2(p.multiply_add(x, p.scale, self.minus_goal)) for x in elements]
+        most = [two - p.exp2(p.multiply_add(x, p.octaves_per_unit, self.minus_goal)) for x in elements]
         reach = [~(one < most) for one, most in zip(ones, most)]
         with p.when(p.any(functools.reduce(operator.or_, reach))):
             for one, x, position, reaches in zip(ones, elements, positions, reach):
@@ -216,7 +270,7 @@ class Race:
         p = self.p
         z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u)
         key, index = p.key(x), position + p.origin
-        kept = (key > self.kept.key) | (key.equals(self.kept.key) & (position <= self.cut))
+        kept = (key > self.kept.key) | (key.equals(self.kept.key) & (position <= self.last_tie))
         better = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = better & kept & (x >= LEAST_FINITE)
         p.set(self.best, z, when=wins)
@@ -234,7 +288,7 @@ class Race:
         """Sets the goal, and `minus_goal`: -goal * log2(e), plus a margin for rounding."""
         p = self.p
         p.set(self.goal, goal)
-        p.set(self.minus_goal, p.multiply_add(self._slack(), 2.0**-20, goal * -_LOG2_E))
+        p.set(self.minus_goal, p.multiply_add(self._range_of_sums(), _EXPONENT_ERROR, goal * -LOG2_E))
 
 
 def _order(x: Value) -> Value:
@@ -242,6 +296,6 @@ def _order(x: Value) -> Value:
     return flip_negative(x.bits("s32")).bits("u32") ^ _SIGN
 
 
-def _of_order(number: Value) -> Value:
+def _from_order(number: Value) -> Value:
     """Returns the float of an integer from `_order`. 0 gives a NaN, and every comparison with it is false."""
     return flip_negative((number ^ _SIGN).bits("s32")).bits("f32")

@@ -1,4 +1,4 @@
-"""Plain JAX of `sample` and `filter_logits`: where the filters cut each row, and the draw.
+"""Plain JAX of `sample` and `filter_logits`: where the filters cut each row, the draw, and its derivatives.
 
     logits        of any rank, floats or integers; a row is the last axis
     where         None, or a boolean of the rank of the logits that broadcasts to them
@@ -13,44 +13,88 @@ The temperature and the filters have the rank of the logits. Their size is 1 in 
 the logits in the others.
 """
 
-import jax.numpy as jnp
+from typing import Any, NamedTuple
 
-from pallas_softmax._src.sample import noise as noise_of
-from pallas_softmax._src.sample.best import by_best, cutoff_among, sample_among
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.masks import logits_of
+from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
     Cutoff,
     Row,
+    Totals,
     as_float,
+    cutoff_of,
     drawn_results,
     elements,
-    is_free,
     is_kept,
-    scaled,
+    keys,
+    mass_wanted,
+    positions,
+    search,
+    tempered,
     totals_of_rows,
 )
-from pallas_softmax._src.sample.search import search
+from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tangent
+
+# The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
+# takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
+# took, in ms (jax 0.11.2, 2026-11-23):
+#
+#                                       V = 4,096   8,192   16,384
+#   top_k = 50              search            1.4     2.7      5.6
+#                           candidates        3.1     3.8      4.8
+#   top_k = 50 and a top_p  search            2.4     4.5      8.6
+#                           candidates        3.1     3.9      5.0
+_CANDIDATES, _LONG_ROW = 128, 2**14
 
 
-def cutoff(logits, where, temperature, top_k, top_p, min_p, *, mesh_axes=()):
+def cutoff(logits, where, temperature, top_k, top_p, min_p):
     """Returns where the filters cut each row, a `Cutoff`."""
-    filters, row = (top_k, top_p, min_p), Row.of(logits, mesh_axes)
+    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
 
     def by_search(logits):
         return search(logits, where, temperature, *filters, row)
 
-    def of_best(best, totals):
-        cut, _, complete = cutoff_among(best, totals, temperature, *filters, row.length)
-        return cut, complete | is_free(*filters, row.length)
+    def among(best, totals):
+        cut, _, complete, is_free = cutoff_among(best, totals, temperature, *filters, row.length)
+        return cut, complete | is_free
 
-    return by_best(logits, where, temperature, top_k, row, of_best, by_search)
+    return _by_candidates(logits, where, temperature, top_k, among, by_search)
 
 
-def draw(logits, where, noise, temperature, key, index, *, mesh_axes=()):
+def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
+    """Draws once from each row of softmax(logits / temperature), restricted by the filters.
+
+    Args:
+      logits, where, temperature, top_k, top_p, min_p: see the top of this file.
+      words, stride: of the noise of each row, as in `noise.py`.
+
+    Returns:
+      The results of `draw`, and the `log_mass` of the `Cutoff`.
+    """
+    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
+
+    def by_search(logits):
+        cut = search(logits, where, temperature, *filters, row)
+        noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
+        return *draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass
+
+    def among(best, totals):
+        return sample_among(best, totals, words, temperature, *filters, row.length, stride=stride)[:2]
+
+    return _by_candidates(logits, where, temperature, top_k, among, by_search)
+
+
+def draw(logits, where, noise, temperature, key, index):
     """Draws once from each row: returns the kept entry with the largest sum of logits / temperature and noise.
 
     Args:
-      logits, where, temperature, mesh_axes: see the top of this file.
+      logits, where, temperature: see the top of this file.
       noise: floating, in the shape of the logits.
       key, index: the fields of a `Cutoff`.
 
@@ -58,47 +102,197 @@ def draw(logits, where, noise, temperature, key, index, *, mesh_axes=()):
       Each (..., 1): the index in the whole row (int32), and log softmax(logits / temperature) there, over all entries.
       They are -1 and NaN in a row without a draw.
     """
-    row = Row.of(logits, mesh_axes)
-    totals = totals_of_rows(logits, where, temperature, row)
-    kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
-    perturbed = jnp.where(kept, scaled(as_float(logits), temperature, totals.greedy) + noise, -jnp.inf)
-    drawn = row.min(jnp.where(perturbed == row.max(perturbed), row.indices(logits.ndim), NOWHERE))
-    return drawn_results(drawn, row.at(elements(logits, where, row), drawn), totals)
+    row = Row(logits.shape[-1])
+    totals, indices = totals_of_rows(logits, where, temperature, row), row.indices(logits.ndim)
+    kept = is_kept(logits, where, key, index, indices)
+    drawn = winner(as_float(logits), indices, noise, kept, temperature, totals.greedy)
+    return drawn_results(drawn, jnp.take_along_axis(elements(logits, where, row), drawn, -1), totals)
 
 
-def sample(logits, where, noise, temperature, top_k, top_p, min_p, *, stride, mesh_axes=()):
-    """Draws once from each row of softmax(logits / temperature), restricted by the filters.
-
-    Args:
-      logits, where, temperature, top_k, top_p, min_p, mesh_axes: see the top of this file.
-      noise, stride: the words of each row's noise, and their stride, as in `noise.py`.
-
-    Returns:
-      The results of `draw`, and the `log_mass` of the `Cutoff`.
-    """
-    filters, row = (top_k, top_p, min_p), Row.of(logits, mesh_axes)
-
-    def by_search(logits):
-        cut = search(logits, where, temperature, *filters, row)
-        gumbel = noise_of.at(noise, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        drawn = draw(logits, where, gumbel, temperature, cut.key, cut.index, mesh_axes=mesh_axes)
-        return *drawn, cut.log_mass
-
-    def of_best(best, totals):
-        return sample_among(best, totals, noise, temperature, *filters, row.length, stride=stride)
-
-    return by_best(logits, where, temperature, top_k, row, of_best, by_search)
+def winner(x, indices, noise, kept, temperature, greedy):
+    """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
+    perturbed = jnp.where(kept, tempered(x, temperature, greedy) + noise, -jnp.inf)
+    is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
 
 
-def filtered(logits, where, temperature, cut: Cutoff, *, positions=None, mesh_axes=()):
+def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes=()):
     """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution.
 
-    The logits are whole rows, or, with `positions`, the elements at these indices of the rows.
+    The logits are whole rows, or, with `indices`, the elements at these indices of the rows.
     """
     x = as_float(logits)
-    positions = Row.of(logits, mesh_axes).indices(logits.ndim) if positions is None else positions
+    indices = Row(logits.shape[-1], mesh_axes).indices(logits.ndim) if indices is None else indices
     greedy = (temperature == 0) | jnp.isinf(cut.logsumexp)
-    live = is_kept(logits, where, cut.key, cut.index, positions) & jnp.isfinite(x)
-    z = scaled(jnp.where(live, x, 0), jnp.where(jnp.isnan(temperature), 1, temperature), greedy)
+    live = is_kept(logits, where, cut.key, cut.index, indices) & jnp.isfinite(x)
+    z = tempered(jnp.where(live, x, 0), jnp.where(jnp.isnan(temperature), 1, temperature), greedy)
     failed = jnp.isnan(cut.log_mass) & (cut.logsumexp != -jnp.inf)
     return jnp.where(failed, jnp.nan, jnp.where(live, z, -jnp.inf))
+
+
+# --- The best entries of each row only: candidates on a CPU, and what the devices of a mesh exchange
+#
+# On a CPU, `lax.top_k` of a few elements of a long row is faster than the search, and only these elements need noise.
+
+
+class Best(NamedTuple):
+    """The best entries of each row, (..., n), the best first.
+
+    Attributes:
+      key: their sort keys, in at least 32 bits.
+      index: their indices in the whole row.
+      value: the logits, in the dtype of the arithmetic.
+      x: the same; for integers, distances from the largest.
+    """
+
+    key: Any
+    index: Any
+    value: Any
+    x: Any
+
+
+def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, length):
+    """Returns the cutoff, which of the best entries are kept, and whether the row is complete, and whether it is free.
+
+    The row is complete if it keeps no other entries: the list ends with an entry that is left out, or it is the whole
+    row. A row without a draw is complete as well. The row is free if the filters keep all of it, whatever its logits
+    are. The cutoff is right in complete and in free rows.
+    """
+    n = best.key.shape[-1]
+    position = positions(best.key.ndim, n)
+    mass = jnp.exp((best.x - totals.m) / totals.divisor)
+    kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
+    is_free = ~totals.greedy
+    if top_k is not None:
+        is_all = top_k >= length
+        kept = position < jnp.broadcast_to(top_k, mass.shape)
+        known = (top_k < n) | is_all
+        kept_total = jnp.where(is_all, totals.total, _sum(jnp.where(kept, mass, 0)))
+        is_free &= is_all
+    if top_p is not None:
+        before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
+        before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])[..., :-1]
+        kept &= before < mass_wanted(top_p, kept_total)
+        is_free &= top_p >= 1
+    if min_p is not None:
+        kept &= mass >= min_p
+        is_free &= min_p <= 0
+    kept = jnp.where(totals.greedy, position == 0, kept)
+    count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
+    complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
+    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (best.key, best.index))
+    key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, NOWHERE, index)
+    kept_total = jnp.where(is_free, totals.total, _sum(jnp.where(kept, mass, 0)))
+    return cutoff_of(key, index, kept_total, totals, temperature), kept, complete, is_free
+
+
+def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, min_p, length, *, stride):
+    """Returns the results of `sample`, which are right in complete rows, and which rows are complete, and free."""
+    cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
+    noise = gumbel_at(words, best.index, stride)
+    drawn = winner(best.value, best.index, noise, kept, temperature, totals.greedy)
+    x = jnp.max(jnp.where(best.index == drawn, best.x, -jnp.inf), -1, keepdims=True)
+    return (*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
+
+
+def _by_candidates(logits, where, temperature, top_k, among, by_search):
+    """Returns the first result of among(best, totals), on a CPU for long rows with a top_k; else by_search(logits).
+
+    The second result of `among` says which rows are complete. If some row is not, the search runs for all rows.
+    """
+    row = Row(logits.shape[-1])
+    is_long = isinstance(row.vocab, int) and row.vocab >= _LONG_ROW
+    if top_k is None or as_float(logits).dtype != jnp.float32 or not is_long:
+        return by_search(logits)
+
+    def by_candidates(logits):
+        best, listed = _candidates(logits, where, row)
+        totals = totals_of_rows(logits, where, temperature, row)
+        found, complete = among(best, totals)
+        complete &= listed | ~(totals.total >= 1)
+        # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
+        return unless_complete(complete, found, by_search, logits)
+
+    return lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
+
+
+def unless_complete(complete, found, other, *operands):
+    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
+    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
+    return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
+
+
+def _candidates(logits, where, row: Row):
+    """Returns the candidates of whole rows, in order, and whether these are really the best entries.
+
+    They are not if `lax.top_k` orders entries differently than their keys: on a CPU, XLA treats denormal numbers as
+    zeros. The second result depends on the row alone, so that a draw does not depend on other rows.
+    """
+    x = elements(logits, where, row)
+    mask = None if where is None else jnp.broadcast_to(where, x.shape)
+    _, index = lax.top_k(x.reshape(-1, row.vocab), _CANDIDATES)
+    index = index.reshape(*x.shape[:-1], _CANDIDATES)
+    key = keys(*(None if a is None else jnp.take_along_axis(a, index, -1) for a in (logits, mask)))
+    lowest_first, index = lax.sort((~key, index), num_keys=2)
+    last, last_index = ~lowest_first[..., -1:], index[..., -1:]
+
+    def number(keys, indices):
+        """Returns how many entries are up to the last candidate. A CPU adds floats five times as fast as integers."""
+        before = (keys > last) | (keys == last) & (indices <= last_index)
+        return _sum(jnp.where(before, 1.0, 0.0))
+
+    listed = number(keys(logits, where), row.indices(x.ndim)) == _CANDIDATES
+    value, x = (jnp.take_along_axis(a, index, -1) for a in (as_float(logits), x))
+    return Best((~lowest_first).astype(jnp.int32), index, value, x), listed
+
+
+def _sum(x):
+    return jnp.sum(x, -1, keepdims=True)
+
+
+# --- Derivatives of the log-probability of a draw
+
+
+def sample_grad(residuals, where, g, *, mesh_axes=()):
+    """Returns the derivatives of log_probs of a draw in the logits and in the temperature.
+
+    They are 0 in rows without a draw, and at temperature 0. In other rows, they are the results of `topk_grad` with
+    log=True and the drawn index as winner. g is the cotangent of log_probs.
+    """
+    g = jnp.where(_has_derivative(residuals), g, 0)
+    residuals = _drawn_as_winner(residuals, where, mesh_axes)
+    return topk_grad(residuals, where, g, jnp.zeros_like(g), log=True, mesh_axes=mesh_axes)
+
+
+def sample_tangent(residuals, where, dx, dt, *, mesh_axes=()):
+    """Returns the tangent of log_probs of a draw: the transpose of `sample_grad`."""
+    drawn = _drawn_as_winner(residuals, where, mesh_axes)
+    dlog_probs, _ = topk_tangent(drawn, where, dx, dt, log=True, mesh_axes=mesh_axes)
+    return jnp.where(_has_derivative(residuals), dlog_probs, 0)
+
+
+def _has_derivative(residuals):
+    """Returns which rows have a draw, at another temperature than 0."""
+    _, temperature, _, log_probs = residuals
+    return jnp.isfinite(log_probs) & (temperature != 0)
+
+
+def _drawn_as_winner(residuals, where, mesh_axes):
+    """Returns the residuals of `topk_grad` for a draw; m is the drawn logit, so that d is exp(-log_probs).
+
+    Below e^-60 m is larger, so that neither d nor exp((x - m) / temperature) overflows. Rows without a draw get numbers
+    that make no NaN.
+    """
+    logits, temperature, index, log_probs = residuals
+    has_draw = jnp.isfinite(log_probs)
+    logits, log_probs = jnp.where(has_draw, logits, 0), jnp.where(has_draw, log_probs, 0)
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
+    temperature = jnp.where(has_draw & (temperature != 0), temperature, 1)
+    if mesh_axes:
+        in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)
+        at_index = jnp.take_along_axis(x, in_shard, -1, mode="fill", fill_value=0)
+        drawn = lax.psum(jnp.where(own, at_index, 0), mesh_axes)
+    else:
+        drawn = jnp.take_along_axis(x, jnp.maximum(index, 0), -1)  # -1: no draw
+    excess = jnp.maximum(-log_probs - 60, 0)
+    return logits, temperature, drawn + temperature * excess, jnp.exp(-log_probs - excess), index

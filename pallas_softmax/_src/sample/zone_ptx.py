@@ -2,27 +2,66 @@
 
     elements    5.1  5.0 | 3.2  3.1  3.1  3.0 | 2.9 ..       the zone is from 3 to 4
     sweep       the mass of 5.1 and 5.0; the keys of 3.2, 3.1, 3.1, 3.0 in lists, one for each CTA
-    lists       the second 3.1 is the last entry
+    lists       12 40 | 7 31 | 40 3       (other keys, of three CTAs)
+    all keys    12 40 7 31 40 3           in each CTA, with the mass of each key; so each CTA finds the last key, 40
+    results     0, 1 | 0, 0 | 0, 1        for each list: the mass above the last key, and how many keys equal it
 
-Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). There are these exceptions:
+There are these exceptions:
 
     the zone has one key                          no list is needed
     the zone starts at a bound for a small        the caller retries with a better bound, and then with a histogram
     top_k, and the lists overflow
     the zone has two keys, and the lists          a sweep counts the elements with the greater key
     overflow
-    the lists overflow otherwise                  the zone is searched digit by digit (`digits_ptx`)
+    the lists overflow otherwise                  the zone is searched digit by digit
     the zone does not reach the goal              the row is searched digit by digit
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample import digits_ptx, lists_ptx
-from pallas_softmax._src.sample.lists_ptx import Zone
-from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
+from pallas_softmax._src.sample.filter_ptx import LARGEST, FilterSearch, search_digits
+from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, RowProgram
-from pallas_softmax._src.sample.search_ptx import FilterSearch
+
+_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
+# The words of the histogram hold all listed keys, and then a shortlist with a key for each lane; masses follow keys.
+_MAX_KEYS = BUCKETS // 2 - LANES
+_SHORTLIST = SCRATCH.histogram + 2 * _MAX_KEYS
+
+
+class Zone:
+    """A range of keys that may contain the key of the last entry, in variables.
+
+    `number_of_cta` has a number for each CTA, in the lane with its number. The others are of all CTAs together.
+    """
+
+    def __init__(self, p: RowProgram):
+        self._p = p
+        self.found = p.fresh("pred")  # whether the zone reaches the goal, or the row ends in it before that
+        self.has_room = p.fresh("pred")  # whether each CTA's list, and the list of all keys, have room
+        self.least, self.greatest = p.fresh("s32"), p.fresh("s32")  # keys
+        self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")  # of elements with a key in the zone
+        self.mass = p.fresh("f32")  # of the elements in the zone
+        self.above = p.fresh("f32")  # the measure of the elements above the zone
+        self.mass_above = p.fresh("f32")  # of these elements
+
+    def set(self, **values) -> None:
+        """Sets variables by their names."""
+        for name, value in values.items():
+            self._p.set(getattr(self, name), value)
+
+    def set_sums(self, mass: Value, number: Value) -> None:
+        """Sets what follows from the mass and the number of elements in the zone; each lane passes one CTA."""
+        mass, all_, most = self._p.over_warp(["add", "add", "max"], [mass, number, number])
+        has_room = (all_ <= _MAX_KEYS) & (most <= self._p.plan.list_size)
+        self.set(mass=mass, number=all_, number_of_cta=number, has_room=has_room)
+
+
+# --- The sweeps that make the lists
 
 
 def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
@@ -30,20 +69,19 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
 
     If they overflow, a CTA stops when its list is full. A single key needs no list, so it never overflows.
     """
-    listed, plan = _start_list(p), p.plan
-    may_overflow = low < p.top
+    listed, may_overflow = _start_list(p), low < p.top
     mass, number = p.var(0, "f32"), p.var(0, "u32")
     for words, address in p.sweep():
         with p.when(p.any(p.greatest(words) >= low)):  # most words have no element in the zone
-            is_full = may_overflow & (p.load(listed, "u32") > plan.list_size)
+            is_full = may_overflow & (p.load(listed, "u32") > p.plan.list_size)
             p.increase(number, 1, is_full)
             with p.when(~is_full):
                 inside = p.var(0, "u32")
                 for i, x in enumerate(p.floats(words)):
                     p.update(inside, "or", 1 << i, x >= low)
                 p.increase(number, p.count_ones(inside))
-                _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
-    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(plan.zone)))
+                _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.mass(x)))
+    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(SCRATCH.zone)))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
     zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above=0)
     return may_overflow & ~zone.has_room
@@ -51,13 +89,13 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
 
 def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
-    p, plan = f.p, f.p.plan
+    p = f.p
     _start_list(p)
     mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
     least, greatest = p.var(HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
 
     def add(x, key, when=None):
-        p.increase(mass, p.weight(x), when)
+        p.increase(mass, p.mass(x), when)
         p.update(least, "min", key, when)
         p.update(greatest, "max", key, when)
 
@@ -66,7 +104,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
         for i, x in enumerate(elements):
             is_above = x > high
             p.update(inside, "or", 1 << i, (x >= low) & ~is_above)
-            p.increase(mass_above, p.weight(x), is_above)
+            p.increase(mass_above, p.mass(x), is_above)
         with p.when(~f.is_mass):
             for x in elements:
                 p.increase(above, 1, x > high)
@@ -77,28 +115,25 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                 # The order is the same as in `_list_keys`, so that the mass has the same bits.
                 for i, x in enumerate(p.floats(words)):
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
-    mass, number, mass_above, above, least, greatest = p.each_cta(
+    mass, number, *rest = p.each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
         [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL],
-        p.word(plan.zone),
+        p.word(SCRATCH.zone),
     )
     zone.set_sums(mass, number)
-    edges_and_sums = least, greatest, mass_above, above
-    least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], edges_and_sums)
-    zone.set(
-        least=least,
-        greatest=greatest,
-        mass_above=mass_above,
-        above=f.measure(mass_above, p.convert(above, "f32")),
-    )
+    mass_above, above, least, greatest = rest
+    ops, values = ["min", "max", "add", "add"], [least, greatest, mass_above, above]
+    least, greatest, mass_above, above = p.over_warp(ops, values)
+    above = f.measure(mass_above, p.convert(above, "f32"))
+    zone.set(least=least, greatest=greatest, mass_above=mass_above, above=above)
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
 def _start_list(p: RowProgram) -> Value:
     """Empties the list of the CTA; returns the address of its number of keys."""
-    listed = p.word(p.plan.listed)
+    listed = p.word(SCRATCH.listed)
     p.store(listed, 0, when=p.thread.equals(0))
     p.barrier()
     return listed
@@ -109,14 +144,14 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
 
     Then this clears `inside`, and add(element, key) writes what else is done with each. Returns `inside`.
     """
-    elements, vec, count = p.elements, p.plan.window.vec, p.count_ones(inside)
-    entry = p.take_from(p.word(p.plan.listed), count, when=inside > 0, default=0)
+    vec, count = p.plan.window.vec, p.count_ones(inside)
+    entry = p.take_from(p.word(SCRATCH.listed), count, when=inside > 0, default=0)
     with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
         leave(inside.equals(0))
         number = p.lowest_bit(inside)
         load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
-        at = address + load * WARP_LOAD_BYTES + element * elements.itemsize
-        x = elements.float_of_bits(p, elements.load_bits(p, at))
+        at = address + load * WARP_LOAD_BYTES + element * p.elements.itemsize
+        x = p.element(at)
         key = p.key(x)
         add(x, key)
         p.store(p.word(p.plan.keys, entry), key)
@@ -124,6 +159,9 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
         p.increase(entry, 1)
         p.set(inside, inside & (inside - 1))
     return inside
+
+
+# --- The search
 
 
 def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
@@ -142,13 +180,13 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     with p.when(one_key):
         f.keep_down_to(zone.least, zone.above, zone.mass_above, zone.number_of_cta)
     with p.when(listed):
-        lists_ptx.search_lists(f, zone, searched)
+        _search_lists(f, zone, searched)
     with p.when(two_keys):
         _search_two_keys(f, zone, searched)
     with p.when(~(nothing | one_key | listed | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
-        digits_ptx.search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
+        search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
 
 
 def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
@@ -156,21 +194,155 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
 
     `counted` is a condition: whether an earlier filter counted the elements with the greater key.
     """
-    p, at = f.p, f.p.word(f.p.plan.counted)
+    p, at = f.p, f.p.word(SCRATCH.counted)
     with p.when(~counted):
         number = p.var(0, "u32")
-        for words, _ in p.sweep():
-            for x in p.floats(words):
-                p.increase(number, 1, p.key(x).equals(zone.greatest))
+        for x in p.each_element():
+            p.increase(number, 1, p.key(x).equals(zone.greatest))
         p.over_cta(["add"], [number], [0], at)
         p.sync_cluster()
-    (greater,) = p.of_ctas(at, ["u32"], [0])
-    of_greater = p.convert(p.over_lanes("add", greater), "f32")
-    weight = p.weight(p.of_key(zone.greatest))
-    above = zone.above + f.measure(of_greater * weight, of_greater)
+    (greater,) = p.from_ctas(at, ["u32"], [0])
+    number = p.convert(p.over_lanes("add", greater), "f32")
+    mass = p.mass(p.from_key(zone.greatest))
+    above = zone.above + f.measure(number * mass, number)
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
         f.keep_down_to(zone.greatest, zone.above, zone.mass_above, greater)
     with p.when(~is_greater):
-        mass_above = zone.mass_above + of_greater * weight
+        mass_above = zone.mass_above + number * mass
         f.keep_down_to(zone.least, above, mass_above, zone.number_of_cta - greater)
+
+
+def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
+    """Keeps what the filter keeps; its last key must be in the lists. `copied`: whether all keys are in one list.
+
+    Masses are added as integers, as in `search_digits`; here the mass of the whole zone is the largest.
+    """
+    p = f.p
+    mass = p.max(zone.mass, 1e-30)  # so that its reciprocal is finite
+    per_unit, unit = p.divide(p.var(LARGEST, "f32"), mass), mass * (1 / LARGEST)
+
+    def units_of(key):
+        return p.convert(p.mass(p.from_key(key)) * per_unit, "u32", "rni")
+
+    first_of_cta, _ = p.before(zone.number_of_cta)
+    _clear(p)
+    p.store(p.word(SCRATCH.picked), 0, when=p.thread.equals(0))
+    with p.when(~copied):
+        _copy_lists(p, zone, first_of_cta, units_of)
+    p.barrier()
+    rest = f.goal - zone.above
+    # Rounding may put the goal above the mass of the zone, but not above 1.5 of it; an integer has room for 2.
+    rest = p.max(f.measure(p.min(rest * per_unit, LARGEST * 1.5), rest), 1.0)
+    rest = p.var(p.convert(rest, "u32", "rpi"))
+    key = _last_key(f, zone, rest)
+    one = p.convert(p.max(units_of(key), 1), "f32")
+    number = f.number_that_reaches(p.convert(rest, "f32"), one)
+    units_above, equal = _sums_of_lists(p, zone, first_of_cta, key)
+    mass_above = p.convert(p.over_lanes("add", units_above), "f32") * unit
+    f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
+
+
+def number_from_min_p(p: RowProgram, zone: Zone) -> Value:
+    """Returns how many listed keys have at least the mass min_p, as a float; all must be in one list."""
+    number = p.var(0, "u32")
+    with _each_key(p, p.lane, zone.number, LANES) as (key, _):
+        p.increase(number, 1, p.mass(p.from_key(key)) >= p.min_p)
+    return p.convert(p.over_lanes("add", number), "f32")
+
+
+def _copy_lists(p: RowProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
+    """Copies the keys of all CTAs to one list, with a mass for each."""
+    with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
+        cta, is_key = p.var(0, "u32"), entry < zone.number
+        for bit in reversed(range((p.ctas - 1).bit_length())):
+            later = cta + (1 << bit)
+            p.set(cta, later, is_key & (entry >= p.shuffle(first_of_cta, "idx", later)))
+        in_list = entry - p.shuffle(first_of_cta, "idx", cta)
+        (key,) = p.of_cta(p.word(p.plan.keys, in_list), cta, "s32", when=is_key)
+        p.store(p.word(SCRATCH.histogram, entry, 2), key, units_of(key), when=is_key)
+
+
+def _clear(p: RowProgram) -> None:
+    """Clears the sums over buckets, and the shortlist."""
+    p.store(p.word(SCRATCH.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(_SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+
+
+@contextlib.contextmanager
+def _each_key(p: RowProgram, first: Value, end: Value, step: int) -> Iterator[tuple[Value, Value]]:
+    """Opens a GPU loop over the keys and masses of entries first, first + step, .. of the list of all keys."""
+    with p.each(first, end, step) as entry:
+        key, units = p.load_vector(p.word(SCRATCH.histogram, entry, 2), "u32", 2)
+        yield key.bits("s32"), units
+
+
+def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
+    """Returns the last kept key, in all threads. Measures are integers.
+
+    Once a range has no more keys than a warp has lanes, they are copied to the shortlist. `rest` is what the zone must
+    reach, and becomes what the entries with the last key must reach.
+    """
+    p = f.p
+    keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
+    first_extent = p.var(keys.extent)
+    sums, numbers = p.word(SCRATCH.sums), p.word(SCRATCH.sums + _BUCKETS)
+
+    def one_round(bucket_of):
+        with p.when(keys.extent.differs(first_extent)):  # not the first round
+            p.barrier()
+            _clear(p)
+            p.barrier()
+
+        with _each_key(p, p.thread, zone.number, p.plan.threads) as (key, units):
+            bucket, is_inside = bucket_of(key)
+            with p.when(is_inside):
+                p.add_to(sums + bucket * 4, f.measure(units, 1))
+                p.add_to(numbers + bucket * 4, 1)
+        p.barrier()
+        bucket, new_rest = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
+        p.set(rest, new_rest)
+        p.set(inside, p.load(numbers + bucket * 4, "u32"))
+        return bucket
+
+    narrow(p, keys, _BUCKETS, one_round, stop=lambda: inside <= LANES)
+    with p.when(keys.extent > 0):
+        with _each_key(p, p.thread, zone.number, p.plan.threads) as (key, units):
+            with p.when(keys.distance(key) <= keys.extent):
+                entry = p.take_from(p.word(SCRATCH.picked), 1)
+                p.store(p.word(_SHORTLIST, entry, 2), key, f.measure(units, 1))
+        p.barrier()
+        p.set(keys.high, _last_of_shortlist(p, inside, rest))
+    return keys.high
+
+
+def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
+    """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to that key."""
+    at = p.var(p.word(_SHORTLIST))
+    own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
+    before, upto = p.var(0, "u32"), p.var(0, "u32")
+    with p.each(0, number, 4):
+        words = p.load_vector(at, "u32", 8)
+        for key, measure in zip(words[::2], words[1::2]):  # 0 where there is none
+            key = key.bits("s32")
+            p.increase(before, measure, key > own)
+            p.increase(upto, measure, key >= own)
+        p.increase(at, 32)
+    goal = p.min(rest, p.over_lanes("max", upto))  # rounding may have put the goal above the total
+    last = p.over_lanes("max", p.select(upto >= goal, own, KEEP_ALL))
+    p.set(rest, goal - p.shuffle(before, "idx", p.first_that(own.equals(last))))
+    return last
+
+
+def _sums_of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> list[Value]:
+    """Returns the mass above a key and the number of entries with that key, in the list of each CTA."""
+    with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp counts the keys of one list after another
+        units_above, equal = p.var(0, "u32"), p.var(0, "u32")
+        first = p.shuffle(first_of_cta, "idx", cta)
+        end = first + p.shuffle(zone.number_of_cta, "idx", cta)
+        with _each_key(p, first + p.lane, end, LANES) as (key, units):
+            p.increase(units_above, units, key > last)
+            p.increase(equal, 1, key.equals(last))
+        sums = p.over_warp(["add", "add"], [units_above, equal])
+        p.store(p.word(SCRATCH.counters, cta, 4), *sums, when=p.first_lane)
+    return p.from_counters(("u32", "u32"))

@@ -73,7 +73,7 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     The label may be in another shard of the row, so it may be any number: a column, counted from the start of this
     shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
     """
-    keys = _wide_keys(logits)
+    keys = sort_keys.wide_key(logits)
     column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
     # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
@@ -90,18 +90,12 @@ def label_keys(labels, logits, where, mesh_axes=()):
     """
     own, columns = _own_columns(labels, logits, mesh_axes)
     at_label = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=0)
-    keys = jnp.where(own, _wide_keys(at_label), 0)
+    keys = jnp.where(own, sort_keys.wide_key(at_label), 0)
     is_ranked = own if where is None else own & mask_at(where, logits, columns)
     if not mesh_axes:
         return keys, is_ranked
     keys, owners = lax.psum((keys, is_ranked.astype(jnp.int32)), mesh_axes)
     return keys, owners > 0
-
-
-def _wide_keys(x):
-    """Returns sort keys of at least 32 bits."""
-    keys = sort_keys.key(x)
-    return keys if keys.dtype.itemsize >= 4 else keys.astype(jnp.int32)
 
 
 def with_rank(stats: RowStats, is_ranked) -> RowStats:
