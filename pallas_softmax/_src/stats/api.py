@@ -15,7 +15,6 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.normalizers import to_float
 from pallas_softmax._src.stats.operation import RANKED_STATS, TOKEN_STATS
@@ -112,7 +111,7 @@ def token_stats(
     operation = RANKED_STATS if ranked else TOKEN_STATS
     call, (x, *arrays) = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
     call = dataclasses.replace(call, dtype=floating.name)
-    run = functools.partial(_run, call, implementation, scaled)
+    run = functools.partial(evaluate, choose_all(call, implementation, scaled=scaled))
     stats = _of_integers(run, x, *arrays, call.mesh_axes) if is_wide else run(x, *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
@@ -120,10 +119,6 @@ def token_stats(
     )
     ranks = stats.rank[..., 0] if ranked else None
     return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
-
-
-def _run(call: Call, implementation: str | None, scaled: bool, *arrays: Any) -> RowStats:
-    return evaluate(choose_all(call, implementation, scaled=scaled), *arrays)
 
 
 def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, mesh_axes) -> RowStats:
