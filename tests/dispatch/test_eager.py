@@ -164,7 +164,7 @@ def _each():
             yield (transform, name) if fast else slow(transform, name)
 
 
-@pytest.mark.parametrize("transform, name", _each())
+@pytest.mark.parametrize("transform, name", [*_each()])
 def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
     """Also with a fresh function around it, as in a loop that calls `jax.grad(lambda ...)`."""
     x = jnp.asarray(X)
