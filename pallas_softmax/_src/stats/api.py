@@ -112,7 +112,7 @@ def token_stats(
     call, (x, *arrays) = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
     call = dataclasses.replace(call, dtype=floating.name)
     run = functools.partial(evaluate, choose_all(call, implementation, scaled=scaled))
-    stats = _of_integers(run, x, *arrays, call.mesh_axes) if is_wide else run(x, *arrays)
+    stats = _of_integers(run, x, *arrays, mesh_axes=call.mesh_axes) if is_wide else run(x, *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (
         differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
@@ -121,7 +121,7 @@ def token_stats(
     return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
 
 
-def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, mesh_axes) -> RowStats:
+def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *, mesh_axes) -> RowStats:
     """Returns the `RowStats` of integers that floats may be unable to hold.
 
     Their distances from the largest have the same softmax, and floats in the same order have the same ranks.
