@@ -117,7 +117,7 @@ def token_stats(
     log_probs, entropy, logsumexp = (
         differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
     )
-    ranks = stats.rank[..., 0] if ranked else None
+    ranks = None if stats.rank is None else stats.rank[..., 0]
     return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
 
 
