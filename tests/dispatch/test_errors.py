@@ -119,9 +119,14 @@ CALLS = {
     "top_k": lambda **kwargs: ps.top_k(X, 1, **kwargs),
     "sample": lambda **kwargs: ps.sample(jax.random.key(0), X, **kwargs),
     "filter_logits": lambda **kwargs: ps.filter_logits(X, **kwargs),
+    "verify": lambda **kwargs: ps.verify(jax.random.key(0), jnp.zeros(len(X) - 1, int), X, **kwargs),
+    "token_stats": lambda **kwargs: ps.token_stats(X, **kwargs),
+    "route": lambda **kwargs: ps.route(X, 1, **kwargs),
     "linear_logsumexp": lambda **kwargs: ps.linear_logsumexp(X, X.T, **kwargs),
     "linear_cross_entropy": lambda **kwargs: ps.linear_cross_entropy(X, X.T, LABELS, **kwargs),
     "linear_log_probs": lambda **kwargs: ps.linear_log_probs(X, X.T, LABELS, **kwargs),
+    "linear_token_stats": lambda **kwargs: ps.linear_token_stats(X, X.T, LABELS, **kwargs),
+    "linear_topk": lambda **kwargs: ps.linear_topk(X, X.T, 1, **kwargs),
 }
 
 
@@ -236,7 +241,7 @@ def test_options_of_logsumexp_without_a_kernel():
 @pytest.mark.parametrize("dtype", [bool, complex])
 @pytest.mark.parametrize("name", ["fused_topk", "sample", "token_stats", "linear_log_probs"])
 def test_a_traced_temperature_must_be_real(name, dtype):
-    call = (CALLS | {"token_stats": functools.partial(ps.token_stats, X)})[name]
+    call = CALLS[name]
     with pytest.raises(TypeError, match=f"^{name}: temperature must be .*real.*, got {dtype.__name__}"):
         jax.eval_shape(lambda t: call(temperature=t), jnp.ones((), dtype))
 

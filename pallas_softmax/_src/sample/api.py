@@ -133,38 +133,8 @@ def sample(
         other than `logits` and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    x, axis = checked_rows("sample", logits, axis)
-    batch = x.shape[:axis] + x.shape[axis + 1 :]
-    key = typed_keys("sample", key, batch)
-    if mode is None:  # a change of the setting makes another program: see `at_once`
-        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
-    if not isinstance(mode, str) or mode not in noise.MODES:
-        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
-    mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
-    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    dtype = _wide(float_dtype(x))
-    parameters = _parameters("sample", x, axis, temperature, top_k, top_p, min_p)
-    if noise.has_words(key, shape, dtype, mode):
-        words = noise.words(key, shape, axis)
-        call, arrays = _call(SAMPLE, "sample", x, axis, where, axis_name, [*parameters, *words])
-        x, mask, t, *filters = arrays[:-4]
-        static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
-        results = evaluate(static, x, mask, jnp.concatenate(arrays[-4:], -1), t, *filters)
-    else:
-        call, (x, mask, t, *filters) = _call(CUTOFF, "sample", x, axis, where, axis_name, parameters)
-        cut = _cutoff(call, implementation, x, mask, t, *filters)
-        gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
-        if mesh_axes:
-            start = lax.axis_index(mesh_axes) * x.shape[-1]
-            gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
-        static = choose_all(call.of(DRAW), "xla")
-        x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
-        results = *evaluate(static, x, mask, *per_row), cut.log_mass
-    indices, log_probs, log_mass = results
-    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
-    log_mass = without_gradient("sample: log_mass", log_mass, x, t)
-    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return sample_rows("sample", key, logits, axis, where, mode, axis_name, implementation, **given)
 
 
 @at_once(
@@ -214,6 +184,52 @@ def filter_logits(
     return jnp.moveaxis(filtered(*rows, mesh_axes=mesh_axes), -1, axis)
 
 
+def sample_rows(
+    function: str,
+    key,
+    logits,
+    axis=-1,
+    where=None,
+    mode=None,
+    axis_name=None,
+    implementation=None,
+    **given: Any,
+) -> Sample:
+    """Returns the result of `sample` for the named public function; `given` are the parameters."""
+    x, axis = checked_rows(function, logits, axis)
+    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    key = typed_keys(function, key, batch)
+    if mode is None:  # a change of the setting makes another program: see `at_once`
+        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"{function}: mode must be None or one of {noise.MODES}, got {mode!r}")
+    mesh_axes = arguments.bound_mesh_axes(function, axis_name)
+    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    dtype = _wide(float_dtype(x))
+    parameters = _parameters(function, x, axis, **given)
+    if noise.has_words(key, shape, dtype, mode):
+        words = noise.words(key, shape, axis)
+        call, arrays = _call(SAMPLE, function, x, axis, where, axis_name, [*parameters, *words])
+        x, mask, t, *filters = arrays[:-4]
+        static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
+        results = evaluate(static, x, mask, jnp.concatenate(arrays[-4:], -1), t, *filters)
+    else:
+        call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
+        cut = _cutoff(call, implementation, x, mask, t, *filters)
+        gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
+        if mesh_axes:
+            start = lax.axis_index(mesh_axes) * x.shape[-1]
+            gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
+        static = choose_all(call.of(DRAW), "xla")
+        x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
+        results = *evaluate(static, x, mask, *per_row), cut.log_mass
+    indices, log_probs, log_mass = results
+    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
+    log_mass = without_gradient(f"{function}: log_mass", log_mass, x, t)
+    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
+
+
 def cut_rows(
     function: str, x: jax.Array, axis: int, where, axis_name, implementation: str | None, **given: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, Cutoff]:
@@ -245,7 +261,9 @@ def _cutoff(call: Call, implementation: str | None, *arrays: Any) -> Cutoff:
     return Cutoff(*as_rows(choose(call, implementation), *jax.tree.map(lax.stop_gradient, arrays)))
 
 
-def _parameters(function: str, x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
+def _parameters(
+    function: str, x: jax.Array, axis: int, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None
+) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
     The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped

@@ -103,10 +103,10 @@ def verify(
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
-    draw = functools.partial(api.sample, where=where, implementation=implementation)
+    draw = functools.partial(api.sample_rows, "verify", implementation=implementation)
     if log_q is None:
         keys = each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
-        drawn = draw(keys, x, **given).indices
+        drawn = draw(keys, x, where=where, **given).indices
         accepted = _leading(drafts == drawn[..., :-1])
         return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
 
@@ -121,7 +121,7 @@ def verify(
     last = jnp.minimum(accepted, positions - 2)  # the position of the rejected draft, if there is one
     rejected = (accepted < positions - 1) & (_at(draft_log_q, last) > -jnp.inf)
     log_r = target.residual(accepted, _at(log_q, last), rejected)
-    new = api.sample(keys[..., 1], log_r, implementation=implementation).indices
+    new = draw(keys[..., 1], log_r).indices
     # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
     keep_draft = (new < 0) & rejected & jnp.isfinite(_at(draft_log_p, last))
     return _verified(drafts, accepted, jnp.where(keep_draft, _at(drafts, last), new))
