@@ -129,7 +129,7 @@ class SamplePlan:
         """Number of words of a warp's list of positions, two in each word."""
         return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
-    # --- First words of what depends on the plan: the list of keys, that of their positions, and the lists of the warps
+    # --- The fields after the histogram: the list of keys, the list of their positions, and the lists of the warps
 
     @property
     def keys(self) -> int:
