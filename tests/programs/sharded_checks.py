@@ -527,7 +527,7 @@ def tokens(filters, how, impl):
 
 @each(impl=("threefry2x32", "rbg"), how=HOW, fast=0)
 def sample_of_overflows(impl, how):
-    """Where x / temperature overflows to -inf in a shard, or in the whole row, tokens equal one device's tokens."""
+    """x / temperature is -inf in a whole shard, or in the whole row. Tokens equal the tokens of one device."""
     rng, low = np.random.default_rng(0), np.finfo(F32).min
     padded = np.where(np.arange(V) < V // 8, rng.standard_normal((24, V)), low)
     floats = np.concatenate([padded, rng.uniform(low, low / 4, (24, V))]).astype(F32)
