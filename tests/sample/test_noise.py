@@ -60,4 +60,4 @@ def test_gumbel():
     want = -np.log(-np.log(np.maximum(fractions * 2.0**-23, np.finfo("f4").tiny)))
     error = np.abs(got - want) / np.maximum(np.spacing(np.abs(want).astype("f4")), 2.0**-24)
     assert error.max() < 2
-    assert got.max() == got[fractions.argmax()] <= noise_ptx.MOST
+    assert got.max() == got[fractions.argmax()] <= noise_ptx.MAX_NOISE
