@@ -37,8 +37,8 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sort
     values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
     if not sorted:
         return TopK(values, indices)
-    order, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
-    is_filling = ~order == sort_keys.lowest_key(x.dtype)
+    inverted_key, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
+    is_filling = ~inverted_key == sort_keys.lowest_key(x.dtype)
     return TopK(values if keeps_all else jnp.where(is_filling, fill, values), indices)
 
 
