@@ -47,7 +47,7 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 
 def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
-    """Returns the parameters. Those that are not traced must be in range."""
+    """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
 

@@ -27,7 +27,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import RECORD_WORDS, SCRATCH
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
-# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. There are no
+# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. We have no
 # times of other limits.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _NEIGHBOURS = 8  # lanes that load neighbouring vectors
@@ -62,14 +62,14 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     p.barrier()
     with p.when(p.warp.equals(0)):
         *each_warp, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
-        p.store(p.word(SCRATCH.total), *_over_warp(p, *each_warp), when=p.first_lane)
+        p.store(p.word(SCRATCH.normalizer), *_over_warp(p, *each_warp), when=p.first_lane)
         with p.when(small_top_k):
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _value_of_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
-            p.store(p.word(SCRATCH.total), bound, offset=8, when=p.first_lane)
+            p.store(p.word(SCRATCH.normalizer), bound, offset=8, when=p.first_lane)
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    tops, d, bound, _ = p.from_ctas(p.word(SCRATCH.total), ["f32"] * 4, [-INF, 0, INF, 0])
+    tops, d, bound, _ = p.from_ctas(p.word(SCRATCH.normalizer), ["f32"] * 4, [-INF, 0, INF, 0])
     top, total = _over_warp(p, tops, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])

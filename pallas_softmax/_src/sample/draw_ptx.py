@@ -13,7 +13,7 @@ It finds what the filters keep of the row, and then draws, or writes where they 
         where that is not enough            filter_ptx                1 for every 7 bits of the keys' range, then 1
                                                                       more (bfloat16: 3 more)
     the index of the last kept entry      winner_ptx.find_last_tie  0
-    the draw                              winner_ptx.Race           1; 1 more in 1 of 1,600 rows
+    the draw                              winner_ptx.WinnerSearch   1; 1 more in 1 of 1,600 rows
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.Scratch`. The mass of an
 element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a power
@@ -41,7 +41,7 @@ from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
-from pallas_softmax._src.sample.winner_ptx import Noise, Race, find_last_tie
+from pallas_softmax._src.sample.winner_ptx import Noise, WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
@@ -90,7 +90,7 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
-    index, cta = Race(p, noise, kept, last_tie).run()
+    index, cta = WinnerSearch(p, noise, kept, last_tie).run()
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):

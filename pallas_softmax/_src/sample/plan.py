@@ -44,7 +44,7 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 LISTED_AT_ONCE = (
-    12  # elements that a thread looks at together, to list those that can win; no other number was noted
+    12  # elements that a thread looks at together, to list those that can win; we have no times of others
 )
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
@@ -57,12 +57,12 @@ RESIDENT, WARPGROUPS = 3, 2
 class Scratch(NamedTuple):
     """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words."""
 
-    total: int = (
-        4  # the largest element of the CTA, its mass relative to that element, a bound for a small top_k
+    normalizer: int = (
+        4  # the largest element of the CTA, its mass relative to that, a bound for a small top_k
     )
     zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
     best: int = 4  # twice: the best sum with noise in the CTA, and its index
-    counted: int = 2  # sums over the CTA above a key
+    counted: int = 2  # sums over the CTA above a key, or a better bound for a small top_k
     picked: int = 2  # a result of one warp, for all warps to read
     listed: int = 1  # how many keys the list has, or would have if there were room
     threshold: int = 1  # the best sum with noise that the CTA knows of the row

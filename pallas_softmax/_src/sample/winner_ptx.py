@@ -14,8 +14,8 @@ If the filters have listed all that they keep, these lists replace the warps' ow
 the guess nor on the order of the sums.
 
 Even at a listed element, few words of noise reach the threshold. Noise is at most -log(1 - u), a bound that needs no
-logarithm: see `Race._perturb`. A thread computes the two logarithms and the division only if this bound reaches the
-threshold.
+logarithm: see `WinnerSearch._perturb`. A thread computes the two logarithms and the division only if this bound reaches
+the threshold.
 """
 
 import dataclasses
@@ -35,7 +35,9 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
-_DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
+_DENSE = (
+    3 / 4
+)  # if a larger share of elements can win, all get noise without a list; we have no times of others
 _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp perturbs at once
 _SIGN = 0x80000000
 # Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the threshold they are
@@ -122,8 +124,8 @@ class Noise:
         return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), excess), stride)
 
 
-class Race:
-    """The race of a row, and its state in this thread: the threshold of the warp, and the best sum of the thread."""
+class WinnerSearch:
+    """The search for the winner, and its state: the threshold of the warp, and the best sum of the thread."""
 
     def __init__(self, p: RowProgram, noise: Noise, kept: Kept, last_tie: Value):
         """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""

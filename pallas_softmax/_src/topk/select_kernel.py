@@ -72,6 +72,7 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 
 def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
+    """Like `_select`, in plain JAX: the interpreter has no inline PTX."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
     x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
     kept = index < length
