@@ -26,8 +26,8 @@ from benchmarks.support import driver, flags, timing
 from benchmarks.support.contenders import Call, Contender, jax_call, named, prepare_torch
 from benchmarks.support.result import Record, View
 
-TEMPERATURE, P = 0.8, 0.9
-FILTERS = {"none": {}, "top_p": {"top_p": P}}
+TEMPERATURE, TOP_P = 0.8, 0.9
+FILTERS = {"none": {}, "top_p": {"top_p": TOP_P}}
 PEERS = {
     "sample": "our sample of the same rows: one token at every position",
     "jax": "the formula in plain JAX, with a sort for top_p",
@@ -77,8 +77,8 @@ def by_jax(key: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float =
     keys, drafts = jax.random.split(key), draft_tokens
     log_p = plain_log_p(logits, top_p)
     u = jax.random.uniform(keys[0], drafts.shape)
-    good = jnp.log(u) < at_tokens(log_p[:, :-1], drafts) - at_tokens(draft_log_probs, drafts)
-    accepted = jnp.sum(jnp.cumprod(good, -1), -1, dtype=jnp.int32)
+    is_accepted = jnp.log(u) < at_tokens(log_p[:, :-1], drafts) - at_tokens(draft_log_probs, drafts)
+    accepted = jnp.sum(jnp.cumprod(is_accepted, -1), -1, dtype=jnp.int32)
     q = jnp.pad(jnp.exp(draft_log_probs), [(0, 0), (0, 1), (0, 0)])  # 0 after the last draft
     here = accepted[:, None, None]
     p, q = (jnp.take_along_axis(a, here, 1)[:, 0] for a in (jnp.exp(log_p), q))
@@ -111,11 +111,15 @@ def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, An
 
 @functools.partial(jax.jit, static_argnames="top_p")
 def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> dict[str, Any]:
-    """Returns what `check` compares: per draft its probability of acceptance; per row what its new token was."""
+    """Returns what `check` compares.
+
+    accept is the probability of acceptance of each draft, and accepted the number of accepted drafts of each row. log_p
+    and log_q are the log-probabilities of the row's new token.
+    """
     log_p = plain_log_p(logits, top_p)
     ratio = at_tokens(log_p[:, :-1], draft_tokens) - at_tokens(draft_log_probs, draft_tokens)
     accepted = jnp.sum(tokens >= 0, -1) - 1
-    lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # a contender may round the cutoff otherwise
+    lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # rounding may move the cutoff of a contender
     here = jnp.maximum(accepted, 0)[:, None]
     new = jnp.take_along_axis(tokens, here, 1)
     log_p, log_q = (
@@ -136,16 +140,20 @@ def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -
     found = {name: np.asarray(a, float) for name, a in facts(jnp.asarray(tokens), **given, **filters).items()}
     tokens, drafts, accepted = np.asarray(tokens), np.asarray(given["draft_tokens"]), found["accepted"]
     place = np.arange(tokens.shape[1])
-    assert (accepted >= 0).all() and ((tokens >= 0) == (place <= accepted[:, None])).all(), "a place of -1"
-    assert (tokens < given["logits"].shape[-1]).all(), "no token"
+    assert (accepted >= 0).all() and ((tokens >= 0) == (place <= accepted[:, None])).all(), (
+        "-1 before the end"
+    )
+    assert (tokens < given["logits"].shape[-1]).all(), "a token of V or more"
     same = (tokens[:, :-1] == drafts) | (place[:-1] >= accepted[:, None])
     assert same.all(), "an accepted draft changed"
     assert np.isfinite(found["log_p"]).all(), "a token that the filters leave out"
     rejected = accepted < drafts.shape[1]
+    # A token of the residual has p > q; 1e-2 is for rounding.
     assert (found["log_p"] > found["log_q"] - 1e-2)[rejected].all(), "a token outside of the residual"
-    first = np.cumprod(found["accept"], -1)  # the probability that at least so many are accepted
+    reached = np.cumprod(found["accept"], -1)  # the probabilities that at least 1, 2, .. drafts are accepted
     counts = np.arange(1, drafts.shape[1] + 1)
-    mean, square = first.sum(-1), (first * (2 * counts - 1)).sum(-1)
+    # The mean of N is the sum of P(N >= n); the mean of N^2 is the sum of (2 n - 1) P(N >= n).
+    mean, square = reached.sum(-1), (reached * (2 * counts - 1)).sum(-1)
     bound = 5 * np.sqrt(np.sum(square - mean**2)) + 1
     assert abs(accepted.sum() - mean.sum()) <= bound, f"{accepted.sum()} accepted, expected {mean.sum():.1f}"
 

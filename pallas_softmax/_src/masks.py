@@ -18,9 +18,10 @@ def sum_over(x, axes, mesh_axes):
 
 
 def stored(x):
-    """Returns x, which a CPU stores in memory.
+    """Returns x. On a CPU, XLA must store x in memory before it uses x.
 
-    There, XLA puts a sum over rows and the formula that uses it in one loop, which is slower than two.
+    Otherwise XLA puts a sum over rows and the formula that uses the sum in one loop, which is slower than two ("On a
+    CPU" in benchmarks/results/NOTES.md).
     """
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
@@ -31,7 +32,7 @@ def differentiable_if_finite(x):
 
 
 def at(x, indices):
-    """Returns the elements at indices of the last axis, which must be in bounds: checks would take longer on a CPU."""
+    """Returns the elements at indices of the last axis. The indices must be in bounds: checks take longer on a CPU."""
     return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
 
 
@@ -46,5 +47,5 @@ def masked(x, where, value):
 
 
 def logits_of(x, where):
-    """Returns x in the dtype of the arithmetic, with -inf where the mask is False."""
+    """Returns logits in the dtype of the arithmetic, with -inf where the mask is False."""
     return masked(widen(x), where, -jnp.inf)

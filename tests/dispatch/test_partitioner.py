@@ -340,7 +340,7 @@ def test_program_of_a_gpu(name):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
     mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
     case = CASES[name]
-    program = lowered(portable_checks.with_gradient(case), portable_checks.like(case, mesh, "bfloat16"))
+    program = lowered(portable_checks.with_gradient(case), portable_checks.shapes_of(case, mesh, "bfloat16"))
     modules = []
     for shapes, call in divided_calls(program):
         specs = [P(*({16: "b", 4096: "v", 16384: "v"}.get(n) for n in shape)) for shape, _ in shapes]

@@ -1,8 +1,8 @@
-"""Programs with Auto mesh axes are ordinary programs; tests/dispatch/test_partitioner.py runs each check as a test.
+"""Checks that programs with Auto mesh axes can be cached, serialized and exported, like any program.
 
-Two processes with eight CPU devices each, or with the GPUs of the machine. The first compiles every call, and writes
-its results, its executable and its export to a folder, and fills a compilation cache there. The second must get
-the same from the folder:
+tests/dispatch/test_partitioner.py runs each check as a test. The checks run in two processes, with eight CPU devices
+each or with the GPUs of the machine. The first process compiles every call. It writes the results, the executable and
+the export to a folder, and fills a compilation cache there. The second must get the same results from the folder:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu PYTHONPATH=. \
       python tests/programs/portable_checks.py first FOLDER [CHECK ...] && (the same with `second`)
@@ -32,7 +32,7 @@ from benchmarks.support import links
 from pallas_softmax._src.dispatch import partitioner
 
 ROWS, V, D, EXPERTS = 16, 4096, 64, 64
-PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
+PLATFORM = {"cpu": "cpu", "gpu": "cuda"}  # of a backend
 
 
 class Case(NamedTuple):
@@ -52,9 +52,8 @@ def drawn(x):
 
 
 LOGITS = {"x": ((ROWS, V), P("b", "v"))}
-LONG_ROWS = {
-    "x": ((ROWS, 4 * V), P("b", "v"))
-}  # 256 entries of each shard are gathered: little only of a long row
+# `sample` gathers 256 entries of each shard. Only in long rows are these far fewer than the logits.
+LONG_ROWS = {"x": ((ROWS, 4 * V), P("b", "v"))}
 CASES = {
     "softmax": Case(lambda x: ps.softmax(x, where=x > -1), LOGITS),
     "fused_topk": Case(lambda x: ps.fused_topk(x, 4, log=True), LOGITS),
@@ -86,34 +85,36 @@ def with_gradient(case):
 
 
 def mesh(swapped=False):
-    """Returns a mesh of 8, 4 or 2 devices, two of them along "b"; `swapped`: two of them along "v"."""
+    """Returns a mesh of 8, 4 or 2 devices, with two along "b"; if `swapped`, with two along "v"."""
     n = next(n for n in (8, 4, 2) if n <= jax.device_count())
     sizes = (n // 2, 2) if swapped else (2, n // 2)
     return jax.make_mesh(sizes, ("b", "v"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:n])
 
 
-def arrays_of(case, at=None):
+def arrays_of(case, on=None):
+    """Returns random arrays for a case, sharded if `on` is a mesh."""
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(shape, np.float32) for shape, _ in case.arrays.values()]
-    if at is None:
+    if on is None:
         return values
-    return [jax.device_put(a, NamedSharding(at, spec)) for a, (_, spec) in zip(values, case.arrays.values())]
+    return [jax.device_put(a, NamedSharding(on, spec)) for a, (_, spec) in zip(values, case.arrays.values())]
 
 
-def like(case, at, dtype: Any = np.float32):
+def shapes_of(case, on, dtype: Any = np.float32):
+    """Returns the shapes of `arrays_of`, without the arrays."""
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(at, spec))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
         for shape, spec in case.arrays.values()
     ]
 
 
-def close(got, want):
+def assert_close(got, want):
     """Asserts equal integers, and floats within rounding."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 if np.asarray(b).dtype.kind == "f" else 0)
 
 
-def equal(got, want):
+def assert_equal(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -133,22 +134,22 @@ def write(name, folder):
     case = CASES[name]
     compiled = jax.jit(with_gradient(case)).lower(*arrays_of(case, mesh())).compile()
     results = compiled(*arrays_of(case, mesh()))
-    close(results, jax.jit(with_gradient(case))(*arrays_of(case)))
+    assert_close(results, jax.jit(with_gradient(case))(*arrays_of(case)))
     assert_no_gather(case, compiled)
     (folder / f"{name}.results").write_bytes(pickle.dumps([*map(np.asarray, jax.tree.leaves(results))]))
     (folder / f"{name}.executable").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    exported = jax.export.export(jax.jit(with_gradient(case)))(*like(case, mesh()))
+    exported = jax.export.export(jax.jit(with_gradient(case)))(*shapes_of(case, mesh()))
     (folder / f"{name}.export").write_bytes(exported.serialize())
 
 
 def abstract(name, folder):
     """A lowering for an AbstractMesh, which may have more devices than there are, has the same calls."""
     case, kinds = CASES[name], (AxisType.Auto,) * 2
-    text = jax.jit(with_gradient(case)).lower(*like(case, mesh())).as_text()
+    text = jax.jit(with_gradient(case)).lower(*shapes_of(case, mesh())).as_text()
     assert partitioner.TARGET in text
     for sizes in (mesh().axis_sizes, (2, mesh().size)):
         at = AbstractMesh(sizes, ("b", "v"), axis_types=kinds)
-        program = jax.jit(with_gradient(case)).trace(*like(case, at))
+        program = jax.jit(with_gradient(case)).trace(*shapes_of(case, at))
         lowered = program.lower(lowering_platforms=(PLATFORM[jax.default_backend()],)).as_text()
         assert partitioner.TARGET in lowered
         calls = [t.count(partitioner.TARGET) for t in (text, lowered)]
@@ -169,7 +170,7 @@ def two_meshes(name, folder):
     given = [arrays_of(case, at) for at in meshes]
     got = jax.jit(both, out_shardings=out)(*given)
     want = jax.jit(f)(*arrays_of(case))
-    close(got, (want, want))
+    assert_close(got, (want, want))
 
 
 def exported_gradient(name, folder):
@@ -187,16 +188,16 @@ def exported_gradient(name, folder):
 
             return jax.jit(jax.grad(total, range(len(arrays))))
 
-        close(loss(call)(*arrays), loss(f)(*arrays))
+        assert_close(loss(call)(*arrays), loss(f)(*arrays))
 
 
 def several_platforms(name, folder):
     """An export for several platforms is divided on each of them."""
     case = CASES[name]
-    f = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(*like(case, mesh()))
+    f = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(*shapes_of(case, mesh()))
     compiled = jax.jit(f.call).lower(*arrays_of(case, mesh())).compile()
     assert_no_gather(case, compiled)
-    close(compiled(*arrays_of(case, mesh())), jax.jit(with_gradient(case))(*arrays_of(case)))
+    assert_close(compiled(*arrays_of(case, mesh())), jax.jit(with_gradient(case))(*arrays_of(case)))
 
 
 def static_arguments(name, folder):
@@ -230,7 +231,7 @@ def cache(name, folder):
     assert [e.rsplit("/", 1)[-1] for e in events if "cache_hits" in e or "cache_misses" in e] == [
         "cache_hits"
     ], events
-    equal(compiled(*arrays), pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_equal(compiled(*arrays), pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
 def executable(name, folder):
@@ -238,7 +239,7 @@ def executable(name, folder):
     stored = pickle.loads((folder / f"{name}.executable").read_bytes())
     compiled = serialize_executable.deserialize_and_load(*stored)
     results = compiled(*arrays_of(CASES[name], mesh()))
-    equal(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_equal(results, pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
 def export(name, folder):
@@ -248,7 +249,7 @@ def export(name, folder):
     compiled = jax.jit(stored.call).lower(*arrays_of(case, mesh())).compile()
     assert_no_gather(case, compiled)
     results = compiled(*arrays_of(case, mesh()))
-    close(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_close(results, pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
 def of_each(*checks):

@@ -16,11 +16,11 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
 
     Args:
       x: (rows, V).
-      words: (rows, 4), where the noise of each row is; or None.
+      words: (rows, 4), as in `noise.py`; or None.
       parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs; by default the package's choice.
-      stride: the distance of the places of neighbours.
+      stride: the distance between the counters of neighbours.
     """
     x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, parameters))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)

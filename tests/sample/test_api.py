@@ -15,7 +15,14 @@ from pallas_softmax._src.sample import noise, xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
-from tests.support.draws import NONE, PARAMETERS, all_combinations, assert_cutoffs, assert_draws, chi_square
+from tests.support.draws import (
+    NO_TOP_K,
+    PARAMETERS,
+    all_combinations,
+    assert_cutoffs,
+    assert_draws,
+    chi_square,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -151,7 +158,10 @@ def test_omitted_filters(given):
 
 def test_filters_keep_ties_with_the_lowest_indices():
     """A filter keeps the first entries of a constant row, exactly, because sums of ones are exact."""
-    filters = {"top_k": np.array([300, NONE, 300, NONE], np.int32), "top_p": np.array([1, 0.25, 0.5, 1], F32)}
+    filters = {
+        "top_k": np.array([300, NO_TOP_K, 300, NO_TOP_K], np.int32),
+        "top_p": np.array([1, 0.25, 0.5, 1], F32),
+    }
     got = filter_logits(np.zeros((4, 1000), F32), min_p=0.0, **filters)
     np.testing.assert_array_equal(np.sum(got == 0, -1), [300, 250, 150, 1000])
     np.testing.assert_array_equal(np.argmin(got[:3], -1), [300, 250, 150])
@@ -241,14 +251,16 @@ def test_noise_of_words(shape, axis):
 
 
 @pytest.mark.parametrize("stride", [1, 3, 2**16 + 1, 2**31, 2**40 + 12345])
-def test_places_have_64_bits(stride):
+def test_counters_have_64_bits(stride):
     start, index = [0, 2**32 - 3, 2**63 + 5], np.array([0, 1, 7, 2**16, 2**31 - 1], np.uint32)
     words = np.array([(1, 2, a >> 32, a % 2**32) for a in start], np.uint32)
     got = noise.bits_at(jnp.asarray(words), jnp.broadcast_to(index, (3, 5)), stride)
     advanced = jnp.stack([noise.advance(jnp.asarray(words), i, stride) for i in index], 1)
     for i, a in enumerate(start):
-        places = [(a + int(v) * stride) % 2**64 for v in index]
-        high, low = (np.array(p, np.uint32) for p in ([n >> 32 for n in places], [n % 2**32 for n in places]))
+        counters = [(a + int(v) * stride) % 2**64 for v in index]
+        high, low = (
+            np.array(p, np.uint32) for p in ([n >> 32 for n in counters], [n % 2**32 for n in counters])
+        )
         want = functools.reduce(
             np.bitwise_xor, jax.extend.random.threefry2x32_p.bind(*words[i, :2], high, low)
         )

@@ -26,19 +26,19 @@ def run(write, **operands):
 @pytest.mark.parametrize("stride", [1, 3, 2**31], ids=str)
 @pytest.mark.parametrize("seed", [0, 42])
 def test_bits(seed, stride, start):
-    """The words equal threefry2x32, and jax.random.bits at small places."""
+    """The words equal threefry2x32, and jax.random.bits at small counters."""
     key = jax.random.key(seed)
     words = np.asarray(jax.random.key_data(key))
 
     def write(p, thread):
         schedule = noise_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
-        place = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
-        first, second = noise_ptx.words_at(p, schedule, [place, place])
+        counter = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
+        first, second = noise_ptx.words_at(p, schedule, [counter, counter])
         return p.select(first.equals(second), first, 0)
 
     got = run(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)
-    places = start + stride * np.arange(COUNT, dtype=np.uint64)
-    halves = (places >> np.uint64(32)).astype("u4"), places.astype("u4")
+    counters = start + stride * np.arange(COUNT, dtype=np.uint64)
+    halves = (counters >> np.uint64(32)).astype("u4"), counters.astype("u4")
     want = np.bitwise_xor(*jax.extend.random.threefry2x32_p.bind(*words, *map(jnp.asarray, halves)))
     np.testing.assert_array_equal(got, want)
     if start == 0 and stride == 1:
@@ -47,7 +47,7 @@ def test_bits(seed, stride, start):
 
 
 def test_gumbel():
-    """The noise is accurate to two units in the last place, at both ends and in the middle of the range."""
+    """The noise is accurate to two units in the last counter, at both ends and in the middle of the range."""
     ends = np.arange(24)
     others = [2**22, 2**22 + 1, 3086183, 3086184, *np.random.default_rng(0).integers(0, 2**23, 76)]
     fractions = np.concatenate([2**ends - 1, 2**23 - 2**ends, others])[:COUNT]
@@ -60,4 +60,4 @@ def test_gumbel():
     want = -np.log(-np.log(np.maximum(fractions * 2.0**-23, np.finfo("f4").tiny)))
     error = np.abs(got - want) / np.maximum(np.spacing(np.abs(want).astype("f4")), 2.0**-24)
     assert error.max() < 2
-    assert got.max() == got[fractions.argmax()] <= noise_ptx.MOST
+    assert got.max() == got[fractions.argmax()] <= noise_ptx.MAX_NOISE

@@ -14,12 +14,12 @@ def pairs(*parameters):
     """
     parameters = [list(values) for values in parameters]
     combinations = list(itertools.product(*map(range, map(len, parameters))))
-    bits = {}  # a number has a bit for each pair
+    bit_of_pair = {}  # `masks` and `missing` have a bit for each pair
     masks = [
-        sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs_of(combination))
+        sum(1 << bit_of_pair.setdefault(pair, len(bit_of_pair)) for pair in _pairs_of(combination))
         for combination in combinations
     ]
-    missing = (1 << len(bits)) - 1
+    missing = (1 << len(bit_of_pair)) - 1
     chosen = []
     used = collections.Counter()
 

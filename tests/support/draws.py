@@ -11,22 +11,22 @@ from jax.extend.random import threefry2x32_p
 from tests.support import bounds, cases
 from tests.support.cases import F32
 
-NONE = 2**31 - 1  # a top_k that filters nothing
+NO_TOP_K = 2**31 - 1  # a top_k that filters nothing
 
 # (temperature, top_k, top_p, min_p)
 PARAMETERS = {
-    "none": (1.0, NONE, 1.0, 0.0),
+    "none": (1.0, NO_TOP_K, 1.0, 0.0),
     "greedy": (0.0, 3, 0.5, 0.1),
-    "cold": (1e-3, NONE, 1.0, 0.0),
-    "hot": (1e30, NONE, 0.7, 0.0),
+    "cold": (1e-3, NO_TOP_K, 1.0, 0.0),
+    "hot": (1e30, NO_TOP_K, 0.7, 0.0),
     "top_k_1": (1.0, 1, 1.0, 0.0),
     "top_k": (1.3, 5, 1.0, 0.0),
-    "top_p": (0.7, NONE, 0.9, 0.0),
-    "top_p_one": (1.0, NONE, 1e-7, 0.0),
-    "top_p_zero": (1.0, NONE, 0.0, 0.0),
-    "top_p_most": (1.0, NONE, 1 - 2.0**-17, 0.0),
-    "min_p": (1.0, NONE, 1.0, 0.1),
-    "min_p_one": (1.0, NONE, 1.0, 1.0),
+    "top_p": (0.7, NO_TOP_K, 0.9, 0.0),
+    "top_p_one": (1.0, NO_TOP_K, 1e-7, 0.0),
+    "top_p_zero": (1.0, NO_TOP_K, 0.0, 0.0),
+    "top_p_most": (1.0, NO_TOP_K, 1 - 2.0**-17, 0.0),
+    "min_p": (1.0, NO_TOP_K, 1.0, 0.1),
+    "min_p_one": (1.0, NO_TOP_K, 1.0, 1.0),
     "all": (2.0, 50, 0.8, 0.03),
 }
 SEEDS = (0, 1)
@@ -44,7 +44,7 @@ def masked_rows(names, v, dtype, masked):
 def all_combinations(x, where=None):
     """Returns every combination of a row, PARAMETERS and SEEDS: logits, mask, words, parameters, names.
 
-    The words (n, 4) say where each row's noise is; see `noise_at`. Their places cross a multiple of 2^32.
+    The words (n, 4) say where each row's noise is; see `noise_at`. The counters cross a multiple of 2^32.
     """
     n = len(x)
     combinations = list(itertools.product(range(n), PARAMETERS.items(), SEEDS))
@@ -59,14 +59,14 @@ def all_combinations(x, where=None):
 def noise_at(words, v, stride=1):
     """Returns the noise of rows with v elements, in float64: `jax.random.gumbel` in the mode "low".
 
-    The words of a row are its threefry key, and the high and the low word of its first place.
+    The words of a row are its threefry key, and the high and the low word of its first element's counter.
     """
     words = np.asarray(words).astype(np.uint64)
-    places = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(
+    counters = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(
         v, dtype=np.uint64
     )
-    keys = (np.broadcast_to(words[:, i : i + 1], places.shape) for i in (0, 1))
-    arrays = (jnp.asarray(a.astype(np.uint32)) for a in (*keys, places >> np.uint64(32), places))
+    keys = (np.broadcast_to(words[:, i : i + 1], counters.shape) for i in (0, 1))
+    arrays = (jnp.asarray(a.astype(np.uint32)) for a in (*keys, counters >> np.uint64(32), counters))
     bits = functools.reduce(np.bitwise_xor, map(np.asarray, threefry2x32_p.bind(*arrays)))
     uniform = np.maximum((bits >> np.uint32(9)) * 2.0**-23, np.finfo(F32).tiny)
     return -np.log(-np.log(uniform))
@@ -96,7 +96,7 @@ def assert_cutoffs(got, x, names, parameters, where=None):
 def chi_square(counts, p):
     """Returns the error of the counts in standard deviations (Wilson and Hilferty). Rare entries count as one."""
     n = counts.sum()
-    rare = n * p < 10
+    rare = n * p < 10  # with fewer expected draws, the statistic is far from a chi-square distribution
     assert counts[p == 0].sum() == 0
     counts, p = (np.append(a[~rare], a[rare].sum()) for a in (counts, p))
     counts, p = counts[p > 0], p[p > 0]

@@ -29,7 +29,7 @@ def kernel_names(text):
 
 
 def divided_calls(text):
-    """Returns what XLA gives to the package, which divides these calls over a mesh: [(shapes of arguments, text)]."""
+    """Returns the calls that the package divides over a mesh, as XLA passes them: [(shapes of arguments, text)]."""
     calls = re.findall(
         r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", .* : \((.*?)\) -> ", text
     )

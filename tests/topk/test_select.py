@@ -224,7 +224,7 @@ def test_plans(capability):
                         continue
                     assert plan.room >= min(v, k + CHUNK) and plan.capacity % 2 == 0
                     itemsize = jnp.dtype(dtype).itemsize
-                    a, b = plan.rank(itemsize)
+                    a, b = plan.rank_coefficients(itemsize)
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)
                     assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)

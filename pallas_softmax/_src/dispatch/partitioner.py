@@ -35,7 +35,7 @@ TARGET = "pallas_softmax_divided"
 
 
 class Dimensions(Protocol):
-    """The dimensions of a call's arrays: which of them are divided alike, over the same mesh axes."""
+    """The dimensions of a call's arrays: which of them must be divided over the same mesh axes."""
 
     @property
     def result_shapes(self) -> Any:
@@ -174,8 +174,8 @@ def _lower(ctx, *values, whole, divided, rule, refusal, platform=None):
     if devices == 1:
         return mlir.lower_fun(jaxpr_as_fun(whole), multiple_results=True)(ctx, *values)
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
-    program = _Program(text.loads(divided), devices, platform, _versions())
-    return jax_internals.partitioned_call(ctx, TARGET, values, text.dumps(program), *rule)
+    description = _Program(text.loads(divided), devices, platform, _versions())
+    return jax_internals.partitioned_call(ctx, TARGET, values, text.dumps(description), *rule)
 
 
 mlir.register_lowering(_divided_p, _lower)
@@ -194,25 +194,25 @@ def _versions() -> tuple[str, str]:
 
 def digest(folder: Path) -> str:
     """Returns a digest of all Python files in a folder."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
-        found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:16]
+        sha256.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return sha256.hexdigest()[:16]
 
 
-def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, list, list]:
+def _partition(shapes: list, tiles: list, description: bytes) -> tuple[bytes, list, list]:
     """Returns the program of one device, and the shardings of arguments and results.
 
-    XLA calls it, possibly in another process and without the context of the call. `register_partitioner` documents the
-    arguments.
+    XLA calls it, possibly in another process and without the context of the call. `description` is the text of a
+    `_Program`. `register_partitioner` documents the other arguments.
     """
-    divided, devices, platform, _ = text.loads(program_text)
+    divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):
         leaves = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         numbers, tree = jax.tree.flatten(divided.arrays)
-        assert numbers == [*range(len(leaves))]
+        assert numbers == [*range(len(leaves))]  # each array once, in order
         choice = choose_unlisted(divided.call, divided.requested)
         dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords)
         mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
@@ -225,7 +225,7 @@ def _partition(shapes: list, tiles: list, program_text: bytes) -> tuple[bytes, l
         shards = [_shard(leaf, sharding) for leaf, sharding in zip(leaves, arguments)]
         jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*shards)
         wholes = jax.tree.leaves(dimensions.result_shapes)
-        _check([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
+        _check_results([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
     return module, [*zip(arguments, _ranks(leaves))], [*zip(results, _ranks(wholes))]
 
@@ -247,6 +247,7 @@ def _context_of(divided: _Divided):
 
 
 def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a device's shard."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
 
 
@@ -254,7 +255,7 @@ def _ranks(arrays: list) -> list[int]:
     return [a.ndim for a in arrays]
 
 
-def _check(expected: list, found: list) -> None:
+def _check_results(expected: list, found: list) -> None:
     """Raises if a device's program does not return its shards. XLA would read beyond them."""
     want, got = ([(a.shape, jnp.dtype(a.dtype)) for a in each] for each in (expected, found))
     if want != got:

@@ -28,7 +28,7 @@ from pallas_softmax._src.gpu.ptx.inline import REF, array, elements, inline
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS
 from pallas_softmax._src.linear.product import Place
 
-_NO_COLUMN = 2**30
+_NO_COLUMN = 2**30  # after all columns; its int32 distance to a column cannot overflow
 
 
 class SeveralLabels(NamedTuple):
@@ -48,7 +48,7 @@ class SeveralLabels(NamedTuple):
 def sorted_labels(labels: jax.Array, columns: int, vocab: int, rows: int) -> SeveralLabels:
     """Returns labels (n, K) for a product with this number of columns and rows.
 
-    The product has at least n rows; the rows after these have no labels. Labels are columns below `vocab`.
+    The product has at least n rows; the rows after these have no labels. A label outside of [0, vocab) is no column.
     """
     n, k = labels.shape
     column, _ = _sorted(labels, vocab)
@@ -61,7 +61,7 @@ def sorted_labels(labels: jax.Array, columns: int, vocab: int, rows: int) -> Sev
 
 
 def _count_before(labels: jax.Array, starts: jax.Array) -> jax.Array:
-    """Returns how many sorted labels of each row are less than each start, by binary search: int32 (rows, starts).
+    """Returns how many sorted labels of each row are less than each start: int32 (rows, starts), by binary search.
 
     XLA's GPU compiler did not terminate for a sum of comparisons of all labels with all starts.
     """
@@ -79,16 +79,16 @@ def _count_before(labels: jax.Array, starts: jax.Array) -> jax.Array:
 
 def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
     """Returns the logits at labels (n, K), 0 for a label that is no column. `pick_logits` has written `picked`."""
-    column, place = _sorted(labels, vocab)
+    column, position = _sorted(labels, vocab)
     picked = jnp.where(column < vocab, picked[: labels.size].reshape(labels.shape), 0)
-    return lax.sort((place, picked), num_keys=1)[1]
+    return lax.sort((position, picked), num_keys=1)[1]
 
 
 def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the sorted labels, and their places before the sort."""
+    """Returns the sorted labels of each row, and their positions before the sort."""
     labels = jnp.where((labels >= 0) & (labels < vocab), labels, _NO_COLUMN)
-    in_order, places = lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
-    return in_order, places
+    in_order, positions = lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
+    return in_order, positions
 
 
 # ---- In the kernel
@@ -109,7 +109,7 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> 
 
     @pl.when(turns > 0)
     def _():
-        first, end = (load_as(labels.first.at[place.tile + i, rows], _ROWS) for i in range(2))
+        first, end = (load_as(labels.first.at[place.tile + i, rows], _ROW_LAYOUT) for i in range(2))
 
         def turn(i, carry):
             at = first + i
@@ -120,21 +120,21 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> 
         lax.fori_loop(0, turns, turn, None)
 
 
-_ROWS: Any = plgpu.Layout.WGMMA.reduce(1)
+_ROW_LAYOUT: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row
 
 
 @twin(lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)])
 def _labels_at(gmem, at, end):
     """Returns the labels at these positions, one per row; an arbitrary number if a position is not before `end`."""
-    result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=_ROWS)
+    result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=_ROW_LAYOUT)
 
-    @inline(arg_types=(REF, _ROWS, _ROWS), return_type=result)
+    @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT), return_type=result)
     def labels_at(_, gmem, at, end):
         pointer, i32 = utils.memref_ptr(gmem), ir.IntegerType.get_signless(32)
         found = [
             predicated.load_vector(pointer, i32, 1, *_offset_and_inside(*pair)) for pair in _pairs(at, end)
         ]
-        return array(_ROWS.to_mgpu(), at.shape, found)
+        return array(_ROW_LAYOUT.to_mgpu(), at.shape, found)
 
     return labels_at(gmem, at, end)
 
@@ -154,7 +154,7 @@ def _store_in_jax(gmem, at, end, values):
 def _store(gmem, at, end, values) -> None:
     """Writes one number per row to its position, if that is before `end`."""
 
-    @inline(arg_types=(REF, _ROWS, _ROWS, _ROWS))
+    @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT, _ROW_LAYOUT))
     def store(_, gmem, at, end, values):
         for pair, register in zip(_pairs(at, end), values.registers.flat):
             predicated.store_vector(utils.memref_ptr(gmem), register, *_offset_and_inside(*pair))

@@ -47,7 +47,7 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 
 def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
-    """Returns the parameters. Those that are not traced must be in range."""
+    """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
 
@@ -134,7 +134,7 @@ def sample(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return sample_rows("sample", key, logits, axis, where, mode, axis_name, implementation, **given)
+    return sample_for("sample", key, logits, axis, where, mode, axis_name, implementation, **given)
 
 
 @at_once(
@@ -184,7 +184,7 @@ def filter_logits(
     return jnp.moveaxis(filtered(*rows, mesh_axes=mesh_axes), -1, axis)
 
 
-def sample_rows(
+def sample_for(
     function: str,
     key,
     logits,
@@ -195,7 +195,7 @@ def sample_rows(
     implementation=None,
     **given: Any,
 ) -> Sample:
-    """Returns the result of `sample` for the named public function; `given` are the parameters."""
+    """Does what `sample` does, with errors that name `function`; `given` are the temperature and the filters."""
     x, axis = checked_rows(function, logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
     key = typed_keys(function, key, batch)
@@ -282,7 +282,7 @@ def _parameters(
     good = t >= 0
     if k is not None:
         if jnp.iinfo(k.dtype).max > _INT32_MAX:
-            k = jnp.clip(k, -2 if jnp.iinfo(k.dtype).min else 0, _INT32_MAX)
+            k = jnp.clip(k, -2 if jnp.iinfo(k.dtype).min else 0, _INT32_MAX)  # -2 is out of range
         k = k.astype(jnp.int32)
         good &= k >= -1
         k = jnp.where(k > 0, k, _INT32_MAX)

@@ -24,10 +24,11 @@ spread over all warps:
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import EACH, SCRATCH
+from pallas_softmax._src.sample.plan import RECORD_WORDS, SCRATCH
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
-# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys are above the bound.
+# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. We have no
+# times of other limits.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _NEIGHBOURS = 8  # lanes that load neighbouring vectors
 
@@ -48,28 +49,28 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
         p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in p.floats(words)]))
         p.set(finite_m, finite)
-    # the number of elements that each CTA must have above its bound
+    # how many elements of each CTA must reach its bound
     share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
     share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)
     bound = p.var(largest)
     with p.when(small_top_k & (share_of_warp > 1)):
-        p.set(bound, _in_rank(p, m, share_of_warp, LANES))
-    own = p.word(SCRATCH.warps, p.warp, EACH)
+        p.set(bound, _value_of_rank(p, m, share_of_warp, LANES))
+    own = p.word(SCRATCH.warps, p.warp, RECORD_WORDS)
     p.store(own, largest, d, when=p.first_lane)
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
         *each_warp, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
-        p.store(p.word(SCRATCH.total), *_over_warp(p, *each_warp), when=p.first_lane)
+        p.store(p.word(SCRATCH.normalizer), *_over_warp(p, *each_warp), when=p.first_lane)
         with p.when(small_top_k):
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
-            bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
-            p.store(p.word(SCRATCH.total), bound, offset=8, when=p.first_lane)
-    p.store(p.word(SCRATCH.goal), 0, when=p.thread.equals(0))
+            bound = _value_of_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
+            p.store(p.word(SCRATCH.normalizer), bound, offset=8, when=p.first_lane)
+    p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    each, d, bound, _ = p.from_ctas(p.word(SCRATCH.total), ["f32"] * 4, [-INF, 0, INF, 0])
-    top, total = _over_warp(p, each, d)
+    tops, d, bound, _ = p.from_ctas(p.word(SCRATCH.normalizer), ["f32"] * 4, [-INF, 0, INF, 0])
+    top, total = _over_warp(p, tops, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
     return total, small_top_k, bound
@@ -84,8 +85,8 @@ def bound_of_best(p: RowProgram) -> Value:
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
     share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
-    (bound,) = p.each_cta(
-        ["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], p.word(SCRATCH.counted)
+    (bound,) = p.over_each_cta(
+        ["min"], [_value_of_rank(p, largest, share_of_warp, LANES)], [INF], p.word(SCRATCH.counted)
     )
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
@@ -96,14 +97,14 @@ def _divided(p: RowProgram, number: Value, by: int) -> Value:
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
-def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
+def _value_of_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
     """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
-    larger = p.var(1, "u32")
+    own_rank = p.var(1, "u32")
     with p.each(1, count) as other_lane:
         other = p.shuffle(value, "bfly", other_lane)
         equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
-        p.increase(larger, 1, equal_before | (other > value))
-    return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
+        p.increase(own_rank, 1, equal_before | (other > value))
+    return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
 def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:

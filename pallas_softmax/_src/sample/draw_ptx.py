@@ -13,7 +13,7 @@ It finds what the filters keep of the row, and then draws, or writes where they 
         where that is not enough            filter_ptx                1 for every 7 bits of the keys' range, then 1
                                                                       more (bfloat16: 3 more)
     the index of the last kept entry      winner_ptx.find_last_tie  0
-    the draw                              winner_ptx.Race           1; 1 more in 1 of 1,600 rows
+    the draw                              winner_ptx.WinnerSearch   1; 1 more in 1 of 1,600 rows
 
 All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.Scratch`. The mass of an
 element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a power
@@ -41,7 +41,7 @@ from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
-from pallas_softmax._src.sample.winner_ptx import Noise, Race, find_last_tie
+from pallas_softmax._src.sample.winner_ptx import Noise, WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
@@ -65,8 +65,8 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         Noise.store(p)
     p.barrier()
     total, small_top_k, bound = arrival_ptx.arrive(p)
-    p.quotient = p.divide_exactly(p.top, p.max(p.temperature, TINY))
-    p.update(p.greedy, "or", p.absolute(p.quotient).equals(INF))
+    p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
+    p.update(p.greedy, "or", p.absolute(p.tempered_top).equals(INF))
     p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
@@ -89,8 +89,8 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
-    _, cut, _ = find_last_tie(p, kept)
-    index, cta = Race(p, noise, kept, cut).run()
+    _, last_tie, _ = find_last_tie(p, kept)
+    index, cta = WinnerSearch(p, noise, kept, last_tie).run()
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
@@ -104,11 +104,11 @@ def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     if p.ctas > 1:
         p += ARRIVE
-    cta, cut, is_cut = find_last_tie(p, kept)
+    cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.when(p.cta.equals(cta) & p.thread.equals(0)):
-        limit = p.select(p.top.equals(0.0), 0.0, p.quotient * INF)
-        logsumexp = p.select(p.temperature.equals(0.0), limit, p.quotient) + _log(p, total)
-        index = p.select(is_cut, cut + p.origin, HIGHEST)
+        limit = p.select(p.top.equals(0.0), 0.0, p.tempered_top * INF)
+        logsumexp = p.select(p.temperature.equals(0.0), limit, p.tempered_top) + _log(p, total)
+        index = p.select(is_cut, last_tie + p.origin, HIGHEST)
         key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
         _write(p, key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
     if p.ctas > 1:
@@ -132,11 +132,11 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
             top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
             p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
         else:
-            _search_lists(f, stage, total, bound, zone)
+            _search_zones(f, stage, total, bound, zone)
 
 
-def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: zone_ptx.Zone) -> None:
-    """Runs a turn for float32 and float16, and sets the stage to the next one. TOP_K_BEST gets a better `bound`."""
+def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: zone_ptx.Zone) -> None:
+    """Runs one turn for float32 or float16, and sets the stage of the next turn; for TOP_K_BEST also a better bound."""
     p = f.p
     overflow = p.var(False, "pred")
     with p.when(stage <= TOP_K_BEST):
@@ -169,9 +169,9 @@ def _apply_min_p(p: RowProgram, kept: Kept) -> None:
             mass_of_one = p.mass(x)
             p.increase(mass, mass_of_one, when=mass_of_one >= p.min_p)
             p.update(least, "min", p.key(x), when=mass_of_one >= p.min_p)
-        both = p.each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
-        mass, least = p.over_warp(["add", "min"], both)
-        kept.down_to_all(least, mass)
+        of_ctas = p.over_each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
+        mass, least = p.over_warp(["add", "min"], of_ctas)
+        kept.all_down_to(least, mass)
 
 
 def _log(p: RowProgram, x: Value) -> Value:

@@ -20,8 +20,8 @@ from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
-# mass is so many units.
-LARGEST = 2.0**31
+# mass counts as this many units.
+MOST_UNITS = 2.0**31
 _HALF_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
 
 
@@ -36,7 +36,7 @@ class Kept:
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
         self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs
 
-    def down_to_all(self, key: Value | int, mass: Value) -> None:
+    def all_down_to(self, key: Value | int, mass: Value) -> None:
         """Keeps all entries down to a key."""
         for register, value in ((self.key, key), (self.mass, mass), (self.equal, 0), (self.equal_kept, 0)):
             self._p.set(register, value)
@@ -79,7 +79,7 @@ class FilterSearch:
 
 
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
-    """Keeps what the filter keeps, by rounds of `narrow` over the elements of all CTAs.
+    """Finds the last entry of the filter by rounds of `narrow` over the elements of all CTAs, and updates `f.kept`.
 
     The last kept key is from `high` down to `low`; `above` is the measure above `high`. A sum has two words: for the
     lower 16 bits of the integers, and for the upper ones.
@@ -89,11 +89,11 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
     sums = p.var(p.word(SCRATCH.histogram))
     other_sums = p.var(sums + 4 * 2 * DIGIT)
     rest = f.goal - above  # what the range must reach
-    in_units = p.divide(rest, p.mass(greatest) * (1 / LARGEST))
+    in_units = p.divide(rest, p.mass(greatest) * (1 / MOST_UNITS))
     rest = p.var(p.max(f.measure(in_units, rest), 1.0))
 
     def units_of(key):
-        return p.convert(p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit) * LARGEST, "u32", "rni")
+        return p.convert(p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit) * MOST_UNITS, "u32", "rni")
 
     def one_round(bucket_of):
         zero = p.var(0, "u32")
@@ -128,9 +128,9 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
         key = p.key(x)
         p.increase(mass_above, p.mass(x), key > keys.high)
         p.increase(equal, 1, key.equals(keys.high))
-    each = p.each_cta(["add", "add"], [mass_above, equal], [0.0, 0], p.word(SCRATCH.counted))
-    (mass_above,) = p.over_warp(["add"], each[:1])
-    f.kept.down_to(keys.high, number, mass_above, each[1])
+    masses, equal = p.over_each_cta(["add", "add"], [mass_above, equal], [0.0, 0], p.word(SCRATCH.counted))
+    (mass_above,) = p.over_warp(["add"], [masses])
+    f.kept.down_to(keys.high, number, mass_above, equal)
 
 
 def _sums_of_ctas(p: RowProgram, sums: Value, rest: Value) -> list[Value]:

@@ -95,66 +95,68 @@ def expected_zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
     """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
     p = f.p
     depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), total))
-    per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * _SPAN, 2.0**-10))
-    per_unit = p.min(
-        p.octaves_per_unit * per_octave, 1e30
-    )  # number of buckets in a difference of 1 between logits
-    octaves = p.divide(p.octaves_per_unit, per_unit)  # number of octaves of mass in a bucket
-    _count_distances(f, per_unit, octaves)
+    buckets_per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * _SPAN, 2.0**-10))
+    # A unit is a difference of 1 between logits. The limits 2^-10 and 1e30 keep both numbers finite.
+    buckets_per_unit = p.min(p.octaves_per_unit * buckets_per_octave, 1e30)
+    octaves_per_bucket = p.divide(p.octaves_per_unit, buckets_per_unit)
+    _count_distances(f, buckets_per_unit, octaves_per_bucket)
     with p.when(p.warp < 2):
-        end = _end_of_zone(f, per_unit, octaves, total, p.warp.equals(0))
+        end = _end_of_zone(f, buckets_per_unit, octaves_per_bucket, total, p.warp.equals(0))
         p.store(p.word(SCRATCH.picked, p.warp), end, when=p.first_lane)
     p.barrier()
     greatest, least = p.load_vector(p.word(SCRATCH.picked), "f32", 2)
     return least, greatest
 
 
-def _count_distances(f: FilterSearch, per_unit: Value, octaves: Value) -> None:
+def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value) -> None:
     """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
     p = f.p
     _clear(p)
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
     base = p.word(SCRATCH.histogram) - (4 * _MAGIC_BITS) % 2**32
     for x in p.each_element():
-        bits = p.multiply_add(p.top - x, per_unit, _MAGIC).bits("u32")
+        bits = p.multiply_add(p.top - x, buckets_per_unit, _MAGIC).bits("u32")
         p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
 
-    # Horner's rule sums the masses, as if each element lay in the middle of its bucket.
-    ratio = f.measure(p.exp2(octaves * -1), 1.0)
+    # Horner's rule sums the masses, as if each element lay in the middle of its bucket. `ratio` is the mass of an
+    # element relative to an element one bucket further up.
+    ratio = f.measure(p.exp2(octaves_per_bucket * -1), 1.0)
 
     def horner(bucket, numbers):
         sum_ = p.convert(numbers[-1], "f32")
         for number in numbers[-2::-1]:
             sum_ = p.multiply_add(sum_, ratio, p.convert(number, "f32"))
-        return [sum_ * _measure_in_middle(f, octaves, bucket)]
+        return [sum_ * _measure_in_middle(f, octaves_per_bucket, bucket)]
 
     _sum_sections(p, horner)
 
 
-def _measure_in_middle(f: FilterSearch, octaves: Value, bucket: Value) -> Value:
+def _measure_in_middle(f: FilterSearch, octaves_per_bucket: Value, bucket: Value) -> Value:
     """Returns the measure of an element in the middle of a bucket."""
     p = f.p
-    return f.measure(p.exp2(p.convert(bucket, "f32") * octaves * -1), 1.0)
+    return f.measure(p.exp2(p.convert(bucket, "f32") * octaves_per_bucket * -1), 1.0)
 
 
-def _end_of_zone(f: FilterSearch, per_unit: Value, octaves: Value, total: Value, is_greatest: Value) -> Value:
+def _end_of_zone(
+    f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, total: Value, is_greatest: Value
+) -> Value:
     """Returns the greatest element of the zone, or the least one: the upper or the lower end of a bucket.
 
-    It is the bucket that reaches the goal, if the goal is less or more by a bound on its error. Nothing lies above the
-    first bucket or below the last one, so their ends are the largest element and the least number.
+    The bucket reaches a goal that is lowered (for the greatest element) or raised by the bound on its error. Nothing
+    lies above the first bucket or below the last one, so their ends are the largest element and the least number.
     """
     p = f.p
-    goal = f.measure(f.goal * _error_of_goal(f, octaves, total, is_greatest), f.goal)
+    goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, total, is_greatest), f.goal)
     section, before = _section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
     bucket = section * _SECTION + p.lane
     address = p.word(SCRATCH.histogram, bucket)
     number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
     # The last bucket also has all elements further away: for the least element of the zone it counts as empty.
     number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
-    _, upto = p.scan(p.convert(number, "f32") * _measure_in_middle(f, octaves, bucket))
+    _, upto = p.scan(p.convert(number, "f32") * _measure_in_middle(f, octaves_per_bucket, bucket))
     bucket = section * _SECTION + p.first_that(before + upto >= goal)
     half = p.select(is_greatest, -0.5, 0.5, "f32")
-    distance = p.divide(p.convert(bucket, "f32") + half, per_unit)
+    distance = p.divide(p.convert(bucket, "f32") + half, buckets_per_unit)
     end = p.top - distance
     slack = p.absolute(end) * _END_ERROR + p.absolute(distance) * _DISTANCE_ERROR + _SUBNORMAL_ERROR
     end = p.select(is_greatest, end + slack, p.max(end - slack, LEAST_FINITE))
@@ -162,18 +164,19 @@ def _end_of_zone(f: FilterSearch, per_unit: Value, octaves: Value, total: Value,
     return p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), end)
 
 
-def _error_of_goal(f: FilterSearch, octaves: Value, total: Value, is_greatest: Value) -> Value:
+def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, total: Value, is_greatest: Value) -> Value:
     """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
 
-    If all elements lay at the same end, the error would be half a bucket. But the errors of many elements cancel. In a
-    bucket that spans a share b of a mass, the error is about 0.3 b for each element. If no mass exceeds 1, it is about
-    0.3 b sqrt(total) for all elements together. The zone may miss the goal in rare cases: then the row is searched.
+    If all elements lay at the same end of their buckets, the error would be half a bucket. But the errors of many
+    elements cancel. Masses in a bucket differ by a share b. Then the error of a mass m has a standard deviation of
+    0.3 b m, because 1 / sqrt(12) = 0.3. No mass exceeds 1, so all errors together have at most 0.3 b sqrt(total).
+    In rare cases the zone misses the goal. Then the row is searched digit by digit.
     """
     p = f.p
     sign = p.select(is_greatest, -1.0, 1.0, "f32")
-    errors = octaves * p.exp2(p.log2(total) * -0.5) * _SIX_DEVIATIONS + _LEAST_ERROR
+    errors = octaves_per_bucket * p.exp2(p.log2(total) * -0.5) * _SIX_DEVIATIONS + _LEAST_ERROR
     if_cancelled = p.multiply_add(errors, sign, 1.0)
-    if_at_end = p.exp2(octaves * sign * 0.5) * p.multiply_add(sign, _SUM_ERROR, 1.0)
+    if_at_end = p.exp2(octaves_per_bucket * sign * 0.5) * p.multiply_add(sign, _SUM_ERROR, 1.0)
     return p.select(is_greatest, p.max(if_at_end, if_cancelled), p.min(if_at_end, if_cancelled))
 
 
@@ -187,10 +190,11 @@ _MASS_ERROR = 2.0**-22  # the relative error of a mass that may be ignored
 
 
 def search_values(f: FilterSearch, counted: Value) -> Value:
-    """Keeps what the filter keeps. `counted` and the result are conditions: whether the histogram is there.
+    """Finds the last entry of the filter, and updates `f.kept`. Returns whether the next filter can use the histogram.
 
-    The row is searched digit by digit if the goal lies in a bucket of many values. The same happens if so many elements
-    are near 0 that their mass is not known well enough.
+    `counted` is a condition: whether the histogram is there already. The row is searched digit by digit if the goal
+    lies in a bucket of many values. The same happens if so many elements are near 0 that their mass is not known well
+    enough.
     """
     p = f.p
     zero = _bucket_of_zero(p)
@@ -205,11 +209,11 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
     above, mass_above, equal, near_zero = _sums_around(f, zero, bucket)
 
     # Error bound on the near-zero mass: all elements of a bucket count as its greatest or its least value.
-    off = near_zero * p.mass(p.var(0, "f32")) * p.octaves_per_unit * 2.0 ** (1 - _NEAR_ZERO)
-    off = p.select(bucket + 1 >= _bucket_of_negative_zero(zero), off, 0.0)
+    mass_error = near_zero * p.mass(p.var(0, "f32")) * p.octaves_per_unit * 2.0 ** (1 - _NEAR_ZERO)
+    mass_error = p.select(bucket + 1 >= _bucket_of_negative_zero(zero), mass_error, 0.0)
     positive, negative = _buckets_near_zero(zero)
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
-    exact = is_one_value & (off <= mass_above * _MASS_ERROR)
+    exact = is_one_value & (mass_error <= mass_above * _MASS_ERROR)
     with p.when(exact):
         f.keep_down_to(p.key(_value(p, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
@@ -221,10 +225,11 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
 
 
 def _bucket_of_zero(p: RowProgram) -> Value:
-    """Returns the bucket of +0, modulo 2^16: one before a multiple of 8, with the largest element in the first 8.
+    """Returns the bucket of +0. From there, buckets count by the bits: positive values before it, negative ones after.
 
-    From there, buckets count the values of both signs by their bits, so the values of eight buckets share an exponent.
-    If all elements are negative, the bucket lies after all others. If the largest is then above -2^-14, it is 65535.
+    The bucket is one before a multiple of 8, so eight buckets from a multiple of 8 on share an exponent. The largest
+    element is in one of the first 8 buckets. If all elements are negative, +0 would be before bucket 0. The result is
+    modulo 2^16, so it is then after all other buckets, for example 65535 if the largest element is -2^-14.
     """
     bits = p.top.bits("u32") >> 16
     size = bits & 0x7FFF
@@ -328,9 +333,9 @@ def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Va
             here, in_bucket_f32 = own + i, p.convert(in_bucket, "f32")
             sums_of_bucket = in_bucket_f32, in_bucket_f32 * _bounded_mass(p, _value(p, zero, here))
             is_before = (p.lane * 2 + (i + 1)) * _VALUE_SECTION <= bucket  # the whole section
-            for sums, counts in ((in_section, is_before), (sums_of_bucket, here < bucket)):
-                p.increase(number, sums[0], counts)
-                p.increase(mass, sums[1], counts)
+            for sums, is_above in ((in_section, is_before), (sums_of_bucket, here < bucket)):
+                p.increase(number, sums[0], is_above)
+                p.increase(mass, sums[1], is_above)
             p.set(equal, in_bucket, here.equals(bucket))
         near_zero = [p.word(SCRATCH.histogram, p.min(one, _LAST)) for one in _buckets_near_zero(zero)]
         near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])

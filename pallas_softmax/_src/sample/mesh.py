@@ -69,9 +69,8 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
 
         # A shard without a draw is bad, or it only has -inf. Its largest logit tells; it is computed only if needed.
         bad = ~has_draw & lax.cond(jnp.all(has_draw), lambda _: ~has_draw, largest, None)
-        d = jnp.where(
-            bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0)
-        )  # relative to the drawn logit
+        # The mass of the shard relative to the drawn logit.
+        d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
         noise = gumbel_at(in_shard, drawn, stride)
         return _winner_of_shards(logits, drawn, has_draw, noise, None, d, temperature, row)
 
@@ -99,7 +98,7 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     d = jnp.where(totals.m == -jnp.inf, 0, totals.total)
     kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, temperature, totals.greedy)
-    drawn = jnp.minimum(drawn, shard.vocab - 1)  # of a row with a NaN
+    drawn = jnp.minimum(drawn, shard.vocab - 1)  # a row with a NaN has no winner
     noise = jnp.take_along_axis(noise, drawn, -1)
     has_draw = jnp.any(kept, -1, keepdims=True)
     return _winner_of_shards(logits, drawn, has_draw, noise, _largest(logits, where), d, temperature, row)[:2]
@@ -110,10 +109,10 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
 
     Args:
       logits: the shard.
-      drawn: the index of the draw in the shard; another one without a draw.
+      drawn: the index of the draw in the shard; any index if the shard has no draw.
       has_draw: whether the shard has a draw.
-      noise: the noise there.
-      top: the largest logit of the shard, as `wide_logits` returns it; None for the drawn one.
+      noise: the noise at that index.
+      top: the largest logit of the shard, as `wide_logits` returns it; None for the drawn logit.
       d: the sum of exp((x - top) / temperature) over the shard.
       temperature: as for `xla.draw`.
       row: the row.
@@ -135,6 +134,7 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         first = jnp.where(rank == jnp.max(rank, -1, keepdims=True), index, NOWHERE)
         at = jnp.argmin(first, -1, keepdims=True)
         index, log_probs = drawn_results(*(jnp.take_along_axis(a, at, -1) for a in (index, float_x)), totals)
+        # log_mass: a greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
         return index, log_probs, jnp.where(totals.greedy | (index < 0), log_probs, 0)
 
     numbers = perturbed, index, x, x if top is None else top, d
@@ -143,7 +143,7 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
-    # Each device lists n entries, so that all lists together have at most an eighth of the row.
+    # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
     n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
     static = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
     divisor = divisor_of(temperature, as_float(logits))

@@ -1,12 +1,12 @@
 """The kernel of `sample`: draws from each row of logits, and reads each row once from device memory.
 
 A row lies in the shared memory of a cluster of CTAs, one part in each CTA. The example has top_k = 4, and the
-temperature t = log2(e) = 1.44, which makes the weights powers of two:
+temperature t = log2(e) = 1.44, which makes the masses powers of two:
 
     index                 0     1     2     3  |  4     5     6     7       two CTAs, with four elements each
     x                     3     5     0     4  |  5     1     4     4
                                                                             arrival     the maximum of the row is 5
-    weight, 2^(x - 5)    .25    1   .03    .5  |  1   .06    .5    .5                   the total mass is 3.84
+    mass, 2^(x - 5)      .25    1   .03    .5  |  1   .06    .5    .5                   the total mass is 3.84
                                                                             filters     the 4th largest is a 4:
     kept                  -     1     -    .5  |  1     -    .5     -                   two of the 4s are kept
     kept mass                1.5               |        1.5                             the kept mass is 3
@@ -165,15 +165,15 @@ def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, bar
     def write():
         one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
         if stride is None:
-            results, indexed = xla.cutoff(x, None, *one_row), 1
+            results, index_at = xla.cutoff(x, None, *one_row), 1
         else:
             at_0 = advance(jnp.stack(words)[None], part.origin, stride)
             # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.
             at_0 = at_0 - jnp.stack([0, 0, jnp.where(part.origin < 0, stride, 0), 0]).astype(jnp.uint32)
-            results, indexed = xla.sample(x, None, at_0, *one_row, stride=stride), 0
+            results, index_at = xla.sample(x, None, at_0, *one_row, stride=stride), 0
         for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
             index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
-            gmem[part.place.row] = (index if i == indexed else result)[0, 0]
+            gmem[part.place.row] = (index if i == index_at else result)[0, 0]
 
 
 def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:

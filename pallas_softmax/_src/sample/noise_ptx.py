@@ -3,7 +3,7 @@
     counter   the number of an element in the array of noise, 64 bits
     word      the bits of `jax.random.bits` there: both halves of threefry2x32(key, counter), combined by xor
     1 + u     a float32 with the upper 23 bits of the word as its fraction
-    noise     -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MOST`
+    noise     -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MAX_NOISE`
 
 The logarithm repeats the one of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
 """
@@ -13,16 +13,17 @@ import numpy as np
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 
-MOST = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
+MAX_NOISE = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
 
 _TINY = float(np.finfo(np.float32).tiny)
 _ONE = 0x3F800000  # the bits of 1.0
+# Constants of threefry2x32 (Salmon et al., 2011), as in `jax.random`.
 _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
-_LN2 = 0.6931471824645996
+_LN2 = 0.6931471824645996  # log(2) in float32
 _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
-_EXPONENT = 0xFF800000
-# From the highest power to the lowest, in Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
+_EXPONENT = 0xFF800000  # the bits of the sign and the exponent
+# libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
 _SERIES = (
     0xBE055027,
     0x3E1039F6,
@@ -43,7 +44,7 @@ def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Valu
 
 
 def words_at(p: Program, schedule: list[tuple[Value, Value]], counters: list[Value]) -> list[Value]:
-    """Returns the word of each counter ("u64"). Their instructions alternate, so that none waits for the last one."""
+    """Returns the word of each counter ("u64"). Counters take turns, so that no instruction waits for the last one."""
     halves = [p.split(counter)[::-1] for counter in counters]
     halves = [(x + schedule[0][0], y + schedule[0][1]) for x, y in halves]
     for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):

@@ -24,14 +24,16 @@ WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
 MAX_WARPS = 16  # in a CTA
 MAX_BLOCKS = 32  # in a step; longer ones were not tested
-MAX_PART = 2**16  # elements in a CTA, so that sums of as many 16-bit numbers fit in 32 bits
+MAX_PART = 2**16  # elements in a CTA: positions have 16 bits, and sums of as many 16-bit numbers have 32 bits
 MAX_V = MAX_CTAS * MAX_PART
 
 BUCKETS = 2048  # in the histogram by distance
-VALUE_BUCKETS = 4096  # in the histogram by bfloat16 value: 31 powers of two with 128 values each, and 0
+VALUE_BUCKETS = (
+    4096  # in the histogram by bfloat16 value: at least 31 powers of two with 128 values each, and 0
+)
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
-EACH = 8  # words for each warp, and for each CTA
+RECORD_WORDS = 8  # words of the record of a warp in `Scratch.warps`, and of a CTA in `Scratch.gathered`
 VECTOR = ACCESS_BYTES // 4  # words that a thread loads at once
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
@@ -41,8 +43,10 @@ CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, o
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-LISTED_AT_ONCE = 12  # elements that a thread looks at together, to list those that can win
-NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once
+LISTED_AT_ONCE = (
+    12  # elements that a thread looks at together, to list those that can win; we have no times of others
+)
+NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
@@ -53,21 +57,21 @@ RESIDENT, WARPGROUPS = 3, 2
 class Scratch(NamedTuple):
     """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words."""
 
-    total: int = (
-        4  # the largest element of the CTA, its mass relative to that element, a bound for a small top_k
+    normalizer: int = (
+        4  # the largest element of the CTA, its mass relative to that, a bound for a small top_k
     )
     zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
     best: int = 4  # twice: the best sum with noise in the CTA, and its index
-    counted: int = 2  # sums over the CTA above a key
+    counted: int = 2  # sums over the CTA above a key, or a better bound for a small top_k
     picked: int = 2  # a result of one warp, for all warps to read
     listed: int = 1  # how many keys the list has, or would have if there were room
-    goal: int = 1  # the best sum of the row that the CTA knows
+    threshold: int = 1  # the best sum with noise that the CTA knows of the row
     noise: int = 4  # the words of the row's noise
-    warps: int = EACH * MAX_WARPS  # numbers of each warp
+    warps: int = RECORD_WORDS * MAX_WARPS  # numbers of each warp
     sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
     sections: int = 2 * SECTIONS  # two sums over each section of the histogram
     counters: int = 4 * MAX_CTAS  # numbers for each CTA
-    gathered: int = EACH * MAX_CTAS  # numbers of each CTA, fetched by one warp and read by all
+    gathered: int = RECORD_WORDS * MAX_CTAS  # numbers of each CTA, fetched by one warp and read by all
     # Numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over the row's keys; at last,
     # if there is room, the list of positions of each warp. `SamplePlan` has its size, and what follows.
     histogram: int = 0
@@ -143,15 +147,18 @@ class SamplePlan:
 
     @property
     def positions(self) -> int:
-        """The first word of the lists of positions. Other CTAs may still read the keys, but not the histogram."""
+        """The first word of the warps' lists of positions: over the histogram, if it has room for them.
+
+        They are never over the keys, which other CTAs may still read.
+        """
         has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
         return SCRATCH.histogram if has_room else self.key_positions + self.list_size // 2
 
     @property
     def words(self) -> int:
-        """Number of all words."""
-        after = self.positions + self.warpgroups * WARPS * self.noise_words
-        return max(self.key_positions + self.list_size // 2, after)
+        """Number of words of the scratch memory."""
+        end_of_positions = self.positions + self.warpgroups * WARPS * self.noise_words
+        return max(self.key_positions + self.list_size // 2, end_of_positions)
 
     @property
     def smem_bytes(self) -> int:
@@ -163,8 +170,10 @@ class SamplePlan:
 def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
     """Returns the plan of rows in `count` parts, with `warpgroups` warpgroups in each CTA."""
     vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
-    blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)
-    return SamplePlan(Window(vocab, vec, blocks, blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
+    step_blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)  # each warpgroup has one step
+    return SamplePlan(
+        Window(vocab, vec, step_blocks, step_blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16
+    )
 
 
 def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:

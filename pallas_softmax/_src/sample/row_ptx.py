@@ -11,7 +11,13 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import EACH, ELEMENTS_AT_ONCE, SCRATCH, WARP_LOAD_BYTES, SamplePlan
+from pallas_softmax._src.sample.plan import (
+    ELEMENTS_AT_ONCE,
+    RECORD_WORDS,
+    SCRATCH,
+    WARP_LOAD_BYTES,
+    SamplePlan,
+)
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 TINY = float(np.finfo(np.float32).tiny)
@@ -31,7 +37,7 @@ class RowProgram(CtaProgram):
     """
 
     top: Value  # the largest element of the row, once it is known
-    quotient: Value  # the same, divided by the temperature
+    tempered_top: Value  # the same, divided by the temperature
 
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
@@ -44,10 +50,11 @@ class RowProgram(CtaProgram):
         self.origin = self.operand("origin", "s32")  # index in the row of the element at position 0
         first_block = (self.warp >> _WARP_BITS) * window.step_blocks
         loads = self.min(self.max(window.blocks - first_block.bits("s32"), 0), window.step_blocks)
+        # Loads of the lower warps: a block has one load for each warp of a warpgroup.
         before = first_block * WARPS + (self.warp & (WARPS - 1)) * loads.bits("u32")
         self.loads = loads  # number of loads of this warp
         # The address of this lane's vector in the first load.
-        self.span = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
+        self.first_vector = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
         self.top_k = self.var(self.operand("top_k", "u32"))
         self.temperature, top_p, min_p = self.operands("f32", "temperature", "top_p", "min_p")
         self.top_p, self.min_p = self.var(top_p), self.var(min_p)
@@ -94,7 +101,7 @@ class RowProgram(CtaProgram):
         The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
         the body of the `for` is written twice.
         """
-        at, remaining = self.var(self.span), self.var(self.loads)
+        at, remaining = self.var(self.first_vector), self.var(self.loads)
         for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
             with self.loop() as leave:
                 leave(remaining < loads)
@@ -130,20 +137,20 @@ class RowProgram(CtaProgram):
 
     # --- Scratch words
 
-    def word(self, at: int, index: Value | int = 0, each: int = 1) -> Value:
-        """Returns the address of the scratch word at + each * index."""
+    def word(self, at: int, index: Value | int = 0, size: int = 1) -> Value:
+        """Returns the address of record `index`, of `size` words each; record 0 starts at scratch word `at`."""
         if isinstance(index, int):
-            return self.scratch + 4 * (at + each * index)
-        return self.scratch + index * (4 * each) + 4 * at
+            return self.scratch + 4 * (at + size * index)
+        return self.scratch + index * (4 * size) + 4 * at
 
     def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words at an address in the CTA with this lane's number; without such a CTA, `neutral`.
+        """Returns 1, 2, 4 or 8 words from each CTA, in the lane with its number; `neutral` in the other lanes.
 
-        This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
-        others one at a time.
+        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA. Only one warp fetches
+        the words, since a CTA answers the requests of others one at a time.
         """
         exists = self.lane < self.ctas
-        local = self.word(SCRATCH.gathered, self.lane, EACH)
+        local = self.word(SCRATCH.gathered, self.lane, RECORD_WORDS)
         with self.when(self.warp.equals(0)):
             words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
             self.store(local, *words, when=exists)
@@ -153,7 +160,7 @@ class RowProgram(CtaProgram):
         return out
 
     def from_counters(self, kinds: Sequence[str]) -> list[Value]:
-        """Returns the words of SCRATCH.counters for the CTA with this lane's number, or 0. Synchronizes the CTA."""
+        """Returns the words of SCRATCH.counters for each CTA, in the lane with its number. Synchronizes the CTA."""
         self.barrier()
         out = [self.var(0, kind) for kind in kinds]
         self.load_into(out, self.word(SCRATCH.counters, self.lane, 4), when=self.lane < self.ctas)
@@ -161,7 +168,7 @@ class RowProgram(CtaProgram):
 
     # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
 
-    def each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
+    def over_each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
         """Reduces values over the threads of each CTA; returns what `from_ctas` returns. Synchronizes the cluster."""
         self.over_cta(reduce, values, neutral, at)
         self.sync_cluster()
@@ -170,14 +177,14 @@ class RowProgram(CtaProgram):
         return self.from_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
 
     def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
-        """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
+        """Reduces values over the threads of the CTA, and writes the results to the words at `at`.
 
-        The CTA must synchronize between two calls.
+        The results are there after the next barrier. The CTA must synchronize between two calls.
         """
         over_warp: Callable[..., Any] = (
             reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
         )
-        own = self.word(SCRATCH.warps, self.warp, EACH)
+        own = self.word(SCRATCH.warps, self.warp, RECORD_WORDS)
         for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
@@ -187,8 +194,8 @@ class RowProgram(CtaProgram):
                 self.store(at, value, offset=4 * i, when=self.first_lane)
 
     def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
-        at, exists = self.word(SCRATCH.warps, self.lane, EACH), self.lane < self.warps
+        """Returns the record of each warp, in the lane with its number; `neutral` in the other lanes."""
+        at, exists = self.word(SCRATCH.warps, self.lane, RECORD_WORDS), self.lane < self.warps
         return [
             self.load(at, kind, offset=4 * i, when=exists, default=default)
             for i, (kind, default) in enumerate(zip(kinds, neutral))

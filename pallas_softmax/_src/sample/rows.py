@@ -3,8 +3,8 @@
 A row is in the order of `lax.top_k`: by value, ties by the lowest index. The filters keep the first entries in this
 order, so the last kept entry, as a sort key and an index, determines all kept entries: it is the row's `Cutoff`.
 
-`search` finds it without a sort of the row. Entries have weights: 1 for top_k, their masses for top_p. The last kept
-entry is the first one, in the row's order, at which the sum of the weights reaches a target. Two steps find this entry:
+`search` finds it without a sort of the row. The measure of an entry is 1 for top_k, and its mass for top_p. The last
+kept entry is the first one, in the row's order, at which the sum of the measures reaches a goal. Two steps find it:
 
     its key     by bisection on the bits of the sort keys: `_key_reaching`
     its index   among the entries with that key: `_index_reaching`
@@ -73,7 +73,7 @@ class Totals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row along the last axis, or this device's shard of it if mesh axes divide the row. Results have size 1 there.
+    """A row along the last axis, or this device's shard if mesh axes divide the row. Sums keep the axis, with size 1.
 
     Attributes:
       vocab: the number of elements that this device has; in jax.export it may be symbolic.
@@ -197,7 +197,7 @@ def drawn_results(drawn, x, totals: Totals):
     return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
 
 
-def mass_wanted(top_p, total):
+def mass_goal(top_p, total):
     """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
@@ -220,8 +220,8 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
         one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
         last = _last_entry(key, one, jnp.where(top_k < row.length, top_k, NOWHERE), row)
     if top_p is not None:
-        wanted = mass_wanted(top_p, row.sum(kept(mass)))
-        last = _first_of(last, _last_entry(key, kept(mass), wanted, row))
+        goal = mass_goal(top_p, row.sum(kept(mass)))
+        last = _first_of(last, _last_entry(key, kept(mass), goal, row))
     if min_p is not None:
         least = row.min(jnp.where(mass >= min_p, key, jnp.iinfo(key.dtype).max))
         last = _first_of(last, (least, NOWHERE))
@@ -239,69 +239,69 @@ def _first_of(a, b):
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
 
-def _last_entry(key, weight, target, row: Row):
-    """Returns key and index of the first entry, by key and then index, at which the weights reach a target.
+def _last_entry(key, measure, goal, row: Row):
+    """Returns key and index of the first entry, by key and then index, at which the measures reach a goal.
 
     Args:
       key: signed integers.
-      weight: not negative; of the shape of the keys, or one scalar for all of them.
-      target: positive. If the weights do not reach it, the result keeps all entries with a weight.
+      measure: not negative; of the shape of the keys, or one scalar for all of them.
+      goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
       row: the row that the keys belong to.
     """
-    bound = _key_reaching(key, weight, target, row)
-    above = row.sum(jnp.where(key > bound, weight, 0))
-    return bound, _index_reaching(jnp.where(key == bound, weight, 0), target - above, row)
+    bound = _key_reaching(key, measure, goal, row)
+    above = row.sum(jnp.where(key > bound, measure, 0))
+    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above, row)
 
 
-def _key_reaching(key, weight, target, row: Row):
-    """Returns the highest key such that the entries with at least this key reach the target; else the least key."""
+def _key_reaching(key, measure, goal, row: Row):
+    """Returns the highest key such that the entries with at least this key reach the goal; else the least key."""
     bits = 4 if row.mesh_axes else 1
     rounds = 8 * key.dtype.itemsize // bits
     digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
 
     def find_digit(i, bound):
-        """Finds the bits of one round, from the weights at and above each bound that the bits can give."""
+        """Finds the bits of round i: the greatest digit at which the entries from the new bound up reach the goal."""
         shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
         higher = bound + lax.shift_left(digits, shift)
         at_least = key[..., None, :] >= higher[..., None]  # fused with the sum, so it takes no memory
-        each = jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0)
-        weights = row.over_mesh(lax.psum, jnp.sum(each, -1, dtype=weight.dtype))
-        digit = jnp.sum(weights >= target, -1, keepdims=True, dtype=key.dtype)
+        each = jnp.where(at_least, jnp.expand_dims(measure, -2) if measure.ndim else measure, 0)
+        sums = row.over_mesh(lax.psum, jnp.sum(each, -1, dtype=measure.dtype))
+        digit = jnp.sum(sums >= goal, -1, keepdims=True, dtype=key.dtype)
         return bound + lax.shift_left(digit, shift)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
-    least, *_ = vary_together(least, target, key, but=row.mesh_axes)
+    least, *_ = vary_together(least, goal, key, but=row.mesh_axes)
     return lax.fori_loop(0, rounds, find_digit, least)
 
 
-def _index_reaching(weight, target, row: Row):
-    """Returns the index of the first positive weight at which the sum, in the order of the row, reaches the target.
+def _index_reaching(measure, goal, row: Row):
+    """Returns the index of the first positive measure at which the sum, in the order of the row, reaches the goal.
 
-    If rounding keeps the sum below the target, the result is the index of the last positive weight. The search goes
+    If rounding keeps the sum below the goal, the result is the index of the last positive measure. The search goes
     over the sums of the devices, then over the chunks of one device, and then over the elements of one chunk.
     """
     own, first = True, 0
     if row.mesh_axes:
-        (sums,) = gather((jnp.sum(weight, -1, keepdims=True, dtype=weight.dtype),), row.mesh_axes)
-        device, target = _position_reaching(sums, target)
+        (sums,) = gather((jnp.sum(measure, -1, keepdims=True, dtype=measure.dtype),), row.mesh_axes)
+        device, goal = _position_reaching(sums, goal)
         own = device == lax.axis_index(row.mesh_axes)
     if isinstance(row.vocab, int) and row.vocab > _CHUNK:  # other rows are one chunk
         count = -(-row.vocab // _CHUNK)
-        padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * _CHUNK - row.vocab)]
-        chunks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, _CHUNK)
-        chunk, target = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), target)
-        weight, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
-    position, _ = _position_reaching(weight, target)
+        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - row.vocab)]
+        chunks = jnp.pad(measure, padding).reshape(*measure.shape[:-1], count, _CHUNK)
+        chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
+        measure, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
+    position, _ = _position_reaching(measure, goal)
     index = first + position
     return lax.pmin(jnp.where(own, row.start + index, NOWHERE), row.mesh_axes) if row.mesh_axes else index
 
 
-def _position_reaching(weight, target):
-    """Like `_index_reaching`, by one cumulative sum. Also returns the rest of the target before that position."""
-    position = positions(weight.ndim, weight.shape[-1])
-    reached = (jnp.cumsum(weight, -1, dtype=weight.dtype) >= target) & (weight > 0)
-    there = jnp.where(reached, position, weight.shape[-1])
-    last = jnp.where(weight > 0, position, 0)
+def _position_reaching(measure, goal):
+    """Like `_index_reaching`, by one cumulative sum. Also returns the goal less the measures before that position."""
+    position = positions(measure.ndim, measure.shape[-1])
+    reached = (jnp.cumsum(measure, -1, dtype=measure.dtype) >= goal) & (measure > 0)
+    there = jnp.where(reached, position, measure.shape[-1])
+    last = jnp.where(measure > 0, position, 0)
     found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
-    before = jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True, dtype=weight.dtype)
-    return found, target - before
+    before = jnp.sum(jnp.where(position < found, measure, 0), -1, keepdims=True, dtype=measure.dtype)
+    return found, goal - before

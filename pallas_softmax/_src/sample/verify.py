@@ -103,11 +103,11 @@ def verify(
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
-    draw = functools.partial(api.sample_rows, "verify", implementation=implementation)
+    draw = functools.partial(api.sample_for, "verify", implementation=implementation)
     if log_q is None:
         keys = each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
         drawn = draw(keys, x, where=where, **given).indices
-        accepted = _leading(drafts == drawn[..., :-1])
+        accepted = _count_leading(drafts == drawn[..., :-1])
         return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
 
     keys = each_key(jax.random.split, key)
@@ -115,8 +115,8 @@ def verify(
         lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], log_q.dtype), keys[..., 0]
     )
     target = _Target.of(x, where, given, implementation)
-    draft_log_p, draft_log_q = target.log_prob(drafts), _pick(log_q, drafts)
-    accepted = _leading((draft_log_q > -jnp.inf) & (jnp.log(uniform) + draft_log_q < draft_log_p))
+    draft_log_p, draft_log_q = target.log_p_of_drafts(drafts), _pick(log_q, drafts)
+    accepted = _count_leading((draft_log_q > -jnp.inf) & (jnp.log(uniform) + draft_log_q < draft_log_p))
 
     last = jnp.minimum(accepted, positions - 2)  # the position of the rejected draft, if there is one
     rejected = (accepted < positions - 1) & (_at(draft_log_q, last) > -jnp.inf)
@@ -148,25 +148,25 @@ class _Target(NamedTuple):
         rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
-    def log_probs(self, indices=None) -> jax.Array:
+    def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         log_p = filtered(self.logits, self.where, self.temperature, self.cut, indices=indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
         return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
 
-    def log_prob(self, drafts: jax.Array) -> jax.Array:
+    def log_p_of_drafts(self, drafts: jax.Array) -> jax.Array:
         """Returns log p of each draft (..., S); -inf for a draft that is no token."""
         at_drafts = jax.tree.map(lambda a: a[..., :-1, :], self)
         picked = at_drafts._replace(
             logits=_pick(at_drafts.logits, drafts)[..., None],
             where=None if self.where is None else _pick(at_drafts.where, drafts)[..., None],
         )
-        log_p = picked.log_probs(indices=drafts[..., None])[..., 0]
+        log_p = picked.log_p(indices=drafts[..., None])[..., 0]
         return jnp.where(_is_token(drafts, self.logits), log_p, -jnp.inf)
 
     def residual(self, position: jax.Array, log_q: jax.Array, rejected: jax.Array) -> jax.Array:
         """Returns log max(p - q, 0) at one position of each row, (..., V); log p where no draft was rejected."""
-        log_p = jax.tree.map(lambda a: _at(a, position), self).log_probs()
+        log_p = jax.tree.map(lambda a: _at(a, position), self).log_p()
         left = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0)
         return jnp.where(rejected[..., None], jnp.log(left), log_p)
 
@@ -215,7 +215,7 @@ def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verifie
     return Verified(jnp.where(position < accepted[..., None], tokens, after), accepted)
 
 
-def _leading(accepted: jax.Array) -> jax.Array:
+def _count_leading(accepted: jax.Array) -> jax.Array:
     """Returns the number of True elements before the first False one in each row."""
     return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), -1), -1, dtype=jnp.int32)
 

@@ -1,21 +1,21 @@
 """Finds the winner of a row: the kept entry with the largest sum of x / temperature and noise.
 
-Noise takes about 90 instructions, and most elements cannot win. If some entry has the sum `goal`, then another element
-needs noise of at least goal - x / temperature, and noise is at most `noise_ptx.MOST`, about 16:
+Noise takes about 90 instructions, and most elements cannot win. If some entry has the sum `threshold`, another element
+needs noise of at least threshold - x / temperature. Noise is at most `noise_ptx.MAX_NOISE`, about 16:
 
-    goal     a guess, 2 below logsumexp of the kept entries: the winner is above it in 99.94% of all rows; later the
-             best sum so far. The CTAs send it to each other
-    low      elements below this x cannot reach the goal
-    sweep    each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time; where most
-             elements can win, it takes all of them without a list
-    again    if the winner is below the guess, it becomes the goal of another sweep
+    threshold   a guess, 2 below logsumexp of the kept entries; later the best sum so far, which the CTAs send to each
+                other. The winner exceeds the guess with probability 1 - exp(-e^2), in 99.94% of all rows
+    low         elements below this x cannot reach the threshold
+    sweep       each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time; where most
+                elements can win, it takes all of them without a list
+    again       if the winner is below the guess, its sum becomes the threshold of another sweep
 
 If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
 the guess nor on the order of the sums.
 
-Even at a listed element, few words of noise reach the goal. Noise is at most -log(1 - u), a bound that needs no
-logarithm: see `Race._perturb`. Only if this bound reaches the goal does a thread compute the two logarithms and the
-division.
+Even at a listed element, few words of noise reach the threshold. Noise is at most -log(1 - u), a bound that needs no
+logarithm: see `WinnerSearch._perturb`. A thread computes the two logarithms and the division only if this bound reaches
+the threshold.
 """
 
 import dataclasses
@@ -29,17 +29,19 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import noise_ptx
 from pallas_softmax._src.sample.filter_ptx import Kept
-from pallas_softmax._src.sample.plan import EACH, NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, RECORD_WORDS, SCRATCH, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
 
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
-_GUESS = 2.0
-_DENSE = 3 / 4  # if a larger share of elements can win, a list would be slower than noise for all
-_BATCH = NOISE_AT_ONCE * LANES
+_GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
+_DENSE = (
+    3 / 4
+)  # if a larger share of elements can win, all get noise without a list; we have no times of others
+_BATCH = NOISE_AT_ONCE * LANES  # positions that a warp perturbs at once
 _SIGN = 0x80000000
-# Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the goal they are relative
-# to |goal| + 32: noise is between -5 and 16, so |x / temperature| and |noise| together are less.
+# Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the threshold they are
+# relative to |threshold| + 32: noise is between -5 and 16, so |x / temperature| and |noise| together are less.
 _SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
 _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 
@@ -70,13 +72,13 @@ def _position_of_tie(p: RowProgram, key: Value, number: Value) -> Value:
     for x in p.each_element():
         p.increase(equal, 1, when=p.key(x).equals(key))
     own = p.over_lanes("add", equal)
-    p.store(p.word(SCRATCH.warps, p.warp, EACH), own, when=p.first_lane)
+    p.store(p.word(SCRATCH.warps, p.warp, RECORD_WORDS), own, when=p.first_lane)
     p.barrier()
     (each,) = p.from_warps(["u32"], [0])
     before, _ = p.before(each)
     rest = p.var(number - p.shuffle(before, "idx", p.warp))  # the number among the elements of this warp
     with p.when((rest.bits("s32") > 0) & (rest <= own)):
-        at = p.var(p.span)
+        at = p.var(p.first_vector)
         with p.repeat() as again:
             elements = p.floats(p.vector(at))
             equal = p.var(0, "u32")
@@ -122,33 +124,33 @@ class Noise:
         return Noise(noise_ptx.key_schedule(p, key0, key1), start - p.join(p.var(0, "u32"), excess), stride)
 
 
-class Race:
-    """The race of a row, and its state in this thread: the goal of the warp, and the best sum of the thread."""
+class WinnerSearch:
+    """The search for the winner, and its state: the threshold of the warp, and the best sum of the thread."""
 
     def __init__(self, p: RowProgram, noise: Noise, kept: Kept, last_tie: Value):
         """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
         self.p, self.noise, self.kept, self.last_tie = p, noise, kept, last_tie
         self.temperature = p.max(p.temperature, TINY)
-        self.goal = p.var(p.quotient + p.log2(kept.mass) * LN2 - _GUESS)
-        self.minus_goal = p.fresh("f32")
-        self._set_goal(self.goal)
+        self.threshold = p.var(p.tempered_top + p.log2(kept.mass) * LN2 - _GUESS_BELOW)
+        self.minus_threshold = p.fresh("f32")
+        self._set_threshold(self.threshold)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
-        self.goal_of_cta = p.word(SCRATCH.goal)  # the best sum that the CTA knows, as an integer
+        self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the number of its CTA."""
         p = self.p
-        index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.goal)
+        index, cta, guess = p.fresh("s32"), p.fresh("u32"), p.var(self.threshold)
         slot = p.var(p.word(SCRATCH.best))  # one of two
         with p.loop() as leave:
             self._sweep()
-            each = p.each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
+            each = p.over_each_cta(self._first_best, [self.best, self.index], [-INF, HIGHEST], slot)
             best, winner = self._first_best(each)
             p.set(index, winner)
             p.set(cta, p.first_that(each[1].equals(winner)))
             leave(best >= guess)
             p.set(guess, best)
-            self._set_goal(best)
+            self._set_threshold(best)
             p.set(slot, slot ^ 8)  # other CTAs may still read the last results
         return index, cta
 
@@ -159,11 +161,11 @@ class Race:
         return [best, p.over_lanes("min", p.select(value.equals(best), index, HIGHEST))]
 
     def _sweep(self) -> None:
-        """Finds the best sum of the warp's elements, unless it is below the goal."""
+        """Finds the best sum of the warp's elements, unless it is below the threshold."""
         p, kept = self.p, self.kept
         least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
         above_ties = p.from_key(kept.key + 1)
-        at, remaining = p.var(p.span), p.var(p.select(kept.listed, 0, p.loads))
+        at, remaining = p.var(p.first_vector), p.var(p.select(kept.listed, 0, p.loads))
         share = p.plan.list_size // p.warps  # the filters' list is cut into a share for each warp
         from_share_on = p.load(p.word(SCRATCH.listed), "s32") - p.warp.bits("s32") * share
         listed = p.var(p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0))
@@ -176,9 +178,9 @@ class Race:
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
-                best = _from_order(p.load(self.goal_of_cta, "u32"))
-                with p.when(best > self.goal):
-                    self._set_goal(best)
+                best = _from_order(p.load(self.threshold_of_cta, "u32"))
+                with p.when(best > self.threshold):
+                    self._set_threshold(best)
                     p.set(low, p.max(self._least_that_reaches(), least_kept))
                 self._list(list_, listed, at, remaining, low, above_ties)
             p.sync_warp()
@@ -190,21 +192,21 @@ class Race:
             leave(~more)
 
     def _least_that_reaches(self) -> Value:
-        """Returns the least x that reaches the goal with the most noise, or a lower one."""
+        """Returns the least x that reaches the threshold with the most noise, or a lower one."""
         p = self.p
-        missing = self.goal - p.quotient - noise_ptx.MOST - self._range_of_sums() * _SUM_ERROR
+        missing = self.threshold - p.tempered_top - noise_ptx.MAX_NOISE - self._error_scale() * _SUM_ERROR
         distance = missing * self.temperature
         slack = (p.absolute(p.top) + p.absolute(distance)) * _SUM_ERROR + _SUBNORMAL_ERROR
         return p.max(p.top + distance - slack, LEAST_FINITE)
 
-    def _range_of_sums(self) -> Value:
-        """Returns what rounding errors near the goal are relative to."""
-        return self.p.absolute(self.goal) + _NOISE_RANGE
+    def _error_scale(self) -> Value:
+        """Returns the magnitude of the numbers that add up to the threshold: rounding errors are relative to it."""
+        return self.p.absolute(self.threshold) + _NOISE_RANGE
 
     def _list(
         self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, above_ties: Value
     ) -> None:
-        """Lists the next elements of the warp from `low` up; after the last kept tie, from `above_ties` up."""
+        """Lists the warp's next elements from `low` up. After the last kept tie, it lists them from `above_ties` up."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
@@ -224,10 +226,10 @@ class Race:
             before, _ = p.scan(p.count_ones(inside))
             to = p.var(list_ + (listed.bits("u32") + before) * 2)
             for i in range(count):
-                lists = (inside & 1 << count - 1 - i).differs(0)
+                is_inside = (inside & 1 << count - 1 - i).differs(0)
                 here = position.bits("u32") + (i // vec * LANES * vec + i % vec)
-                p.store(to, p.convert(here, "u16"), when=lists)
-                p.increase(to, 2, when=lists)
+                p.store(to, p.convert(here, "u16"), when=is_inside)
+                p.increase(to, 2, when=is_inside)
             p.increase(listed, number.bits("s32"))
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
@@ -247,21 +249,22 @@ class Race:
         positions = [p.var(self.first + entry) for entry in entries]
         with p.when(~is_dense):
             for position, entry in zip(positions, entries):
-                listed_one = p.load(list_.bits("s32") + entry * 2, "u16")
-                p.set(position, p.convert(listed_one, "u32").bits("s32"))
+                from_list = p.load(list_.bits("s32") + entry * 2, "u16")
+                p.set(position, p.convert(from_list, "u32").bits("s32"))
         elements = [p.element_at(position) for position in positions]
         counters = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
         words = noise_ptx.words_at(p, noise.schedule, counters)
-        ones = [noise_ptx.one_plus_uniform(word) for word in words]
+        ones_plus_u = [noise_ptx.one_plus_uniform(word) for word in words]
         p.set(listed, p.max(listed, 0))
-        # noise <= -log(1 - u), so 1 - u <= exp(x / temperature - goal) if the sum reaches the goal
+        # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
+        # threshold), that is, if 1 + u is at least `needed`.
         two = p.var(2.0, "f32")
-        most = [two - p.exp2(p.multiply_add(x, p.octaves_per_unit, self.minus_goal)) for x in elements]
-        reach = [~(one < most) for one, most in zip(ones, most)]
+        needed = [two - p.exp2(p.multiply_add(x, p.octaves_per_unit, self.minus_threshold)) for x in elements]
+        reach = [~(one_plus_u < least) for one_plus_u, least in zip(ones_plus_u, needed)]
         with p.when(p.any(functools.reduce(operator.or_, reach))):
-            for one, x, position, reaches in zip(ones, elements, positions, reach):
+            for one_plus_u, x, position, reaches in zip(ones_plus_u, elements, positions, reach):
                 with p.when(reaches):
-                    self._compare(one, x, position)
+                    self._compare(one_plus_u, x, position)
             with p.when(more):
                 self._publish()
 
@@ -277,18 +280,18 @@ class Race:
         p.set(self.index, index, when=wins)
 
     def _publish(self) -> None:
-        """Makes the best sum of the warp its goal, and sends it to all CTAs."""
+        """Makes the best sum of the warp its threshold, and sends it to all CTAs."""
         p = self.p
         (best,) = p.over_warp(["max"], [self.best])
-        with p.when((best > self.goal) & (p.lane < p.ctas)):
-            p.raise_in_cta(self.goal_of_cta, p.lane, _order(best))
-        self._set_goal(p.max(self.goal, best))
+        with p.when((best > self.threshold) & (p.lane < p.ctas)):
+            p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
+        self._set_threshold(p.max(self.threshold, best))
 
-    def _set_goal(self, goal: Value) -> None:
-        """Sets the goal, and `minus_goal`: -goal * log2(e), plus a margin for rounding."""
+    def _set_threshold(self, threshold: Value) -> None:
+        """Sets the threshold, and `minus_threshold`: -threshold * log2(e), plus a margin for rounding."""
         p = self.p
-        p.set(self.goal, goal)
-        p.set(self.minus_goal, p.multiply_add(self._range_of_sums(), _EXPONENT_ERROR, goal * -LOG2_E))
+        p.set(self.threshold, threshold)
+        p.set(self.minus_threshold, p.multiply_add(self._error_scale(), _EXPONENT_ERROR, threshold * -LOG2_E))
 
 
 def _order(x: Value) -> Value:

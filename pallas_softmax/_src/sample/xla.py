@@ -33,7 +33,7 @@ from pallas_softmax._src.sample.rows import (
     elements,
     is_kept,
     keys,
-    mass_wanted,
+    mass_goal,
     positions,
     search,
     tempered,
@@ -152,15 +152,16 @@ class Best(NamedTuple):
 
 
 def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, length):
-    """Returns the cutoff, which of the best entries are kept, and whether the row is complete, and whether it is free.
+    """Returns the cutoff, which of the best entries are kept, whether the row is complete, and whether it is free.
 
-    The row is complete if it keeps no other entries: the list ends with an entry that is left out, or it is the whole
-    row. A row without a draw is complete as well. The row is free if the filters keep all of it, whatever its logits
-    are. The cutoff is right in complete and in free rows.
+    A row is complete if it keeps only entries of the list: the list ends with an entry that is left out, or is the
+    whole row. A row without a draw is complete as well. A row is free if the filters keep all of it, whatever its
+    logits are. The cutoff is right in complete and in free rows.
     """
     n = best.key.shape[-1]
     position = positions(best.key.ndim, n)
     mass = jnp.exp((best.x - totals.m) / totals.divisor)
+    # `known`: whether the listed entries tell where top_k ends.
     kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
     is_free = ~totals.greedy
     if top_k is not None:
@@ -172,7 +173,7 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
     if top_p is not None:
         before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
         before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])[..., :-1]
-        kept &= before < mass_wanted(top_p, kept_total)
+        kept &= before < mass_goal(top_p, kept_total)
         is_free &= top_p >= 1
     if min_p is not None:
         kept &= mass >= min_p
@@ -187,7 +188,7 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
 
 
 def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, min_p, length, *, stride):
-    """Returns the results of `sample`, which are right in complete rows, and which rows are complete, and free."""
+    """Returns the results of `sample`, valid in complete rows; which rows are complete; and which are free."""
     cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
     noise = gumbel_at(words, best.index, stride)
     drawn = winner(best.value, best.index, noise, kept, temperature, totals.greedy)
@@ -280,8 +281,8 @@ def _has_derivative(residuals):
 def _drawn_as_winner(residuals, where, mesh_axes):
     """Returns the residuals of `topk_grad` for a draw; m is the drawn logit, so that d is exp(-log_probs).
 
-    Below e^-60 m is larger, so that neither d nor exp((x - m) / temperature) overflows. Rows without a draw get numbers
-    that make no NaN.
+    If the probability is below e^-60, m is greater, so that neither d nor exp((x - m) / temperature) overflows. Rows
+    without a draw get numbers that make no NaN.
     """
     logits, temperature, index, log_probs = residuals
     has_draw = jnp.isfinite(log_probs)

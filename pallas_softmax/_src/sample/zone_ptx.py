@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.filter_ptx import LARGEST, FilterSearch, search_digits
+from pallas_softmax._src.sample.filter_ptx import MOST_UNITS, FilterSearch, search_digits
 from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, RowProgram
 
-_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
+_ROUND_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
 # The words of the histogram hold all listed keys, and then a shortlist with a key for each lane; masses follow keys.
 _MAX_KEYS = BUCKETS // 2 - LANES
 _SHORTLIST = SCRATCH.histogram + 2 * _MAX_KEYS
@@ -36,7 +36,7 @@ _SHORTLIST = SCRATCH.histogram + 2 * _MAX_KEYS
 class Zone:
     """A range of keys that may contain the key of the last entry, in variables.
 
-    `number_of_cta` has a number for each CTA, in the lane with its number. The others are of all CTAs together.
+    `number_of_cta` has the number of each CTA, in the lane of the CTA. The others are of all CTAs together.
     """
 
     def __init__(self, p: RowProgram):
@@ -81,7 +81,7 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                     p.update(inside, "or", 1 << i, x >= low)
                 p.increase(number, p.count_ones(inside))
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.mass(x)))
-    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(SCRATCH.zone)))
+    zone.set_sums(*p.over_each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(SCRATCH.zone)))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
     zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above=0)
     return may_overflow & ~zone.has_room
@@ -115,7 +115,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                 # The order is the same as in `_list_keys`, so that the mass has the same bits.
                 for i, x in enumerate(p.floats(words)):
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
-    mass, number, *rest = p.each_cta(
+    mass, number, *rest = p.over_each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
         [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL],
@@ -165,7 +165,7 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
 
 
 def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
-    """Keeps what the filter keeps; its last entry may be outside the zone.
+    """Finds the last entry of the filter, and updates `f.kept`. The entry may be outside of the zone.
 
     `searched` is a condition: whether the zone was searched before, for another filter.
     """
@@ -176,7 +176,7 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     listed = several & zone.has_room
     two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
     with p.when(nothing):
-        f.kept.down_to_all(KEEP_ALL, zone.mass_above)
+        f.kept.all_down_to(KEEP_ALL, zone.mass_above)
     with p.when(one_key):
         f.keep_down_to(zone.least, zone.above, zone.mass_above, zone.number_of_cta)
     with p.when(listed):
@@ -190,7 +190,7 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
 
 
 def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
-    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0.
+    """Like `search_zone`, for a zone of two keys, such as +0 and -0.
 
     `counted` is a condition: whether an earlier filter counted the elements with the greater key.
     """
@@ -214,32 +214,32 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
 
 
 def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
-    """Keeps what the filter keeps; its last key must be in the lists. `copied`: whether all keys are in one list.
+    """Like `search_zone`, if the last key is in the lists. `copied` is a condition: whether all keys are in one list.
 
-    Masses are added as integers, as in `search_digits`; here the mass of the whole zone is the largest.
+    Masses are added as integers, as in `search_digits`; here the mass of the whole zone counts as `MOST_UNITS`.
     """
     p = f.p
     mass = p.max(zone.mass, 1e-30)  # so that its reciprocal is finite
-    per_unit, unit = p.divide(p.var(LARGEST, "f32"), mass), mass * (1 / LARGEST)
+    units_per_mass, mass_of_unit = p.divide(p.var(MOST_UNITS, "f32"), mass), mass * (1 / MOST_UNITS)
 
     def units_of(key):
-        return p.convert(p.mass(p.from_key(key)) * per_unit, "u32", "rni")
+        return p.convert(p.mass(p.from_key(key)) * units_per_mass, "u32", "rni")
 
     first_of_cta, _ = p.before(zone.number_of_cta)
-    _clear(p)
+    _clear_sums(p)
     p.store(p.word(SCRATCH.picked), 0, when=p.thread.equals(0))
     with p.when(~copied):
         _copy_lists(p, zone, first_of_cta, units_of)
     p.barrier()
     rest = f.goal - zone.above
-    # Rounding may put the goal above the mass of the zone, but not above 1.5 of it; an integer has room for 2.
-    rest = p.max(f.measure(p.min(rest * per_unit, LARGEST * 1.5), rest), 1.0)
+    # Rounding may put the goal above the mass of the zone, by less than half. 1.5 times `MOST_UNITS` fits in 32 bits.
+    rest = p.max(f.measure(p.min(rest * units_per_mass, MOST_UNITS * 1.5), rest), 1.0)
     rest = p.var(p.convert(rest, "u32", "rpi"))
     key = _last_key(f, zone, rest)
     one = p.convert(p.max(units_of(key), 1), "f32")
     number = f.number_that_reaches(p.convert(rest, "f32"), one)
     units_above, equal = _sums_of_lists(p, zone, first_of_cta, key)
-    mass_above = p.convert(p.over_lanes("add", units_above), "f32") * unit
+    mass_above = p.convert(p.over_lanes("add", units_above), "f32") * mass_of_unit
     f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
 
 
@@ -263,9 +263,9 @@ def _copy_lists(p: RowProgram, zone: Zone, first_of_cta: Value, units_of) -> Non
         p.store(p.word(SCRATCH.histogram, entry, 2), key, units_of(key), when=is_key)
 
 
-def _clear(p: RowProgram) -> None:
+def _clear_sums(p: RowProgram) -> None:
     """Clears the sums over buckets, and the shortlist."""
-    p.store(p.word(SCRATCH.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(SCRATCH.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _ROUND_BUCKETS)
     p.store(p.word(_SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
@@ -284,14 +284,14 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     reach, and becomes what the entries with the last key must reach.
     """
     p = f.p
-    keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
+    keys, number_inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
     first_extent = p.var(keys.extent)
-    sums, numbers = p.word(SCRATCH.sums), p.word(SCRATCH.sums + _BUCKETS)
+    sums, numbers = p.word(SCRATCH.sums), p.word(SCRATCH.sums + _ROUND_BUCKETS)
 
     def one_round(bucket_of):
         with p.when(keys.extent.differs(first_extent)):  # not the first round
             p.barrier()
-            _clear(p)
+            _clear_sums(p)
             p.barrier()
 
         with _each_key(p, p.thread, zone.number, p.plan.threads) as (key, units):
@@ -302,17 +302,17 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
         p.barrier()
         bucket, new_rest = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
         p.set(rest, new_rest)
-        p.set(inside, p.load(numbers + bucket * 4, "u32"))
+        p.set(number_inside, p.load(numbers + bucket * 4, "u32"))
         return bucket
 
-    narrow(p, keys, _BUCKETS, one_round, stop=lambda: inside <= LANES)
+    narrow(p, keys, _ROUND_BUCKETS, one_round, stop=lambda: number_inside <= LANES)
     with p.when(keys.extent > 0):
         with _each_key(p, p.thread, zone.number, p.plan.threads) as (key, units):
             with p.when(keys.distance(key) <= keys.extent):
                 entry = p.take_from(p.word(SCRATCH.picked), 1)
                 p.store(p.word(_SHORTLIST, entry, 2), key, f.measure(units, 1))
         p.barrier()
-        p.set(keys.high, _last_of_shortlist(p, inside, rest))
+        p.set(keys.high, _last_of_shortlist(p, number_inside, rest))
     return keys.high
 
 

@@ -37,8 +37,8 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sort
     values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
     if not sorted:
         return TopK(values, indices)
-    order, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
-    is_filling = ~order == sort_keys.lowest_key(x.dtype)
+    inverted_key, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
+    is_filling = ~inverted_key == sort_keys.lowest_key(x.dtype)
     return TopK(values if keeps_all else jnp.where(is_filling, fill, values), indices)
 
 
@@ -72,6 +72,7 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 
 def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
+    """Like `_select`, in plain JAX: the interpreter has no inline PTX."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
     x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
     kept = index < length

@@ -63,8 +63,8 @@ class ListProgram(CtaProgram):
 
     # --- Sums
 
-    def over_cta(self, upto: Value) -> tuple[Value, Value]:
-        """Returns the sum of `upto` over the lower warps, and over all warps. Only last lanes count."""
+    def scan_warps(self, upto: Value) -> tuple[Value, Value]:
+        """Returns the sums over the lower warps and over all warps. A warp's summand is `upto` in its last lane."""
         self.store(self.at(self.sums, self.warp, 4), upto, when=self.lane.equals(LANES - 1))
         self.barrier()
         own = self.load(self.at(self.sums, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
@@ -94,8 +94,8 @@ class ListProgram(CtaProgram):
         def one_round(bucket_of):
             def see(key, when=None):
                 bucket, inside = bucket_of(key)
-                counts = inside if when is None else inside & when
-                self.add_to(self.at(histogram, bucket, 4), 1, when=counts)
+                is_counted = inside if when is None else inside & when
+                self.add_to(self.at(histogram, bucket, 4), 1, when=is_counted)
 
             visit(see)
             self.barrier()
@@ -104,7 +104,7 @@ class ListProgram(CtaProgram):
                 bucket, rest = bucket_that_reaches(self, sums, rank - above)
                 self.set(above, rank - rest)
                 self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
-                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)
+                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)  # `n` fills the vector
                 self.clear_histogram()
             self.barrier()
             bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
@@ -169,7 +169,7 @@ class ListProgram(CtaProgram):
                 tie_counts.append(self.count_ones(of_warp[1]))
                 entries.append((bits, index, wins_i, ties_i, *of_warp))
             counts = self.reduce("add", win_counts) + (self.reduce("add", tie_counts) << 16)
-            lower, all_ = self.over_cta(counts)  # now all have read their entries
+            lower, all_ = self.scan_warps(counts)  # now all have read their entries
             win, tie = wins + (lower & 0xFFFF), ties + (lower >> 16)
             for i, (bits, index, wins_i, ties_i, wins_warp, ties_warp) in enumerate(entries):
                 own_tie = tie + self.count_ones(ties_warp & lower_lanes)
@@ -203,24 +203,25 @@ class ListProgram(CtaProgram):
     def gather(self) -> None:
         """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""
         counts = self.count_lists()
+        # Lists before `appended` are in the list of CTA 0, which has `base` entries.
         appended, base = self.var(1, "u32"), self.var(self.shuffle(counts, "idx", 0))
         with self.loop() as leave:
             _, upto = self.scan(self.select(self.lane >= appended, counts, 0))
             fitting = self.count_ones(self.ballot(base + upto <= self.plan.capacity))
-            last = self.min(fitting, self.ctas)
+            end = self.min(fitting, self.ctas)  # lists before this one are appended now
             start = base + self.shuffle(upto, "idx", self.part) - self.n
-            with self.when((self.part >= appended) & (self.part < last)):
+            with self.when((self.part >= appended) & (self.part < end)):
                 there = self.op("mapa.shared::cluster", "u32", self.entry(start), self.var(0, "u32"))
                 with self.each(self.thread, self.n, self.plan.threads) as number:
                     entry = self.load_vector(self.entry(number), "s32", 2)
                     self.store(self.at(there, number, ENTRY_BYTES), *entry, space="shared::cluster")
             self += _SYNC
-            self.increase(base, self.shuffle(upto, "idx", last - 1))
-            leave(last >= self.ctas)
+            self.increase(base, self.shuffle(upto, "idx", end - 1))
+            leave(end >= self.ctas)
             with self.when(self.part.equals(0)):
                 self.set(self.n, base)
                 self.compact_list()
             self.set(base, self.plan.k)
-            self.set(appended, last)
+            self.set(appended, end)
             self += _SYNC
         self.set(self.n, base, when=self.part.equals(0))

@@ -15,10 +15,10 @@ from pallas_softmax._src.gpu.hardware import (
     WARPGROUP,
 )
 
-MAX_SELECTED = 4_096  # winners
+MAX_SELECTED = 4_096  # winners; a list for as many takes 96 KiB
 MIN_VOCAB = 2_048  # elements of a row
 
-# Times on an H100, k = 2,048, in microseconds, by the CTAs of a row and the warpgroups of a CTA:
+# Times on an H100, k = 2,048, in microseconds. A column is a number of CTAs of a row, and of warpgroups of a CTA:
 #
 #     rows x V                 16, 4   8, 4   8, 2   4, 2   2, 4   2, 2   1, 4   1, 2   1, 1
 #     1 x 131,072                8.2
@@ -99,7 +99,7 @@ class SelectPlan:
         """Returns the number of elements of the sample."""
         return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
 
-    def rank(self, itemsize: int) -> tuple[float, float]:
+    def rank_coefficients(self, itemsize: int) -> tuple[float, float]:
         """Returns (a, b): the bound of a row of n elements has the rank a / n + b in the sample.
 
         A sample of m elements has about q = k m / n of the winners, with a standard deviation of sqrt(q). So the rank
@@ -116,12 +116,13 @@ def plan_selection(rows: int, vocab: int, k: int, dtype, capability: tuple[int, 
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
-    full_clusters = 16 if rows <= FULL_CLUSTERS else 8
-    most = min(MAX_CLUSTER[capability[0]], full_clusters, vocab // MIN_PART, MULTIPROCESSORS // rows)
-    ctas = 1 << max(most, 1).bit_length() - 1
+    cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
+    most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
+    ctas = 1 << max(most_ctas, 1).bit_length() - 1
     warpgroups = MANY_WARPGROUPS if rows * ctas <= MULTIPROCESSORS else FEW_WARPGROUPS
     if itemsize == 2 and warpgroups == FEW_WARPGROUPS and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
         warpgroups = 1
+    # Usually, 1.3 to 2.3 k elements of a row are above the floor.
     capacity = -(-max(3 * k, LEAST_CAPACITY) // LANES) * LANES
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)

@@ -61,7 +61,9 @@ class SelectProgram(ListProgram):
         # The vectors from `whole_from` to `whole_to` have elements of the row only.
         self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
-        self.own = self.warp * (LANES * self.loads) + self.lane  # the thread's first vector in a block
+        self.thread_first = (
+            self.warp * (LANES * self.loads) + self.lane
+        )  # the thread's first vector in a block
 
     # --- Elements
 
@@ -83,7 +85,7 @@ class SelectProgram(ListProgram):
 
     def read_block(self, words: list[Value], at: Value) -> None:
         """Loads the thread's words of the block that starts at vector `at`."""
-        first = at + self.own
+        first = at + self.thread_first
         address = self.base + self.multiply_wide(first, ACCESS_BYTES)
         with self.block() as done:
             if not self.masked:
@@ -160,7 +162,7 @@ class SelectProgram(ListProgram):
         end, self.end = self.end, self.vectors  # the sample is of the whole row
         self.read_checked(words, vectors)
         self.end = end
-        a, b = plan.rank(self.element.itemsize)
+        a, b = plan.rank_coefficients(self.element.itemsize)
         rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
         rank = self.convert(rank, "u32")
         keys = self.element.keys(words)
@@ -176,7 +178,7 @@ class SelectProgram(ListProgram):
         lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
         low, high = self.reduce("min", lows), self.reduce("max", highs)
         self.set(self.greatest, high)
-        enough = rank + (rank >> 3)
+        enough = rank + (rank >> 3)  # up to an eighth more, so that fewer rounds are needed
         found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
         self.set(self.floor, found.high - found.extent.bits("s32"))
         self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
@@ -190,7 +192,7 @@ class SelectProgram(ListProgram):
                 leave(self.n >= self.plan.k)
             self.read_block(words, at)
             before, upto = self.count(words, ties)
-            lower, added = self.over_cta(self.total(upto))
+            lower, added = self.scan_warps(self.total(upto))
             with self.block() as done:
                 if not ties:
                     with self.when(self.n + added > self.plan.room):
@@ -203,21 +205,21 @@ class SelectProgram(ListProgram):
         if ties:
             self.update(self.n, "min", self.plan.k)
 
-    def tests(self, words: Sequence[Value], ties: bool) -> list[Callable[[], Value]]:
+    def comparisons(self, words: Sequence[Value], ties: bool) -> list[Callable[[], Value]]:
         """Returns a function for each element, which returns whether it is above the floor, or equal to it.
 
         If the floor is negative, all bits except the signs are inverted. This turns negative elements into their keys,
         and leaves the others above the floor.
         """
         flip, halves = self.floor.sign() & self.element.flip, self.element.halves
-        limit, tests = self.floor << 16 | 0xFFFF if halves else self.floor, []
+        limit, comparisons = self.floor << 16 | 0xFFFF if halves else self.floor, []
         for word in words:
             flipped = word ^ flip
             for x in (flipped << 16, flipped) if halves else (flipped,):
                 if ties and halves:
                     x = x | 0xFFFF
-                tests.append(functools.partial(x.equals if ties else x.__gt__, limit))
-        return tests
+                comparisons.append(functools.partial(x.equals if ties else x.__gt__, limit))
+        return comparisons
 
     def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
         """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
@@ -227,8 +229,8 @@ class SelectProgram(ListProgram):
         counts = []
         for j in range(self.loads):
             counts.append(self.var(0, "u32"))
-            for test in self.tests(words[4 * j : 4 * j + 4], ties):
-                self.increase(counts[-1], 1 << j * (32 // self.loads), when=test())
+            for compare in self.comparisons(words[4 * j : 4 * j + 4], ties):
+                self.increase(counts[-1], 1 << j * (32 // self.loads), when=compare())
         return self.scan(self.reduce("add", counts))
 
     def field(self, counts: Value, j: int) -> Value:
@@ -247,18 +249,18 @@ class SelectProgram(ListProgram):
         `before` and `upto` are the results of `count`.
         """
         of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
-        first, end = (at + self.own) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
+        first, end = (at + self.thread_first) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
         for j in range(self.loads):
             entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
             with self.when(self.field(own, j).differs(0)):
                 vector = words[4 * j : 4 * j + 4]
                 elements = [(word, e) for word in vector for e in range(self.vec // 4)]
-                for i, ((word, e), test) in enumerate(zip(elements, self.tests(vector, ties))):
-                    counts = test()
+                for i, ((word, e), compare) in enumerate(zip(elements, self.comparisons(vector, ties))):
+                    is_listed = compare()
                     if self.element.halves:
                         word = word & 0xFFFF0000 if e else word << 16
-                    self.store(entry, word, index + i, when=counts & (entry < end) if ties else counts)
-                    self.increase(entry, ENTRY_BYTES, when=counts)
+                    self.store(entry, word, index + i, when=is_listed & (entry < end) if ties else is_listed)
+                    self.increase(entry, ENTRY_BYTES, when=is_listed)
             n = n + self.field(of_warp, j)
 
     def append_by_warps(self, words, at: Value) -> None:

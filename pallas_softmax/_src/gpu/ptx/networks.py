@@ -3,7 +3,7 @@
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 
-LOWEST = -(2**31)  # pads the results
+LOWEST = -(2**31)  # pads the results: the least int32
 
 
 def best(p: Program, words: list[Value], count: int) -> list[Value]:
@@ -17,11 +17,11 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
         if {i, j} & needed:
             steps.append((i, j, i in needed, j in needed))
             needed |= {i, j}
-    for i, j, upper, lower in reversed(steps):
+    for i, j, needs_max, needs_min in reversed(steps):
         a, b = out[i], out[j]
-        if lower:
+        if needs_min:
             out[j] = p.min(a, b)
-        if upper:
+        if needs_max:
             out[i] = p.max(a, b)
     return [out[i] for i in positions] + [p.var(LOWEST, "s32") for _ in range(count - len(positions))]
 
@@ -62,10 +62,11 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
         pairs = min(len(odd), len(even) - 1)
         return out + odd[pairs:] + even[1 + pairs :]
 
-    def best(positions: list[int]) -> list[int]:
+    def best_of(positions: list[int]) -> list[int]:
+        """Returns where the best elements of these positions are after the comparisons, the best first."""
         half = (len(positions) + 1) // 2
         if half == len(positions):
             return positions
-        return merge(best(positions[:half]), best(positions[half:]))[:count]
+        return merge(best_of(positions[:half]), best_of(positions[half:]))[:count]
 
-    return comparisons, best(list(range(n)))
+    return comparisons, best_of(list(range(n)))
