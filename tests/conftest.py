@@ -25,6 +25,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Frees the compiled programs of a file. XLA maps memory for each, and dies at Linux's 65,530 maps of a process."""
+    yield
+    jax.clear_caches()
+
+
 @contextlib.contextmanager
 def locked(path, how):
     """Holds a lock of the file (`fcntl.LOCK_SH` or `LOCK_EX`)."""

@@ -370,7 +370,8 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, strictly, x64):
+@pytest.mark.parametrize("setting", PROMOTION)
+def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, strictly, x64):
     def value(x):
         return total(ps.fused_topk(x, 2, dtype=dtype).values)
 
