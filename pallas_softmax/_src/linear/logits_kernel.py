@@ -1,9 +1,10 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
 `row_sums` reduces the rows of each tile. If each row has a reference (a guess of its maximum), it also writes
-exponentials. `logit_gradients` writes gradients. Otherwise the logits stay in registers:
+exponentials. `logit_gradients` writes gradients. The logits z themselves are never stored. The kernel is
+`product.multiply_tiles`; here are its two epilogues. A warpgroup calls the epilogue for each of its parts:
 
-    acc, 64 rows of a tile of x @ w, float32
+    acc, 64 rows of a tile of x @ w, float32, in the registers of a warpgroup
       │  + bias, softcap, temperature; -inf from column V on
       ▼
       z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside

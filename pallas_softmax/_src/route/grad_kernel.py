@@ -1,10 +1,19 @@
-"""The kernel for the backward of a router, in registers: it reads logits once, and writes cotangents once.
+"""The kernel for the backward of a router, in registers: it reads the logits, and writes their cotangents.
 
-It takes the steps of `topk_grad` in `topk/tile_kernel.py`. The forward saves no normalizer: it is computed again from
-the row, which is in registers. With p the softmax of the row, the cotangents are:
+The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
+row, the cotangents are:
 
     a logit that did not win    p rest
     a winner                    p rest + direct
+
+`Gate.cotangents` computes `direct`, a number per winner, and `rest`, a number per row. The steps, as in
+`topk.tile_kernel.topk_grad`:
+
+    load      the row; the winners' indices, cotangents and (from the cache) logits
+    row       reduce to the normalizer
+    winners   compute direct and rest
+    row       write p rest of all elements
+    winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""The kernel of a router, for short rows in registers: top-k with another sort key, and another value of a winner.
+"""The kernel of a router, for short rows in registers: finds the k best experts of each token, and their weights.
 
-A row lies over some lanes of a warp, as in `topk.tile_kernel`. With a bias, the sort keys order score + bias, in
-float32. The logits of the winners are read again, from the cache, and give the weights.
+A row is a token's logits of all experts. It lies over some lanes of a warp, as in `topk.tile_kernel`, and the search is
+the same. Without a bias the sort keys order the logits. With a bias they order score + bias, in float32. The logits of
+the winners are read again, from the cache, and give the weights.
 """
 
 import functools
@@ -36,9 +37,10 @@ def route(
     indices_gmem,
     logsumexp_gmem,
 ) -> None:
-    """The kernel: a CTA holds the logits of some tokens in registers, and writes their experts and weights.
+    """The kernel: a CTA holds one tile of rows in registers, and writes their experts, weights and logsumexp.
 
-    Stages: load, normalizer, sort keys, find the k best, read the winners' logits again, compute their weights, write.
+    Stages: load, normalizer, sort keys, choose groups of experts (if there are groups), find the k best, read the
+    winners' logits again, compute their weights, write.
     `route_rows` documents the arguments.
     """
     (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]

@@ -1,10 +1,10 @@
 """Kernels for softmax along an axis that is not the last one: columns are reduced in place, without a transpose.
 
 An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. A line is `inner` contiguous elements, one
-of each adjacent column. So threads are laid out along `inner`. Each CTA takes adjacent columns:
+of each adjacent column. Neighbouring threads hold neighbouring elements of a line. Several threads may share a column.
 
-    short columns   in registers, whole columns at once: load -> reduce -> write
-    long columns    in shared memory; the lines are divided among the CTAs of a cluster:
+    short columns   a CTA holds a tile of whole adjacent columns in registers: load -> reduce -> write
+    long columns    a cluster takes a strip of adjacent columns. Each CTA holds some of the lines in shared memory:
                     load -> reduce -> merge with the other CTAs -> write
 
 Neither kernel has a mask or a temperature.
@@ -63,8 +63,8 @@ def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any 
 def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch) -> None:
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
 
-    The parts pass through shared memory step by step. The first steps of the next strip are loaded while this one is
-    merged and written.
+    `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
+    soon as its step is written. If the result is one number per column, the slot is free once its step is reduced.
     """
     cta = _Cta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
@@ -77,7 +77,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
 def _compute_strip(cta: "_Cta", turn) -> None:
     """Computes the part of a strip, strip number `turn` of this cluster."""
     first = turn * cta.plan.steps
-    total = cta.reduce(first)  # the steps, in the order of their arrival
+    total = cta.reduce(first)  # step by step; waits until each has arrived
     if cta.plan.count > 1:
         total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
     constants = [

@@ -1,6 +1,11 @@
 """The part of a row that a CTA holds: how it is loaded, reduced, merged with the other parts, and written.
 
-`parts_kernel.py` calls these stages in their order. `plan.Parts` draws a part.
+`parts_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
+
+    load      copy_in (the body, a step at a time), load_edges
+    reduce    reduce: each thread reduces its own elements, then the threads merge
+    merge     combine_over_cluster, or after a first launch combine_from_device_memory
+    write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
 """
 
 import functools

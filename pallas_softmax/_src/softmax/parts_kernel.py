@@ -1,18 +1,21 @@
-"""Kernels for long rows, staged in shared memory: one CTA, a cluster, or many CTAs in two launches per row.
+"""Kernels for long rows, staged in shared memory. A row has one CTA, a cluster, or many CTAs in two launches.
 
 One CTA or one cluster per row, in one launch. The CTAs of a cluster exchange reductions through shared memory:
 
     load -> reduce -> (cluster only: merge with the other CTAs) -> write
 
-With `Parts.slots`, each CTA or cluster takes several rows in turns. If shared memory holds only some steps of a
+With `Parts.slots`, a team (a CTA or a cluster) takes several rows in turns. If shared memory holds only some steps of a
 row, the first steps are read twice.
 
-More CTAs per row, in two launches. The row is read twice. In the second launch each CTA merges all parts' reductions:
+Many CTAs per row, in two launches for all rows. In the second launch each CTA merges the reductions of all parts of
+its row. So each element is read twice:
 
     launch 1    load -> reduce -> write the part's reduction
     launch 2    load -> merge -> write
 
-`part.py` has these stages.
+If the result is one number per row, plain JAX merges the reductions in place of launch 2.
+
+`part.py` has these stages. A CTA has 128 threads, and `gpu.layout.Walk` draws which elements each thread holds.
 """
 
 import jax
@@ -41,7 +44,7 @@ def compute_row(job: Job, refs: Refs) -> None:
 
 def _reduce_merge_write(part: Part) -> None:
     """Reduces a part while it is loaded, merges it with the other parts of the cluster, and writes it."""
-    total = part.reduce()  # the steps of the part, in the order of their arrival
+    total = part.reduce()  # step by step; waits until each has arrived
     if part.job.clustered:
         total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
     if part.formula.value is None:
@@ -66,7 +69,8 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
     read again while the other steps are written.
     """
-    walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
+    walk, slots = job.parts.walk, job.parts.slots or 0
+    team = lax.axis_index("row")  # here the axis counts teams; a team takes rows team, team + teams, ...
     turns = (job.rows - team + job.teams - 1) // job.teams
     steps_of_row = walk.steps + job.parts.again
 

@@ -20,15 +20,15 @@ def compute_rows(
 ) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it.
 
-    Stages: load, reduce each row, compute the elements (if the result has elements), write. `launch` documents the
-    arguments.
+    Stages: load, reduce each row, count the elements before its label (if there are labels), compute the elements (if
+    the result has elements), write. `Tile` draws which thread holds what. `launch` documents the arguments.
     """
     row = lax.axis_index("row") * tile.rows  # the first row of this CTA
     fill = formula.reduction.neutral
-    stored, x = [], []
+    loaded, x = [], []  # the arrays in their own dtypes, and in float32
     for gmem in x_gmem:
-        stored.append(tiles.load(gmem, tile, row, fill))
-        x.append(stored[-1].astype(jnp.float32))
+        loaded.append(tiles.load(gmem, tile, row, fill))
+        x.append(loaded[-1].astype(jnp.float32))
     term = formula.term(*x)  # what the formula reduces, for example the logits
     keep = None  # with a mask: which elements count
     if mask is not None:
@@ -39,7 +39,7 @@ def compute_rows(
     total = _reduce(formula.scaled(element_scale), tile, term)
     if label_gmem is not None:
         label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem[:2]))
-        before = _count_before(tile, stored[0], keep, label, vocab=x_gmem[0].shape[1])
+        before = _count_before(tile, loaded[0], keep, label, vocab=x_gmem[0].shape[1])
         total = total._replace(before=before)
     constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
     constants = [tiles.broadcast(constant, tile) for constant in constants]

@@ -4,7 +4,12 @@ OP is the name of the operation. A kernel takes two arrays (ROWS, V). A backward
 gets x as both, and reads only `a`.
 
 A kernel reduces each row to a normalizer (m, d). Each output element is computed from the input elements at its place
-and the normalizer. A backward only sums its rows: d is the sum and m is 0, so that ⊕ adds.
+and the normalizer. A backward only sums its rows: d is the sum and m is 0, so that ⊕ adds. There are two kernels:
+
+    rows_kernel   a program holds whole short rows in registers: load -> reduce -> write
+    long_kernel   a program walks over a part of a row, and reads it again to write:
+                  one part per row    reduce -> write, in one launch
+                  several parts       launch 1: reduce -> write the part's (m, d);  launch 2: merge -> write
 
 _src/triton/plan.py draws the plans and explains their constants.
 """

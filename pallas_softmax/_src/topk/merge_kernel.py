@@ -12,6 +12,7 @@ The lists are merged with a bound that at least k keys reach, like a row in `win
   * The list with the largest key at rank k has k keys that reach it.
 
 The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
+If a row has more lists than a CTA merges, the CTAs write fewer lists, and the next launch merges these.
 
 The operands of the PTX program:
 
@@ -88,13 +89,13 @@ def topk_merge(
     The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
     """
     memory = _Memory(**smem)
-    group = _group(count, fan_in)  # which lists this CTA merges
+    own = _lists_of_cta(count, fan_in)  # which lists this CTA merges
     final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
-    scale = request.scale(scale_gmem, group.row)
+    scale = request.scale(scale_gmem, own.row)
 
-    normalizer = _combine_normalizers(lists_gmem, group, scale) if request.normalized else None
-    _rank(lists_gmem, memory, group, request)  # bound, collect, rank
-    number = group.row * -(-count // fan_in) + group.number  # of the merged list
+    normalizer = _combine_normalizers(lists_gmem, own, scale) if request.normalized else None
+    _rank(lists_gmem, memory, own, request)  # bound, collect, rank
+    number = own.row * -(-count // fan_in) + own.number  # of the merged list
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
 
 
@@ -120,7 +121,7 @@ class _Memory(NamedTuple):
     candidates: Any  # int32, two words for each candidate
 
 
-class _Group(NamedTuple):
+class _CtaLists(NamedTuple):
     """The lists that a CTA merges: `held` lists of a row, from number `first` on. They become its list `number`."""
 
     row: Any
@@ -129,36 +130,36 @@ class _Group(NamedTuple):
     number: Any
 
 
-def _group(count: int, fan_in: int) -> _Group:
+def _lists_of_cta(count: int, fan_in: int) -> _CtaLists:
     """Returns the lists that this CTA merges."""
     row = lax.axis_index("row")
     number = jnp.int32(0) if fan_in >= count else lax.axis_index("merge")
     first = number * fan_in
-    return _Group(row, first, jnp.minimum(fan_in, count - first), number)
+    return _CtaLists(row, first, jnp.minimum(fan_in, count - first), number)
 
 
-def _combine_normalizers(lists_gmem: WinnerLists, group: _Group, scale) -> Normalizer:
+def _combine_normalizers(lists_gmem: WinnerLists, own: _CtaLists, scale) -> Normalizer:
     """Returns the combined normalizers of the lists. Thread t loads the one of list t."""
-    load = functools.partial(blocks.load_from_row, row=group.row, start=group.first, held=group.held)
+    load = functools.partial(blocks.load_from_row, row=own.row, start=own.first, held=own.held)
     lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
     return normalizers.combine_lanes(lane, scale=scale)
 
 
-def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
-    k, keys = request.k, lists_gmem.values[group.row]
+def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
+    k, keys = request.k, lists_gmem.values[own.row]
     at = jnp.arange(keys.shape[0])
-    inside = (at >= group.first * k) & (at < (group.first + group.held) * k)
-    sort_winners(memory.best, keys, lists_gmem.indices[group.row], inside, k)
+    inside = (at >= own.first * k) & (at < (own.first + own.held) * k)
+    sort_winners(memory.best, keys, lists_gmem.indices[own.row], inside, k)
 
 
 @twin(_rank_in_jax)
-def _rank(lists_gmem: WinnerLists, memory: _Memory, group: _Group, request: Request) -> None:
+def _rank(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
     """Writes the k best of the lists to `memory.best`, in order."""
     k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]
     refs = {"candidates": memory.candidates, "ranked": memory.best, "keys": keys}
     refs |= {"indices": lists_gmem.indices, "counts": memory.counts, "buckets": memory.buckets}
-    bound = _bound(keys, group.row, group.first, group.held, k)
-    numbers = {"row": group.row, "first": group.first * k, "n": group.held * k, "bound": bound}
+    bound = _bound(keys, own.row, own.first, own.held, k)
+    numbers = {"row": own.row, "first": own.first * k, "n": own.held * k, "bound": bound}
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 

@@ -1,6 +1,11 @@
 """The kernel of `top_k` for many winners: selects the k best of each row in one read, without putting them in order.
 
-`select_ptx.py` has the program, and `select_plan.py` how rows lie over the GPU.
+A row has a CTA or a cluster. Each CTA lists the elements of its part that may win, in shared memory:
+
+    sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> write (CTA 0 only)
+
+`select_ptx.select_program` is the kernel: it has these stages. Here is its launch, and the sort after it, in plain JAX,
+if the winners must be in order. `select_plan.py` says how rows lie over the GPU.
 """
 
 from typing import Any
@@ -88,7 +93,7 @@ def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) 
 
 @twin(_select_in_jax)
 def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Runs the program in this CTA. `memory` has references: x, the mask or None, two results, list and scratch."""
+    """Runs `select_program` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
     refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
     refs |= {"list": list_smem, "scratch": scratch_smem}

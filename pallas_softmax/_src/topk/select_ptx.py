@@ -5,17 +5,20 @@
     stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`, a key that
                is at first just below the bound
     compact    if the list is full: keep its k best, and raise the floor to the least of them
-    gather     CTA 0 appends the lists of the other CTAs of the cluster, and compacts again
-    write      the list is in the order of the indices
+    gather     the other CTAs of the cluster append their lists to the list of CTA 0, and end. CTA 0 compacts if needed
+    write      CTA 0 writes the k best of the list, in the order of the indices
 
     row        3 1 8 2 | 9 7 0 6 | 7 5 7 4      k = 3, blocks of 4, the floor is 5, room for 4 entries
     list       8         8 9 7 6                full
     compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
     list                           8 9 7
 
+Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample: its floor
+is the lowest key.
+
 If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
-list: a second sweep adds them, from the start of the row. If the list still has fewer than k entries, the sample
-misled, and everything starts again with the lowest floor.
+list. A second sweep over the whole row adds them. If the list still has fewer than k entries, the sample misled, and
+the row is streamed again with the lowest floor. CTA 0 does both alone.
 
 Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and elements outside of the
 row, get this key. If the final list has fewer than k entries, the lowest indices that it lacks fill the results. The
@@ -302,7 +305,10 @@ class SelectProgram(ListProgram):
 
 @functools.lru_cache(maxsize=16)
 def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program. `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones."""
+    """Returns the program of the kernel, with the stages in their order; the top of this file explains them.
+
+    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
+    """
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
         p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
@@ -312,7 +318,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
     with p.when(p.length > plan.capacity):
         p.sample()
     gathered = p.var(False, "pred")
-    with p.loop() as leave:
+    with p.loop() as leave:  # usually one turn
         p.stream()
         if plan.ctas > 1:
             with p.when(~gathered):

@@ -41,12 +41,13 @@ def softmax_topk(
 
     Without a scale, nothing is normalized: the values are the winners as they are.
 
-    Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write.
+    Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write. In 32-bit dtypes the
+    search returns only indices, and the winners are read again, from the cache.
     """
     (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
     winners = merged_tile(plan, k)  # how the winners lie over the same lanes
-    tiles.prefetch(x_gmem, plan, row)
+    tiles.prefetch(x_gmem, plan, row)  # a tile of a later CTA
     # `elements` are x as the search takes them: the bits of 16-bit logits, the sort keys of others.
     x, elements = _load(x_gmem, mask_gmem, mask, plan, row, last_row=rows - 1)
 

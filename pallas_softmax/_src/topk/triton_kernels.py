@@ -6,7 +6,11 @@ low half is the complement of its index in the row. Candidates never tie: the la
 A program cuts its part of a row into groups, as drawn in _src/triton/plan.py. Groups are ranked by their best element,
 and the k best elements lie in the k best groups: for an element of any other group, each of the k groups holds a
 better one. So one pass keeps the best candidate of each group, and the normalizer. Then the k best groups are read
-again and sorted. No branch and no loop depends on the values.
+again, cut into smaller groups, and the k best of these are kept. This repeats until a group is one element. No branch
+and no loop depends on the values.
+
+`topk_kernel` does this in one launch, with a program for each part. If a row has several parts, `merge_kernel` merges
+their candidates and normalizers, in one or more launches.
 
 In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x - m) * scale * again). `scale` and
 `again` are the two factors of 1 / temperature, see `normalizers.Scale`; without a temperature both are 1.

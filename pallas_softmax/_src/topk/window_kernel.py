@@ -1,9 +1,9 @@
 """The kernel of softmax fused with top-k for longer rows, with each row or part of a row in a CTA's shared memory.
 
 The logits are read once from device memory. An example of how a CTA finds the k best of its part, for k = 3 and groups
-of 4:
+of 4. A group has elements of one thread only; here the groups are drawn side by side:
 
-    arrive      5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
+    load        5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
     group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
 
     bound       5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
@@ -106,7 +106,7 @@ def softmax_topk(
     memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
     scale = request.scale(scale_gmem, part.place.row)
 
-    normalizer = _arrive(window, part, memory, arrived, scale)  # copies; also writes the group_keys
+    normalizer = _load_and_reduce(window, part, memory, arrived, scale)  # also writes the group_keys
     ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
     number = part.place.row * window.count + part.place.index  # of the list
     final = window.count == 1  # no merge follows: write values instead of keys
@@ -169,10 +169,10 @@ def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMe
     return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
 
 
-def _arrive(
+def _load_and_reduce(
     window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale
 ) -> Normalizer | None:
-    """Copies the part to shared memory, and writes the largest key of each group.
+    """Copies the part to shared memory, and reduces each step once it has arrived: writes the group_keys.
 
     Returns the normalizer of the part; None without a scale.
     """
