@@ -74,6 +74,7 @@ def stored_bytes(f, *args):
     return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 also stores the product p * dy")
 def test_a_cpu_stores_no_more_for_the_gradient_of_softmax_than_for_that_of_jax_nn():
     def first(f):
         return jax.grad(lambda x: f(x)[0, 0])
