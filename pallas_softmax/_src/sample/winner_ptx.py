@@ -35,9 +35,8 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
-_DENSE = (
-    3 / 4
-)  # if a larger share of elements can win, all get noise without a list; we have no times of others
+# If a larger share of elements can win, all get noise, without a list. Other shares were not timed.
+_DENSE = 3 / 4
 _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp perturbs at once
 _SIGN = 0x80000000
 # Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the threshold they are

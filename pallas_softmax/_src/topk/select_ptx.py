@@ -64,9 +64,8 @@ class SelectProgram(ListProgram):
         # The vectors from `whole_from` to `whole_to` have elements of the row only.
         self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
-        self.thread_first = (
-            self.warp * (LANES * self.loads) + self.lane
-        )  # the thread's first vector in a block
+        # The thread's first vector in a block.
+        self.thread_first = self.warp * (LANES * self.loads) + self.lane
 
     # --- Elements
 
