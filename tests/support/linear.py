@@ -353,8 +353,9 @@ def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=
     ulp = np.spacing(np.maximum(np.maximum(size, 1)[:, None], np.abs(log_probs)).astype("float32"))
     error, their_error = (np.abs(wide(a) - log_probs) / ulp for a in (values, jit(theirs)(*held)))
     assert values.shape == (n, k) and values.dtype == jnp.float32 and (values <= 0).all()
-    # Ours takes z at the labels from another sum than m and d. Each of the two sums has an error like theirs.
-    assert error.max() <= 2 * their_error.max() + 2, (error.max(), their_error.max())
+    # Ours takes z at the labels from another sum than m and d. Each of the two sums has an error like theirs,
+    # which of few numbers can be small by chance: at least an ulp is allowed.
+    assert error.max() <= 2 * max(their_error.max(), 1) + 2, (error.max(), their_error.max())
     _, their_grads = value_and_grads(lambda *held: jnp.sum(g * theirs(*held, dtype=held[0].dtype)), *held)
     assert_gradients(dtype, size, held, ours_grads, their_grads, gradients)
 

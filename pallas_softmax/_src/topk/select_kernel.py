@@ -42,9 +42,12 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sort
     values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
     if not sorted:
         return TopK(values, indices)
-    inverted_key, indices, values = lax.sort((~sort_keys.key(values), indices, values), num_keys=2)
-    is_filling = ~inverted_key == sort_keys.lowest_key(x.dtype)
-    return TopK(values if keeps_all else jnp.where(is_filling, fill, values), indices)
+    # The values come from their keys: XLA would sort bfloat16 as float32, and a NaN would lose its sign.
+    inverted_key, indices = lax.sort((~sort_keys.key(values), indices), num_keys=2)
+    key = ~inverted_key
+    if not keeps_all:
+        key = jnp.where(key == sort_keys.lowest_key(x.dtype), sort_keys.key(jnp.asarray(fill)), key)
+    return TopK(sort_keys.from_key(key, x.dtype), indices)
 
 
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
