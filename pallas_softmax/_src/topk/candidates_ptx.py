@@ -105,17 +105,36 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
     left = _bracket(p, keys, rank, scratch)
     highest = p.var(left.high)
-    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
-    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
+
+    def visit(see):
+        for key in keys:
+            see(key, 1)
+
+    narrow_to_rank(p, left, visit, rank, most_at_bound(rank))
+    return left.least(), highest
+
+
+def narrow_to_rank(
+    p: WindowProgram, keys: KeyRange, visit: Callable, rank: int, most: int
+) -> tuple[Value, Value]:
+    """Narrows a range that starts with the largest key to one that contains key number `rank`.
+
+    Returns how many keys are above the range, and how many reach its least key: at most `most`, or the range is a
+    single key. visit(see) calls see(key, number) for the keys of this thread; each counts as a number of keys.
+    """
+    scratch = p.counts + SCRATCH_BYTE
+    above, reach = p.var(0, "s32"), p.var(most + 1, "s32")
 
     def one_round(bucket_of):
-        for key in keys:
+        def see(key, number):
             bucket, inside = bucket_of(key)
-            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
+            p.add_to(p.at(p.candidates, bucket, 4), number, when=inside)
+
+        visit(see)
         return _find_bucket(p, above, reach, rank, scratch)
 
-    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
-    return left.high - left.extent.bits("s32"), highest
+    narrow(p, keys, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most)
+    return above, reach
 
 
 def most_at_bound(rank: int) -> int:

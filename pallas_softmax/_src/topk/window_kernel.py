@@ -13,8 +13,8 @@ of 4. A group has elements of one thread only; here the groups are drawn side by
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
-another bound. There are two kinds of failure:
+Random logits have few more than k candidates. The candidate count reveals failure. Then `_exact_bound` finds another
+bound among the keys of all elements. There are two kinds of failure:
 
   * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
     concentrated in a few groups.
@@ -22,15 +22,10 @@ another bound. There are two kinds of failure:
     element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
-The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
-holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
-
-    key     low                 middle                high
-             |--------------------|--------------------|         at least k elements reach low,
-             >= k elements        how many?            < k       fewer than k reach high + 1
-
-If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
-candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
+It tries the bound that failed, then narrows the range of keys above it, like `find_bound`. It ends as soon as at least
+k elements reach the bound, and one more condition holds: the elements that reach the bound fit into the list, or fewer
+than k exceed it. If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the
+bound. Then the candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
 If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
 drawing of windows, blocks, steps and groups. `ranking_ptx.py` has a drawing of the list of candidates.
@@ -40,6 +35,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -51,13 +47,14 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
@@ -71,6 +68,7 @@ from pallas_softmax._src.topk.candidates_ptx import (
     collect_ties,
     expand_positions,
     find_bound,
+    narrow_to_rank,
 )
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
@@ -354,9 +352,9 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
-    bound, reach, exceed = _bisect(p, failed, highest)
-    all_fit = p.var(reach <= p.capacity)
     ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
+    bound, reach, exceed = _exact_bound(p, failed, highest)
+    all_fit = p.var(reach <= p.capacity)
     with p.when(all_fit | (exceed > 0)):
         collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):
@@ -364,73 +362,64 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
     p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
 
 
-def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
-    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`."""
+def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
+    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
+
+    Most rows whose bound failed have ties there. NaNs, or masked elements, are the next frequent causes.
+    """
     k, dtype = p.k, p.element.dtype
-    lowest = sort_keys.lowest_key(dtype)
-    # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
-    # than k unmasked elements, or NaNs.
-    likely_keys = (
-        failed,
-        lowest + 1,
-        sort_keys.key_of_number(np.nan, dtype),
-        sort_keys.key_of_number(-np.nan, dtype),
-    )
-    low, high = p.var(lowest, "s32"), p.var(highest)
-    reach, exceed = (p.var(p.high - p.low) for _ in range(2))
-    turn = p.var(0, "u32")
+    bound = p.var(p.min(failed, sort_keys.key_of_number(np.nan, dtype)))
     with p.loop() as leave:
-        too_many = (reach > p.capacity) & (exceed >= k)
-        leave(~(too_many & low.differs(high)))
-        gap = (high - low).bits("u32")  # it may exceed 2^31
-        middle = p.var(low + ((gap >> 1) + (gap & 1)).bits("s32"))
-        for i, likely in enumerate(likely_keys):
-            likely = likely if isinstance(likely, Value) else p.var(likely, "s32")
-            inside = (likely > low) & (likely <= high)
-            p.set(middle, likely, when=inside & turn.equals(i))
-        reach_middle, exceed_middle = _count(p, middle, turn)
-        enough = p.var(reach_middle >= k)
-        for register, found in ((low, middle), (reach, reach_middle), (exceed, exceed_middle)):
-            p.set(register, found, when=enough)
-        p.set(high, middle - 1, when=~enough)
-        p.increase(turn, 1)
-    with p.when(low.equals(lowest)):  # not counted yet
-        p.set(exceed, _count(p, low, turn)[1])
-    return low, reach, exceed
+        reach, exceed = _count(p, bound)
+        leave(reach >= k)
+        p.set(bound, sort_keys.lowest_key(dtype))
+    with p.when((reach > p.capacity) & (exceed >= k)):
+        keys = KeyRange(p, highest, bound + 1)
+        above, reached = narrow_to_rank(p, keys, lambda see: _visit(p, keys.least(), see), k, p.capacity)
+        for register, found in ((bound, keys.least()), (reach, reached), (exceed, above)):
+            p.set(register, found)
+    return bound, reach, exceed
 
 
-def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
-    """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
+def _count(p: WindowProgram, bound: Value) -> tuple[Value, Value]:
+    """Returns how many elements of the part reach the bound, and how many exceed it."""
+    reach, exceed = (p.var(0, "s32") for _ in range(2))
 
-    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
+    def see(key, number):
+        p.increase(reach, number, when=key >= bound)
+        p.increase(exceed, number, when=key > bound)
+
+    _visit(p, bound, see)
+    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    reaches, exceeds = p.of_warps(counts, p.counts + SCRATCH_BYTE, lane=0)
+    p.barrier()  # all have read the scratch
+    return p.reduce("add", reaches), p.reduce("add", exceeds)
+
+
+def _visit(p: WindowProgram, least: Value, see: Callable[[Value, Value | int], None]) -> None:
+    """Calls see(key, number) for the elements of each of the thread's groups whose largest key reaches `least`.
+
+    A key counts as a number of elements. Positions outside the part hold -inf: that key is seen once more, with minus
+    their number.
     """
     window, element = p.window, p.element
-    reach, exceed = (p.var(0, "s32") for _ in range(2))
     address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
     blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:
         largest = p.load(group, "s32")
         blocks = p.min(blocks_left, window.group_blocks)
         p.update(blocks_left, "sub", blocks)
-        with p.block() as counted:
-            with p.when(largest < bound):
+        with p.block() as seen:
+            with p.when(largest < least):
                 p.set(address, p.at(address, blocks, p.block_bytes))
-                counted()
+                seen()
             with p.repeat() as next_block:
                 for key in element.keys(element.vector(p, address)):
-                    p.increase(reach, 1, when=key >= bound)
-                    p.increase(exceed, 1, when=key > bound)
+                    see(key, 1)
                 p.increase(address, p.block_bytes)
                 p.update(blocks, "sub", 1)
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
-    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
-    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
-    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
-    # Positions outside the part hold -inf, and are counted as well.
-    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
-    outside_reach = p.select(bound <= neg_inf, around, 0)
-    outside_exceed = p.select(bound < neg_inf, around, 0)
-    return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed
+    outside = p.select(p.thread.equals(0), (p.high - p.low) - window.size, 0)
+    see(p.var(sort_keys.key_of_number(-np.inf, element.dtype), "s32"), outside)

@@ -27,6 +27,10 @@ class KeyRange:
         """Returns high - key. The key is in the range if this is at most `extent`."""
         return (self.high - key).bits("u32")
 
+    def least(self) -> Value:
+        """Returns the least key of the range."""
+        return self.high - self.extent.bits("s32")
+
 
 def narrow(
     p: CtaProgram,
