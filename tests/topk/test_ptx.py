@@ -166,7 +166,9 @@ def search_memory(window, x, k, low):
     keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
     group_keys = np.full(window.groups, -(2**31))
     np.maximum.at(
-        group_keys, at // window.block // window.group_blocks * 128 + at % window.block // window.vec, keys
+        group_keys,
+        at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec,
+        keys,
     )
     sizes = {
         "x": max(full.nbytes, 16 * capacity + 8 * k + 2048),

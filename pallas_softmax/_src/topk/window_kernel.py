@@ -58,7 +58,7 @@ from pallas_softmax._src.gpu.ptx.narrow import KeyRange
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
 from pallas_softmax._src.topk import merge_kernel, ranking_ptx
 from pallas_softmax._src.topk.candidates_ptx import (
@@ -168,14 +168,14 @@ def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMe
 
 
 def _load_and_reduce(
-    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale
+    window: Window, part: WindowPart, memory: SearchMemory, arrived, scale
 ) -> Normalizer | None:
     """Copies the part to shared memory, and reduces each step once it has arrived: writes the group_keys.
 
     Returns the normalizer of the part; None without a scale.
     """
     window_arrival.start_copies(window, part, memory.x, arrived)
-    window_arrival.fill_edges(window, part, memory.x)
+    window_arrival.fill_head_and_tail(window, part, memory.x)
     _clear_list(memory)
 
     def take_step(i, carry, count, copied):
@@ -218,7 +218,7 @@ def _add_step_in_jax(
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
     if lane is None:
         return None
-    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = memory.x[pl.ds(step * window.step_blocks * window.block_size, count * window.block_size)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
         x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
@@ -253,7 +253,7 @@ def _add_step(
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
-    block_bytes = window.block * element.itemsize
+    block_bytes = window.block_size * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
     x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
     keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
@@ -297,7 +297,7 @@ def _add_step(
     return Normalizer(*new)
 
 
-def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
     inside = (position >= part.low) & (position < part.high)
     ranking_ptx.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
@@ -305,7 +305,7 @@ def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: in
 
 
 @twin(_find_winners_in_jax)
-def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
+def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
