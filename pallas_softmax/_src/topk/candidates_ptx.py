@@ -90,6 +90,7 @@ def log2(n: int) -> int:
 # --- The bound
 
 _EACH = 4  # counters per thread
+BUCKETS = _EACH * WARPGROUP  # with a counter each, in the list of candidates
 _BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
@@ -105,36 +106,17 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
     left = _bracket(p, keys, rank, scratch)
     highest = p.var(left.high)
-
-    def visit(see):
-        for key in keys:
-            see(key, 1)
-
-    narrow_to_rank(p, left, visit, rank, most_at_bound(rank))
-    return left.least(), highest
-
-
-def narrow_to_rank(
-    p: WindowProgram, keys: KeyRange, visit: Callable, rank: int, most: int
-) -> tuple[Value, Value]:
-    """Narrows a range that starts with the largest key to one that contains key number `rank`.
-
-    Returns how many keys are above the range, and how many reach its least key: at most `most`, or the range is a
-    single key. visit(see) calls see(key, number) for the keys of this thread; each counts as a number of keys.
-    """
-    scratch = p.counts + SCRATCH_BYTE
-    above, reach = p.var(0, "s32"), p.var(most + 1, "s32")
+    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
+    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
 
     def one_round(bucket_of):
-        def see(key, number):
+        for key in keys:
             bucket, inside = bucket_of(key)
-            p.add_to(p.at(p.candidates, bucket, 4), number, when=inside)
+            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
+        return find_bucket(p, above, reach, rank, scratch)
 
-        visit(see)
-        return _find_bucket(p, above, reach, rank, scratch)
-
-    narrow(p, keys, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most)
-    return above, reach
+    narrow(p, left, BUCKETS, one_round, stop=lambda: reach <= most_at_bound(rank))
+    return left.least(), highest
 
 
 def most_at_bound(rank: int) -> int:
@@ -156,7 +138,7 @@ def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> 
     return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
 
 
-def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
+def find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
     """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
 
     `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the

@@ -62,13 +62,14 @@ from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
 from pallas_softmax._src.topk import merge_kernel, ranking_ptx
 from pallas_softmax._src.topk.candidates_ptx import (
+    BUCKETS,
     SCRATCH_BYTE,
     WindowProgram,
     collect,
     collect_ties,
     expand_positions,
     find_bound,
-    narrow_to_rank,
+    find_bucket,
 )
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
@@ -352,9 +353,9 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
-    ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
+    ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
         collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):
@@ -365,42 +366,55 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
 def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
     """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
 
-    Most rows whose bound failed have ties there. NaNs, or masked elements, are the next frequent causes.
+    Most failures are ties at the bound that failed, so it is tried first. If too few elements reach it, some are NaNs
+    or masked. If too many exceed it, the next bound is the least key of the bucket that has the k-th element.
     """
-    k, dtype = p.k, p.element.dtype
-    bound = p.var(p.min(failed, sort_keys.key_of_number(np.nan, dtype)))
+    nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
+    bound, keys, above = p.var(failed), KeyRange(p, highest, highest), p.var(0, "s32")
     with p.loop() as leave:
-        reach, exceed = _count(p, bound)
-        leave(reach >= k)
-        p.set(bound, sort_keys.lowest_key(dtype))
-    with p.when((reach > p.capacity) & (exceed >= k)):
-        keys = KeyRange(p, highest, bound + 1)
-        above, reached = narrow_to_rank(p, keys, lambda see: _visit(p, keys.least(), see), k, p.capacity)
-        for register, found in ((bound, keys.least()), (reach, reached), (exceed, above)):
-            p.set(register, found)
+        p.set(
+            keys.extent, (keys.high - (bound + 1)).bits("u32")
+        )  # above the bound, and not among `above` elements
+        reach, exceed, shift = _count(p, bound, keys, above)
+        leave((reach >= p.k) & ((reach <= p.capacity) | (exceed < p.k)))
+        with p.block() as again:
+            with p.when(reach < p.k):
+                p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
+                again()
+            keys.keep(find_bucket(p, above, reach, p.k, p.counts + SCRATCH_BYTE), shift)
+            p.set(bound, keys.least())
+            p.set(exceed, above)  # if the bucket has one key
+            leave((reach <= p.capacity) | keys.extent.equals(0))
     return bound, reach, exceed
 
 
-def _count(p: WindowProgram, bound: Value) -> tuple[Value, Value]:
-    """Returns how many elements of the part reach the bound, and how many exceed it."""
-    reach, exceed = (p.var(0, "s32") for _ in range(2))
+def _count(p: WindowProgram, bound: Value, keys: KeyRange, above: Value) -> tuple[Value, Value, Value]:
+    """Returns how many elements of the part reach the bound, how many exceed it, and the shift of the buckets.
 
-    def see(key, number):
-        p.increase(reach, number, when=key >= bound)
-        p.increase(exceed, number, when=key > bound)
+    Elements that exceed the bound are in the range `keys`, where they are counted by bucket, or `above` it.
+    """
+    ranking_ptx.clear(p, p.candidates, 4 * BUCKETS, p.counts)
+    (reach, exceed), (bucket_of, shift) = (p.var(0, "s32") for _ in range(2)), keys.cut(BUCKETS)
+
+    def see(vector, number):
+        for key in vector:
+            p.increase(reach, number, when=key >= bound)
+        with p.when(p.reduce("max", vector) > bound):
+            for bucket, inside in map(bucket_of, vector):
+                p.increase(exceed, number, when=inside)
+                p.add_to(p.at(p.candidates, bucket, 4), number, when=inside)
 
     _visit(p, bound, see)
     counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
     reaches, exceeds = p.of_warps(counts, p.counts + SCRATCH_BYTE, lane=0)
     p.barrier()  # all have read the scratch
-    return p.reduce("add", reaches), p.reduce("add", exceeds)
+    return p.reduce("add", reaches), p.reduce("add", exceeds) + above, shift
 
 
-def _visit(p: WindowProgram, least: Value, see: Callable[[Value, Value | int], None]) -> None:
-    """Calls see(key, number) for the elements of each of the thread's groups whose largest key reaches `least`.
+def _visit(p: WindowProgram, least: Value, see: Callable[[list[Value], Value | int], None]) -> None:
+    """Calls see(keys, 1) for the vectors of each of the thread's groups whose largest key reaches `least`.
 
-    A key counts as a number of elements. Positions outside the part hold -inf: that key is seen once more, with minus
-    their number.
+    Positions outside the part hold -inf. At the end, that key is seen once more, with minus their number.
     """
     window, element = p.window, p.element
     address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
@@ -414,12 +428,11 @@ def _visit(p: WindowProgram, least: Value, see: Callable[[Value, Value | int], N
                 p.set(address, p.at(address, blocks, p.block_bytes))
                 seen()
             with p.repeat() as next_block:
-                for key in element.keys(element.vector(p, address)):
-                    see(key, 1)
+                see(element.keys(element.vector(p, address)), 1)
                 p.increase(address, p.block_bytes)
                 p.update(blocks, "sub", 1)
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
     outside = p.select(p.thread.equals(0), (p.high - p.low) - window.size, 0)
-    see(p.var(sort_keys.key_of_number(-np.inf, element.dtype), "s32"), outside)
+    see([p.var(sort_keys.key_of_number(-np.inf, element.dtype), "s32")], outside)
