@@ -407,7 +407,6 @@ def _count(p: WindowProgram, bound: Value, keys: KeyRange, above: Value) -> tupl
     _visit(p, bound, see)
     counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
     reaches, exceeds = p.of_warps(counts, p.counts + SCRATCH_BYTE, lane=0)
-    p.barrier()  # all have read the scratch
     return p.reduce("add", reaches), p.reduce("add", exceeds) + above, shift
 
 
