@@ -263,7 +263,7 @@ def test_search(window, dtype, k, kind):
 
 
 def rows_of_bits(rng, v, dtype):
-    """Yields rows whose usual bound fails: any bits, few numbers, NaNs of arithmetic, the best side by side."""
+    """Yields rows where the usual bound fails: any bits, few numbers, NaNs of arithmetic, the best side by side."""
     normal, bits = rng.standard_normal(v).astype(dtype), f"u{dtype.itemsize}"
     ones = np.iinfo(bits).max  # the lowest key; without the sign a NaN with the highest key
     anything = rng.integers(0, ones, v, bits, endpoint=True)

@@ -88,8 +88,8 @@ _LEAST_ERROR = 1e-4
 _SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
 _SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
-# Bounds on the rounding errors of the end of a bucket. An operation errs by 2^-24 of its result: 2 times that for the
-# end itself (a subtraction), 16 times for its distance from the largest element (a product and a quotient). 7 times the
+# Bounds on rounding errors at the end of a bucket. One operation errs by 2^-24 of its result: twice as much for the end
+# itself (a subtraction), 16 times for its distance from the largest element (a product and a quotient). 7 times the
 # least subnormal number is for products that lose bits there.
 _END_ERROR, _DISTANCE_ERROR, _SUBNORMAL_ERROR = 2.0**-23, 2.0**-20, 1e-44
 

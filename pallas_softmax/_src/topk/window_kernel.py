@@ -411,7 +411,7 @@ def _count(p: WindowProgram, bound: Value, keys: KeyRange, above: Value) -> tupl
 
 
 def _visit(p: WindowProgram, least: Value, see: Callable[[list[Value], Value | int], None]) -> None:
-    """Calls see(keys, 1) for the vectors of each of the thread's groups whose largest key reaches `least`.
+    """Calls see(keys, 1) for each vector in the thread's groups, without groups that have no key from `least` on.
 
     Positions outside the part hold -inf. At the end, that key is seen once more, with minus their number.
     """
