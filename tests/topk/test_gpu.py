@@ -283,7 +283,7 @@ def test_merges_of_merges(monkeypatch):
 @both
 @side_by_side
 def test_more_candidates_than_room(implementation, v, dtype, k, many):
-    """Mosaic takes its exact path: bounds among all keys, and ties in the order of their indices."""
+    """Mosaic takes its exact path: bisection over the keys, and ties in the order of their indices."""
     if refused(implementation, v, k):
         return
     rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}

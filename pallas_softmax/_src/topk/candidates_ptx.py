@@ -90,7 +90,6 @@ def log2(n: int) -> int:
 # --- The bound
 
 _EACH = 4  # counters per thread
-BUCKETS = _EACH * WARPGROUP  # with a counter each, in the list of candidates
 _BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
@@ -113,10 +112,10 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
         for key in keys:
             bucket, inside = bucket_of(key)
             p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
-        return find_bucket(p, above, reach, rank, scratch)
+        return _find_bucket(p, above, reach, rank, scratch)
 
-    narrow(p, left, BUCKETS, one_round, stop=lambda: reach <= most_at_bound(rank))
-    return left.least(), highest
+    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
+    return left.high - left.extent.bits("s32"), highest
 
 
 def most_at_bound(rank: int) -> int:
@@ -138,7 +137,7 @@ def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> 
     return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
 
 
-def find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
+def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
     """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
 
     `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the

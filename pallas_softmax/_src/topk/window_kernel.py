@@ -13,8 +13,8 @@ of 4. A group has elements of one thread only; here the groups are drawn side by
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. The candidate count reveals failure. Then `_exact_bound` finds another
-bound among the keys of all elements. There are two kinds of failure:
+Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
+another bound. There are two kinds of failure:
 
   * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
     concentrated in a few groups.
@@ -22,10 +22,15 @@ bound among the keys of all elements. There are two kinds of failure:
     element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
-It tries the bound that failed, then narrows the range of keys above it, like `find_bound`. It ends as soon as at least
-k elements reach the bound, and one more condition holds: the elements that reach the bound fit into the list, or fewer
-than k exceed it. If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the
-bound. Then the candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
+The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
+holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
+
+    key     low                 middle                high
+             |--------------------|--------------------|         at least k elements reach low,
+             >= k elements        how many?            < k       fewer than k reach high + 1
+
+If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
+candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
 If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
 drawing of windows, blocks, steps and groups. `ranking_ptx.py` has a drawing of the list of candidates.
@@ -35,7 +40,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -47,14 +51,13 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.narrow import KeyRange
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
@@ -62,14 +65,12 @@ from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
 from pallas_softmax._src.topk import merge_kernel, ranking_ptx
 from pallas_softmax._src.topk.candidates_ptx import (
-    BUCKETS,
     SCRATCH_BYTE,
     WindowProgram,
     collect,
     collect_ties,
     expand_positions,
     find_bound,
-    find_bucket,
 )
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
@@ -366,72 +367,62 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
 def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
     """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
 
-    Most failures are ties at the bound that failed, so it is tried first. If too few elements reach it, some are NaNs
-    or masked. If too many exceed it, the next bound is the least key of the bucket that has the k-th element.
+    Most failures are ties at the bound that failed, so it is tried first. If fewer than k elements reach it, there are
+    NaNs, or masked elements, which have the lowest key. If at least k exceed it, bisection finds a higher bound.
     """
     nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
-    bound, keys, above = p.var(failed), KeyRange(p, highest, highest), p.var(0, "s32")
+    bound, high, turn = p.var(failed), p.var(highest), p.var(0, "u32")
     with p.loop() as leave:
-        p.set(
-            keys.extent, (keys.high - (bound + 1)).bits("u32")
-        )  # above the bound, and not among `above` elements
-        reach, exceed, shift = _count(p, bound, keys, above)
-        leave((reach >= p.k) & ((reach <= p.capacity) | (exceed < p.k)))
-        with p.block() as again:
-            with p.when(reach < p.k):
-                p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
-                again()
-            keys.keep(find_bucket(p, above, reach, p.k, p.counts + SCRATCH_BYTE), shift)
-            p.set(bound, keys.least())
-            p.set(exceed, above)  # if the bucket has one key
-            leave((reach <= p.capacity) | keys.extent.equals(0))
+        reach, exceed = _count(p, bound, turn)
+        p.increase(turn, 1)
+        leave(reach >= p.k)
+        p.set(high, bound - 1)
+        p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
+    with p.loop() as leave:
+        leave((reach <= p.capacity) | (exceed < p.k))
+        gap = (high - bound).bits("u32")  # it may exceed 2^31
+        middle = bound + ((gap >> 1) + (gap & 1)).bits("s32")
+        reach_middle, exceed_middle = _count(p, middle, turn)
+        enough = reach_middle >= p.k
+        for register, found in ((bound, middle), (reach, reach_middle), (exceed, exceed_middle)):
+            p.set(register, found, when=enough)
+        p.set(high, middle - 1, when=~enough)
+        p.increase(turn, 1)
     return bound, reach, exceed
 
 
-def _count(p: WindowProgram, bound: Value, keys: KeyRange, above: Value) -> tuple[Value, Value, Value]:
-    """Returns how many elements of the part reach the bound, how many exceed it, and the shift of the buckets.
+def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
+    """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
 
-    Elements that exceed the bound are in the range `keys`, where they are counted by bucket, or `above` it.
-    """
-    ranking_ptx.clear(p, p.candidates, 4 * BUCKETS, p.counts)
-    (reach, exceed), (bucket_of, shift) = (p.var(0, "s32") for _ in range(2)), keys.cut(BUCKETS)
-
-    def see(vector, number):
-        for key in vector:
-            p.increase(reach, number, when=key >= bound)
-        with p.when(p.reduce("max", vector) > bound):
-            for bucket, inside in map(bucket_of, vector):
-                p.increase(exceed, number, when=inside)
-                p.add_to(p.at(p.candidates, bucket, 4), number, when=inside)
-
-    _visit(p, bound, see)
-    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    reaches, exceeds = p.of_warps(counts, p.counts + SCRATCH_BYTE, lane=0)
-    return p.reduce("add", reaches), p.reduce("add", exceeds) + above, shift
-
-
-def _visit(p: WindowProgram, least: Value, see: Callable[[list[Value], Value | int], None]) -> None:
-    """Calls see(keys, 1) for each vector in the thread's groups, without groups that have no key from `least` on.
-
-    Positions outside the part hold -inf. At the end, that key is seen once more, with minus their number.
+    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
     """
     window, element = p.window, p.element
+    reach, exceed = (p.var(0, "s32") for _ in range(2))
     address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
     blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:
         largest = p.load(group, "s32")
         blocks = p.min(blocks_left, window.group_blocks)
         p.update(blocks_left, "sub", blocks)
-        with p.block() as seen:
-            with p.when(largest < least):
+        with p.block() as counted:
+            with p.when(largest < bound):
                 p.set(address, p.at(address, blocks, p.block_bytes))
-                seen()
+                counted()
             with p.repeat() as next_block:
-                see(element.keys(element.vector(p, address)), 1)
+                for key in element.keys(element.vector(p, address)):
+                    p.increase(reach, 1, when=key >= bound)
+                    p.increase(exceed, 1, when=key > bound)
                 p.increase(address, p.block_bytes)
                 p.update(blocks, "sub", 1)
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
-    outside = p.select(p.thread.equals(0), (p.high - p.low) - window.size, 0)
-    see([p.var(sort_keys.key_of_number(-np.inf, element.dtype), "s32")], outside)
+    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
+    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
+    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
+    # Positions outside the part hold -inf, and are counted as well.
+    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
+    outside_reach = p.select(bound <= neg_inf, around, 0)
+    outside_exceed = p.select(bound < neg_inf, around, 0)
+    return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed

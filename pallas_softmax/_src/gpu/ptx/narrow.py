@@ -21,34 +21,11 @@ class KeyRange:
     """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned."""
 
     def __init__(self, p: CtaProgram, high: Value, low: Value):
-        self._p = p
         self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
 
     def distance(self, key: Value) -> Value:
         """Returns high - key. The key is in the range if this is at most `extent`."""
         return (self.high - key).bits("u32")
-
-    def least(self) -> Value:
-        """Returns the least key of the range."""
-        return self.high - self.extent.bits("s32")
-
-    def cut(self, buckets: int) -> tuple[Callable[[Value], tuple[Value, Value]], Value]:
-        """Cuts the range into buckets of 2^shift keys. Returns (bucket_of, shift); `narrow` documents bucket_of."""
-        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket.
-        p, log2_buckets = self._p, buckets.bit_length() - 1
-        shift = p.max(p.highest_bit(self.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
-
-        def bucket_of(key):
-            distance = self.distance(key)
-            return distance >> shift, distance <= self.extent
-
-        return bucket_of, shift
-
-    def keep(self, bucket: Value, shift: Value) -> None:
-        """Narrows the range to one of its buckets, of 2^shift keys."""
-        p, above = self._p, bucket << shift  # number of keys above the bucket
-        p.update(self.high.bits("u32"), "sub", above)
-        p.set(self.extent, p.min(self.extent - above, (p.var(1, "u32") << shift) - 1))
 
 
 def narrow(
@@ -67,8 +44,18 @@ def narrow(
         leave(keys.extent.equals(0))
         if stop is not None:
             leave(stop())
-        bucket_of, shift = keys.cut(buckets)
-        keys.keep(one_round(bucket_of), shift)
+        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket,
+        # so a bucket has 2^shift keys.
+        log2_buckets = buckets.bit_length() - 1
+        shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+
+        def bucket_of(key):
+            distance = keys.distance(key)
+            return distance >> shift, distance <= keys.extent
+
+        above = one_round(bucket_of) << shift  # number of keys above the bucket
+        p.update(keys.high.bits("u32"), "sub", above)
+        p.set(keys.extent, p.min(keys.extent - above, (p.var(1, "u32") << shift) - 1))
 
 
 def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
