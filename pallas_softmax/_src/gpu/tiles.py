@@ -375,5 +375,5 @@ def _words(registers) -> list[ir.Value]:
     if ir.VectorType(registers[0].type) == ir.VectorType.get((1,), ir.IntegerType.get_signless(16)):
         held = [elements(register)[0] for register in registers]
         registers = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
-    is_word = elements(registers[0])[0].type.width == 32
-    return [word for register in registers for word in (elements(register) if is_word else words(register))]
+    is_float = isinstance(ir.VectorType(registers[0].type).element_type, ir.F32Type)
+    return [word for register in registers for word in (elements if is_float else words)(register)]
