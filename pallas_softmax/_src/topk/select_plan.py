@@ -16,7 +16,7 @@ from pallas_softmax._src.gpu.hardware import (
 )
 
 MAX_SELECTED = 4_096  # winners; a list for as many takes 96 KiB
-MIN_VOCAB = 2_048  # elements of a row: one block of the smallest CTA, 128 threads with 16 elements each
+MIN_VOCAB = 2_048  # elements of a row
 
 # Times on an H100, k = 2,048, in microseconds. A column is a number of CTAs of a row, and of warpgroups of a CTA:
 #
@@ -44,9 +44,7 @@ MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row: on
 # fewer than four CTAs would run at once.
 THREAD_ELEMENTS = 16  # elements of a thread in a block
 CHUNK = LANES * THREAD_ELEMENTS  # elements of a warp in a block
-LEAST_CAPACITY = (
-    2_048  # entries of a list, at least: 16 KB. In a shorter list, few winners are compacted more often
-)
+LEAST_CAPACITY = 2_048  # entries of a list, at least
 BUCKETS = 256  # of a round of `narrow`
 PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
