@@ -297,12 +297,12 @@ def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
     return tree(operator.add, list(terms))
 
 
-def tree(merge: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
-    """Merges of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
+def tree(join: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
+    """Joins of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
     if len(terms) == 1:
         return of(terms[0])
     half = len(terms) // 2
-    return merge(tree(merge, terms[:half], of), tree(merge, terms[half:], of))
+    return join(tree(join, terms[:half], of), tree(join, terms[half:], of))
 
 
 def _exp(x, scale):

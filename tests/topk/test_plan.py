@@ -228,7 +228,7 @@ def check_window(plan, rows, k, itemsize):
     assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
     # all steps before the last fill their copies; a step has whole groups
     assert plan.full in (len(copies), len(copies) - 1)
-    assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
+    assert all(end == (i + 1) * plan.step_blocks * plan.block_size for i, end in enumerate(ends[: plan.full]))
     assert 0 <= plan.rest <= plan.step_blocks + 1
     assert plan.step_blocks % plan.group_blocks == 0
     if plan.compact:

@@ -166,7 +166,9 @@ def search_memory(window, x, k, low):
     keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
     group_keys = np.full(window.groups, -(2**31))
     np.maximum.at(
-        group_keys, at // window.block // window.group_blocks * 128 + at % window.block // window.vec, keys
+        group_keys,
+        at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec,
+        keys,
     )
     sizes = {
         "x": max(full.nbytes, 16 * capacity + 8 * k + 2048),
@@ -255,6 +257,41 @@ def test_search(window, dtype, k, kind):
         ptx.run(code, memory, **operands)
         keys = oracle.order_key(x)
         best = np.lexsort((np.arange(len(keys)), -keys.astype("int64")))[:k]
+        at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
+        np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
+        np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best)
+
+
+def rows_of_bits(rng, v, dtype):
+    """Yields rows where the usual bound fails: any bits, few numbers, NaNs of arithmetic, the best side by side."""
+    normal, bits = rng.standard_normal(v).astype(dtype), f"u{dtype.itemsize}"
+    ones = np.iinfo(bits).max  # the lowest key; without the sign a NaN with the highest key
+    anything = rng.integers(0, ones, v, bits, endpoint=True)
+    for share in (0.02, 0.3):
+        some = rng.random(v) < share
+        yield np.where(some, ones >> 1, normal.view(bits))
+        yield np.where(some, anything, ones)
+    yield anything
+    yield rng.choice(anything[:3], v)
+    for width in (100, 250):  # in few groups
+        yield (normal + 10 * (np.arange(v) < width)).astype(dtype).view(bits)
+    yield (1 + rng.integers(0, 2**13, v) * 2.0**-23).astype(dtype).view(bits)
+    yield np.sort(normal).view(bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "dtype", "k"), SEARCHES, ids=str)
+def test_search_of_bits(window, dtype, k):
+    """Elements with any bits are ordered like the numbers that they stand for, with the sign first."""
+    dtype, low, padded = np.dtype(dtype), window.head // 2, -(-k // 128) * 128
+    code = window_kernel.search_program(window, dtype, k)
+    for bits in rows_of_bits(np.random.default_rng(k), window.vocab, dtype):
+        x = bits.astype(f"u{dtype.itemsize}").view(dtype)
+        memory, operands = search_memory(window, x, k, low)
+        ptx.run(code, memory, **operands)
+        signed = x.view(f"i{dtype.itemsize}").astype("int64")
+        keys = np.where(signed < 0, signed ^ np.iinfo(f"i{dtype.itemsize}").max, signed)
+        best = np.lexsort((np.arange(len(keys)), -keys))[:k]
         at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
         np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
         np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best)

@@ -316,10 +316,9 @@ def _indices(tile: Tile, row, column, held: int | None):
 
 
 class TileProgram(Program):
-    """A program that searches the rows of a tile. It reads and writes these operands, for each row of a thread:
+    """A program over the rows of a tile. The operand <x{row}_{i}> is element i of the thread in one of its rows.
 
-    <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
-    <winner{row}_{i}>     the result: element i of the thread's winners of the row
+    It may stand for two 16-bit elements, 2 i and 2 i + 1. `insert_in_tile` names the results.
     """
 
     def __init__(self, tile: Tile, vocab: int):
@@ -341,18 +340,32 @@ class TileProgram(Program):
         return self.operand(f"winner{row}_{i}", "s32")
 
 
-def insert_in_tile(code: TileProgram, out: Tile, held):
-    """Inserts PTX into the kernel; returns the winners as a tile `out`. `held` has 32-bit keys or 16-bit integers."""
+def insert_in_tile(code: TileProgram, held, kind: str, results: dict[str, Tile | None]) -> tuple:
+    """Inserts PTX into the kernel. `held` is the tile of its operands: 32-bit elements, or 16-bit integers.
 
-    @inline(arg_types=(layout(code.tile),), return_type=type_of(out, "int32"))
+    Returns a tile of "i32" or "f32" (`kind`) for each of the `results`: from <name{row}_{i}>, as the given tile; or
+    from <name{row}>, repeated over the rows of a tile like `held`.
+    """
+    dtype = {"i32": "int32", "f32": "float32"}[kind]
+    outs = [out or code.tile for out in results.values()]
+    names = [
+        [f"{name}{row}_{i}" if per_element else f"{name}{row}" for row, i in np.ndindex(code.rows, size)]
+        for (name, per_element), size in zip(results.items(), [out.steps * out.vec for out in outs])
+    ]
+
+    @inline(arg_types=(layout(code.tile),), return_type=tuple(type_of(out, dtype) for out in outs))
     def emit(_, held):
         operands = {"thread": thread()}
         for row, registers in enumerate(np.split(held.registers.flatten(), code.rows)):
             operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
-        names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.vec)]
-        winners = emit_ptx(code, operands, dict.fromkeys(names, "i32"))
-        registers = [pack(winners[i : i + out.vec]) for i in range(0, len(winners), out.vec)]
-        return array(layout(out).to_mgpu(), out.shape, registers)
+        kinds = dict.fromkeys(sum(names, []), kind)
+        written = dict(zip(kinds, emit_ptx(code, operands, kinds)))
+        tiles = []
+        for out, names_of_elements in zip(outs, names):
+            found = [written[name] for name in names_of_elements]
+            registers = [pack(found[i : i + out.vec]) for i in range(0, len(found), out.vec)]
+            tiles.append(array(layout(out).to_mgpu(), out.shape, registers))
+        return tuple(tiles)
 
     return emit(held)
 
@@ -362,4 +375,5 @@ def _words(registers) -> list[ir.Value]:
     if ir.VectorType(registers[0].type) == ir.VectorType.get((1,), ir.IntegerType.get_signless(16)):
         held = [elements(register)[0] for register in registers]
         registers = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
-    return [word for register in registers for word in words(register)]
+    is_float = isinstance(ir.VectorType(registers[0].type).element_type, ir.F32Type)
+    return [word for register in registers for word in (elements if is_float else words)(register)]

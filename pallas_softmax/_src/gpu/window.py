@@ -43,7 +43,7 @@ class Window:
     compact: bool = False
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Number of elements of a block: a vector for each thread."""
         return WARPGROUP * self.vec
 
@@ -66,12 +66,12 @@ class Window:
     @property
     def blocks(self) -> int:
         """Number of blocks that hold the head and the longest part."""
-        return -(-(self.head + self.cut.longest) // self.block)
+        return -(-(self.head + self.cut.longest) // self.block_size)
 
     @property
     def full(self) -> int:
         """Number of steps that lie whole in the head and the body."""
-        return (self.head + self.body) // (self.block * self.step_blocks)
+        return (self.head + self.body) // (self.block_size * self.step_blocks)
 
     @property
     def rest(self) -> int:
@@ -96,9 +96,9 @@ class Window:
     @property
     def size(self) -> int:
         """Number of positions."""
-        return self.blocks * self.block
+        return self.blocks * self.block_size
 
     def copies(self) -> list[tuple[int, int]]:
         """Returns the first position and the number of elements of each bulk copy: one per step, for the body only."""
-        step, end = self.block * self.step_blocks, self.head + self.body if self.body else 0
+        step, end = self.block_size * self.step_blocks, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]

@@ -34,7 +34,7 @@ _BYTE = 0xFF
 _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
-class Part(NamedTuple):
+class WindowPart(NamedTuple):
     """The part of a row that this CTA holds."""
 
     place: PartPlace  # the row, and the place of the part in it
@@ -46,17 +46,19 @@ class Part(NamedTuple):
     mask: Any  # None, or (reference to the mask, its row)
 
 
-def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:
+def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
     """Returns the part of this CTA, for rows in device memory with the shape `view`."""
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
     low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
     mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
-    return Part(place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part)
+    return WindowPart(
+        place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part
+    )
 
 
-def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
+def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
     """Starts the bulk copies of the part's body to shared memory. Step i arrives at barrier number i."""
     for i, (position, size) in enumerate(window.copies()):
         plgpu.copy_gmem_to_smem(
@@ -67,7 +69,7 @@ def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
         )
 
 
-def _fill_edges_in_jax(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
+def _fill_head_and_tail_in_jax(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
         if start == end:
             continue
@@ -82,8 +84,8 @@ def _fill_edges_in_jax(window: Window, part: Part, x_smem, *, infinite: bool = F
         x_smem[start:end] = x.astype(x_smem.dtype)
 
 
-@twin(_fill_edges_in_jax)
-def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False) -> None:
+@twin(_fill_head_and_tail_in_jax)
+def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
     """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
     the tail:
 
@@ -123,14 +125,14 @@ def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False) ->
     insert_ptx(p, refs, numbers)
 
 
-def mask_of_step(window: Window, part: Part, i) -> tuple:
+def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
     """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
     if part.mask is None:
         return ()
     mask_gmem, mask_row = part.mask
 
     def load(b):
-        position = (i * window.step_blocks + b) * window.block
+        position = (i * window.step_blocks + b) * window.block_size
         return blocks.load_mask(
             mask_gmem,
             mask_row,
@@ -144,7 +146,7 @@ def mask_of_step(window: Window, part: Part, i) -> tuple:
 
 
 def _mask_step_in_jax(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
-    start, size = step * window.step_blocks * window.block, len(keep) * window.block
+    start, size = step * window.step_blocks * window.block_size, len(keep) * window.block_size
     position = start + jnp.arange(size)
     body = (position >= window.head) & (position < window.head + window.body)
     x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
@@ -156,7 +158,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> 
     """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
 
     x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
-    store x, if the vector is in the body     (`fill_edges` masks the head and the tail)
+    store x, if the vector is in the body     (`fill_head_and_tail` masks the head and the tail)
 
     `keep` has one block of int8 for each block of the step.
     """
@@ -187,14 +189,14 @@ def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool
     """
     p = Program()
     thread, step, x = p.operands("u32", "thread", "step", "x")
-    block_bytes = window.block * element.itemsize
+    block_bytes = window.block_size * element.itemsize
     address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
-    first = p.multiply_add(step, window.step_blocks * window.block, thread * window.vec)
+    first = p.multiply_add(step, window.step_blocks * window.block_size, thread * window.vec)
     for b in range(blocks):
-        position = first + b * window.block
+        position = first + b * window.block_size
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
-        # Outside the body, another warpgroup may be writing in `fill_edges`: `sample` has several warpgroups.
+        # Outside the body, another warpgroup may be writing in `fill_head_and_tail`: `sample` has several warpgroups.
         words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
         p.load_into(words, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):

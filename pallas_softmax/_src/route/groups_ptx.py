@@ -11,7 +11,6 @@ neighbouring lanes, or of one lane, or a lane has several groups (see `route/pla
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
-from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.networks import LOWEST
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -20,20 +19,8 @@ from pallas_softmax._src.gpu.tiles import TileProgram
 
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
     """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
-    layout, program = tiles.layout(tile), groups_program(tile, groups, top_groups, group_best)
-
-    @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "int32"))
-    def keep(_, key):
-        held = [x for register in key.registers.flat for x in elements(register)]
-        elements_of_row = tile.steps * tile.vec
-        operands = {f"x{i // elements_of_row}_{i % elements_of_row}": x for i, x in enumerate(held)}
-        kept = emit_ptx(
-            program, {"thread": thread(), **operands}, {f"kept{name[1:]}": "i32" for name in operands}
-        )
-        registers = [pack(kept[i : i + tile.vec]) for i in range(0, len(kept), tile.vec)]
-        return array(layout.to_mgpu(), tile.shape, registers)
-
-    return keep(key)
+    program = groups_program(tile, groups, top_groups, group_best)
+    return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
 
 
 def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:

@@ -10,9 +10,10 @@ That is accurate if d is neither large nor small. Otherwise the warp computes th
 the largest logit subtracted.
 """
 
+import numpy as np
+
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
@@ -31,45 +32,17 @@ def exponentials(tile: Tile, score: Score, x):
 
     For "softmax", e is exp(x - m). For "sigmoid", e is exp(x), or large if that is large.
     """
-    layout, program, count = tiles.layout(tile), exponentials_program(tile, score), tile.steps * tile.vec
-    rows = program.rows
-
-    @inline(arg_types=(layout,), return_type=(tiles.type_of(tile, "float32"),) * 3)
-    def emit(_, x):
-        held = [word for register in x.registers.flat for word in elements(register)]
-        suffixes = [f"{row}_{i}" for row in range(rows) for i in range(count)]
-        operands = {f"x{suffix}": word for suffix, word in zip(suffixes, held, strict=True)}
-        names = [f"e{suffix}" for suffix in suffixes] + [
-            f"{name}{row}" for name in "md" for row in range(rows)
-        ]
-        found = emit_ptx(program, {"thread": thread(), **operands}, dict.fromkeys(names, "f32"))
-        ends = len(held), len(held) + rows
-        m, d = ([number for number in found[end : end + rows] for _ in range(count)] for end in ends)
-
-        def as_tile(numbers):
-            registers = [pack(numbers[i : i + tile.vec]) for i in range(0, len(held), tile.vec)]
-            return array(layout.to_mgpu(), tile.shape, registers)
-
-        return tuple(map(as_tile, (found, m, d)))
-
-    return emit(x)
+    return tiles.insert_in_tile(
+        exponentials_program(tile, score), x, "f32", {"e": tile, "m": None, "d": None}
+    )
 
 
 def reciprocals(tile: Tile, x):
     """Returns 1 / x of a float32 tile, accurate to one unit in the last place; 0 if that is subnormal."""
-    p = Program()
-    p.set(p.operand("out", "f32"), p.op("rcp.approx.ftz", "f32", p.operand("x", "f32")))
-    layout = tiles.layout(tile)
-
-    @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "float32"))
-    def emit(_, x):
-        registers = [
-            pack([emit_ptx(p, {"x": word}, {"out": "f32"})[0] for word in elements(register)])
-            for register in x.registers.flat
-        ]
-        return array(layout.to_mgpu(), tile.shape, registers)
-
-    return emit(x)
+    p = TileProgram(tile, tile.shape[1])
+    for row, i in np.ndindex(p.rows, tile.steps * tile.vec):
+        p.set(p.operand(f"y{row}_{i}", "f32"), p.op("rcp.approx.ftz", "f32", p.operand(f"x{row}_{i}", "f32")))
+    return tiles.insert_in_tile(p, x, "f32", {"y": tile})[0]
 
 
 def exponentials_program(tile: Tile, score: Score) -> TileProgram:

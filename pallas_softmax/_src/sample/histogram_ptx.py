@@ -82,12 +82,15 @@ def _section_that_reaches(p: RowProgram, goal: Value, at: Value) -> tuple[Value,
 _SPAN = 2.5
 # Six standard deviations of the log of a mass, if elements lie anywhere in a bucket of one octave: 6 ln(2) / sqrt(12).
 _SIX_DEVIATIONS = 1.2
-_LEAST_ERROR = 1e-4  # for rows with few distinct values, which may lie anywhere in their buckets
+# For rows with few distinct values, which may lie anywhere in their buckets. An estimate. If it is too small, more
+# zones miss the goal, and rows are searched digit by digit. If it is too large, zones have more keys than needed.
+_LEAST_ERROR = 1e-4
 _SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
 _SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
-# Bounds on the rounding errors of the end of a bucket: relative to the end itself (a subtraction), relative to its
-# distance from the largest element (a product and a quotient), and a few of the least subnormal numbers.
+# Bounds on rounding errors at the end of a bucket. One operation errs by 2^-24 of its result: twice as much for the end
+# itself (a subtraction), 16 times for its distance from the largest element (a product and a quotient). 7 times the
+# least subnormal number is for products that lose bits there.
 _END_ERROR, _DISTANCE_ERROR, _SUBNORMAL_ERROR = 2.0**-23, 2.0**-20, 1e-44
 
 

@@ -153,7 +153,7 @@ def octaves_per_unit(temperature):
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 
-def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, barrier, stride) -> None:
+def _run_twin(part: window_arrival.WindowPart, x_smem, params: Params, words, out, barrier, stride) -> None:
     """Synchronizes all warpgroups; then one of them computes the results in plain JAX, and writes them.
 
     The row is one part, but it may start before or after the part's first position, by `part.origin`.
@@ -176,14 +176,14 @@ def _run_twin(part: window_arrival.Part, x_smem, params: Params, words, out, bar
             gmem[part.place.row] = (index if i == index_at else result)[0, 0]
 
 
-def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier) -> None:
+def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:
     """Starts the copies of the part to shared memory. Then each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
     def start():
         window_arrival.start_copies(window, part, x_smem, arrived)
-        window_arrival.fill_edges(window, part, x_smem, infinite=True)
+        window_arrival.fill_head_and_tail(window, part, x_smem, infinite=True)
 
     @pl.when(warpgroup < len(window.copies()))
     def wait():
@@ -194,7 +194,7 @@ def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, b
         window_arrival.mask_step(window, x_smem, warpgroup, [*keep], infinite=True)
 
     if part.mask is not None:
-        if interpret():  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote
+        if interpret():  # `mask_step` rewrites whole steps there, including what `fill_head_and_tail` wrote
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
         if window.full:

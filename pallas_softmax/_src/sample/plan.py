@@ -39,7 +39,9 @@ VECTOR = ACCESS_BYTES // 4  # words that a thread loads at once
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
 ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
-CTA_KEYS = 512  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
+# Keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone. Zones of top_p up to
+# 0.9 fit. In a sorted row, a larger zone is searched digit by digit.
+CTA_KEYS = 512
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured

@@ -83,23 +83,6 @@ LOGSUMEXP = RowOperation(
     saved=(("x", "m", "d"), "where"),
     on_mesh=mesh.logsumexp_on_mesh,
 )
-SOFTMAX = RowOperation(
-    name="softmax",
-    arguments=(ROW, MASK),
-    results=ROW,
-    plain=xla.softmax,
-    kernels=_kernels("softmax"),
-    gradient=SOFTMAX_GRAD,
-    tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
-    result_names=("y",),
-    variables=("x",),
-    differentiable=("y",),
-    saved=(("y",), "where"),
-    gradient_needs_kernel=True,
-    on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
-    shard_step=LOGSUMEXP,
-    better_by_xla=fused_by_xla,
-)
 LOG_SOFTMAX = RowOperation(
     name="log_softmax",
     arguments=(ROW, MASK),
@@ -115,4 +98,14 @@ LOG_SOFTMAX = RowOperation(
     gradient_needs_kernel=True,
     on_mesh=functools.partial(mesh.log_softmax_on_mesh, step=LOGSUMEXP),
     shard_step=LOGSUMEXP,
+)
+SOFTMAX = dataclasses.replace(
+    LOG_SOFTMAX,
+    name="softmax",
+    plain=xla.softmax,
+    kernels=_kernels("softmax"),
+    gradient=SOFTMAX_GRAD,
+    tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
+    on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
+    better_by_xla=fused_by_xla,
 )

@@ -43,7 +43,7 @@ HITS_BYTE, SCRATCH_BYTE = 4, 16
 class WindowProgram(CtaProgram):
     """A program for the part of a row in a `Window`, with k winners.
 
-    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `Part`.
+    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `WindowPart`.
     """
 
     def __init__(self, window: Window, dtype, k: int):
@@ -55,7 +55,7 @@ class WindowProgram(CtaProgram):
         self.x, self.group_keys = self.operands("u32", "x", "group_keys")
         self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
         self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
-        self.block_bytes = window.block * self.element.itemsize
+        self.block_bytes = window.block_size * self.element.itemsize
 
     def address(self, position: Value) -> Value:
         """Returns the address of a position."""
@@ -64,7 +64,7 @@ class WindowProgram(CtaProgram):
     def first_position(self, group: Value) -> Value:
         """Returns the first position of a group."""
         window = self.window
-        first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block_size)
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
 
     def hit(self, at: Value) -> Value:
@@ -294,7 +294,7 @@ def _group_words(p: WindowProgram, first: Value) -> list[Value]:
     if window.blocks % window.group_blocks == 0:
         return [word for offset in offsets for word in element.vector(p, address, offset)]
     # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
-    last = p.address((first & (window.block - 1)) + (window.blocks - 1) * window.block)
+    last = p.address((first & (window.block_size - 1)) + (window.blocks - 1) * window.block_size)
     return [word for offset in offsets for word in element.vector(p, p.min(address + offset, last))]
 
 
@@ -306,8 +306,8 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     window = p.window
     p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
     rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
-    blocks = rest >> log2(window.block)
-    in_vector = p.min(rest & (window.block - 1), window.vec)
+    blocks = rest >> log2(window.block_size)
+    in_vector = p.min(rest & (window.block_size - 1), window.vec)
     return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
 
 
@@ -328,7 +328,7 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
         for choose, bit, group in zip(chosen, bits, groups):
             in_group = bit & (window.group_size - 1)
             block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
-            positions.append(p.first_position(group) + p.multiply_add(block, window.block, in_vector))
+            positions.append(p.first_position(group) + p.multiply_add(block, window.block_size, in_vector))
             if not window.compact:  # loads the element again, because registers cannot be indexed
                 elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
         for i, (choose, position) in enumerate(zip(chosen, positions)):
@@ -386,7 +386,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
                 _store_entry(p, before, tie, position + j)
             p.increase(before, 1, when=is_tied)
         p.increase(address, p.block_bytes)
-        p.increase(position, window.block)
+        p.increase(position, window.block_size)
         p.increase(block, 1)
         p.update(parity, "xor", 1)
     p.barrier()

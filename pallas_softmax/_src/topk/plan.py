@@ -247,7 +247,8 @@ FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # then, most elements of a row in a lane, 
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if most of a row are winners, and it lies over all 32 lanes
 
 FEW_CTAS = 66  # so many CTAs may become twice as many: each still has a multiprocessor of an H100 to itself
-# A row over 32 lanes takes one merge more than a row over 16. In few 16-bit rows, this pays off only for many winners.
+# A row over 32 lanes takes one merge more than a row over 16. In few 16-bit rows, this pays off only for many winners:
+# more than 32 fill several registers of a lane. Between 10 and 64 winners, the limit was not timed.
 MANY_WINNERS_OF_FEW_ROWS = 33
 
 

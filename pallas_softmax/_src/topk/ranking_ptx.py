@@ -50,7 +50,7 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
-LOADED_AT_ONCE = 8  # loads that a thread has in flight, an estimate
+LOADED_AT_ONCE = 8  # loads that a thread has in flight, not timed: fewer wait longer, more take registers
 LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
 
@@ -232,6 +232,7 @@ def _exchange(
 
 # --- Ranking by buckets
 
+# Neither was timed alone. Wrong values cost time, never a winner.
 _BATCH = 4  # candidates that a thread handles together
 _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
@@ -243,7 +244,9 @@ _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 _HALF, _LOWER = 16, 0xFFFF
 
 _ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
-_ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
+# Lowers a factor by more than three rounding errors of float32, 2^-23 each. Otherwise the last distance might get a
+# bucket beyond the last one.
+_ROUNDED_DOWN = 1 - 2.0**-20
 
 
 def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callable[[Value], None]) -> None:

@@ -145,7 +145,8 @@ def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None
 
     `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
     """
-    return tiles.insert_in_tile(take_program(tile, vocab, k, lanes), merged_tile(tile, k), key)
+    program = take_program(tile, vocab, k, lanes)
+    return tiles.insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
@@ -167,7 +168,8 @@ def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
 @twin(_best_words_in_jax)
 def _best_words(tile: Tile, vocab: int, k: int, bits):
     """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
-    return tiles.insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits)
+    program = take_words_program(tile, vocab, k)
+    return tiles.insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 # --- The backward

@@ -61,7 +61,7 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
 from pallas_softmax._src.topk import merge_kernel, ranking_ptx
 from pallas_softmax._src.topk.candidates_ptx import (
@@ -170,14 +170,14 @@ def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMe
 
 
 def _load_and_reduce(
-    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale
+    window: Window, part: WindowPart, memory: SearchMemory, arrived, scale
 ) -> Normalizer | None:
     """Copies the part to shared memory, and reduces each step once it has arrived: writes the group_keys.
 
     Returns the normalizer of the part; None without a scale.
     """
     window_arrival.start_copies(window, part, memory.x, arrived)
-    window_arrival.fill_edges(window, part, memory.x)
+    window_arrival.fill_head_and_tail(window, part, memory.x)
     _clear_list(memory)
 
     def take_step(i, carry, count, copied):
@@ -220,7 +220,7 @@ def _add_step_in_jax(
     """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
     if lane is None:
         return None
-    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = memory.x[pl.ds(step * window.step_blocks * window.block_size, count * window.block_size)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
         x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
@@ -255,7 +255,7 @@ def _add_step(
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
-    block_bytes = window.block * element.itemsize
+    block_bytes = window.block_size * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
     x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
     keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
@@ -299,7 +299,7 @@ def _add_step(
     return Normalizer(*new)
 
 
-def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: int):
+def _find_winners_in_jax(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
     inside = (position >= part.low) & (position < part.high)
     ranking_ptx.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
@@ -307,7 +307,7 @@ def _find_winners_in_jax(window: Window, memory: SearchMemory, part: Part, k: in
 
 
 @twin(_find_winners_in_jax)
-def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int):
+def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
@@ -354,7 +354,7 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
-    bound, reach, exceed = _bisect(p, failed, highest)
+    bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
@@ -364,39 +364,31 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
     p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
 
 
-def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
-    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`."""
-    k, dtype = p.k, p.element.dtype
-    lowest = sort_keys.lowest_key(dtype)
-    # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
-    # than k unmasked elements, or NaNs.
-    likely_keys = (
-        failed,
-        lowest + 1,
-        sort_keys.key_of_number(np.nan, dtype),
-        sort_keys.key_of_number(-np.nan, dtype),
-    )
-    low, high = p.var(lowest, "s32"), p.var(highest)
-    reach, exceed = (p.var(p.high - p.low) for _ in range(2))
-    turn = p.var(0, "u32")
+def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
+    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
+
+    Most failures are ties at the bound that failed, so it is tried first. If fewer than k elements reach it, there are
+    NaNs, or masked elements, which have the lowest key. If at least k exceed it, bisection finds a higher bound.
+    """
+    nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
+    bound, high, turn = p.var(failed), p.var(highest), p.var(0, "u32")
     with p.loop() as leave:
-        too_many = (reach > p.capacity) & (exceed >= k)
-        leave(~(too_many & low.differs(high)))
-        gap = (high - low).bits("u32")  # it may exceed 2^31
-        middle = p.var(low + ((gap >> 1) + (gap & 1)).bits("s32"))
-        for i, likely in enumerate(likely_keys):
-            likely = likely if isinstance(likely, Value) else p.var(likely, "s32")
-            inside = (likely > low) & (likely <= high)
-            p.set(middle, likely, when=inside & turn.equals(i))
+        reach, exceed = _count(p, bound, turn)
+        p.increase(turn, 1)
+        leave(reach >= p.k)
+        p.set(high, bound - 1)
+        p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
+    with p.loop() as leave:
+        leave((reach <= p.capacity) | (exceed < p.k))
+        gap = (high - bound).bits("u32")  # it may exceed 2^31
+        middle = bound + ((gap >> 1) + (gap & 1)).bits("s32")
         reach_middle, exceed_middle = _count(p, middle, turn)
-        enough = p.var(reach_middle >= k)
-        for register, found in ((low, middle), (reach, reach_middle), (exceed, exceed_middle)):
+        enough = reach_middle >= p.k
+        for register, found in ((bound, middle), (reach, reach_middle), (exceed, exceed_middle)):
             p.set(register, found, when=enough)
         p.set(high, middle - 1, when=~enough)
         p.increase(turn, 1)
-    with p.when(low.equals(lowest)):  # not counted yet
-        p.set(exceed, _count(p, low, turn)[1])
-    return low, reach, exceed
+    return bound, reach, exceed
 
 
 def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:

@@ -47,14 +47,14 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """
     comparisons: list[tuple[int, int]] = []
 
-    def merge(a: list[int], b: list[int]) -> list[int]:
+    def merge_sorted(a: list[int], b: list[int]) -> list[int]:
         """Merges two lists of positions that hold sorted elements."""
         if not (a and b):
             return a + b
         if len(a) == len(b) == 1:
             comparisons.append((a[0], b[0]))
             return a + b
-        even, odd = merge(a[::2], b[::2]), merge(a[1::2], b[1::2])
+        even, odd = merge_sorted(a[::2], b[::2]), merge_sorted(a[1::2], b[1::2])
         out = even[:1]
         for i, j in zip(odd, even[1:]):
             comparisons.append((i, j))
@@ -67,6 +67,6 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
         half = (len(positions) + 1) // 2
         if half == len(positions):
             return positions
-        return merge(best_of(positions[:half]), best_of(positions[half:]))[:count]
+        return merge_sorted(best_of(positions[:half]), best_of(positions[half:]))[:count]
 
     return comparisons, best_of(list(range(n)))
