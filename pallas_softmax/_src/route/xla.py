@@ -1,9 +1,10 @@
 """The router and its derivatives in plain JAX: the reference for the kernels.
 
-    logits   (..., E), floats; a row is the last axis
+    logits   (..., E), floats, or integers that float32 may be unable to hold; a row is the last axis
     bias     None, or floats of the rank of the logits that broadcast to them
 
-Arithmetic is in float32, or in the dtype of the logits if that is wider.
+Arithmetic is in float32, or in the dtype of the logits if that is wider. The softmax of integers is computed from their
+exact distances from the largest one.
 """
 
 import jax.numpy as jnp
@@ -22,18 +23,23 @@ OVER_ROW = RowReductions(
 
 def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     """Returns the weights and the int32 indices of k experts, (..., k) each, and the logsumexp, (..., 1)."""
-    x = widen(logits)
+    x = widen(normalizers.to_float(logits, (-1,)))
+    is_integer = jnp.issubdtype(logits.dtype, jnp.integer)
+    values = logits.astype(x.dtype) if is_integer else x
     normalizer = normalizers.reduce(x)
     if bias is None:
         indices = best_order(logits, None, k)
     else:
         m, d = normalizer
-        score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, x)
+        score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, values)
         biased = _with_one_nan(score + bias)
         takes_part = None if groups == 1 else _in_best_groups(biased, groups, top_groups, group_best)
         indices = best_order(biased, takes_part, k)
-    won = at(x, indices)
-    return gate.weights(won, normalizer, OVER_ROW), indices, normalizers.log_of(normalizer)
+    won = at(x if gate.score == "softmax" else values, indices)
+    logsumexp = normalizers.log_of(normalizer)
+    if is_integer:  # x are distances
+        logsumexp = OVER_ROW.largest(values) + logsumexp
+    return gate.weights(won, normalizer, OVER_ROW), indices, logsumexp
 
 
 def _in_best_groups(x, groups: int, top_groups: int, group_best: int):
@@ -79,7 +85,7 @@ def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
 
 def _softmax(logits):
     """Returns the logits in the dtype of the arithmetic, their softmax p, and the normalizer (m, d)."""
-    x = widen(logits)
+    x = widen(normalizers.to_float(logits, (-1,)))
     m = lax.stop_gradient(normalizers.reduce(x).m)  # p does not depend on m
     e = jnp.exp(x - m)
     d = jnp.sum(e, -1, keepdims=True)
