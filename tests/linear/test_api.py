@@ -127,17 +127,24 @@ def test_shapes(n, vocab):
 
 
 @pytest.mark.slow
-def test_x64(x64):
-    x, w, labels, bias = arrays(20, 8, 300, "float64", bias=True)
-    bias = bias.astype("float64")
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [("float64", "float64"), ("float64", "float32"), ("float32", "float64")]
+)
+def test_x64(dtype, bias_dtype, x64):
+    x, w, labels, bias = arrays(20, 8, 300, dtype, bias=True)
+    bias = bias.astype(bias_dtype)
     losses, _, *want = losses_and_gradients(x, w, labels, np.full(20, 1 / 20), bias=bias)
-    total, grads = value_and_grads(
-        lambda x, w, b: ps.linear_cross_entropy(x, w, labels.astype("int64"), bias=b), x, w, bias
-    )
-    assert total.dtype == jnp.float64
-    np.testing.assert_allclose(total, losses.mean(), rtol=1e-14)
-    for got, expected in zip(grads, want):
-        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-16)
+    with jax.numpy_dtype_promotion("strict"):
+        total, grads = value_and_grads(
+            lambda x, w, b: ps.linear_cross_entropy(x, w, labels.astype("int64"), bias=b), x, w, bias
+        )
+    assert total.dtype == dtype
+    exact = dtype == "float64"
+    np.testing.assert_allclose(total, losses.mean(), rtol=1e-14 if exact else 1e-6)
+    for got, expected, held in zip(grads, want, (x, w, bias)):
+        assert got.dtype == held.dtype
+        rtol, atol = (1e-11, 1e-16) if exact and got.dtype == dtype else (1e-5, 1e-7)
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
 
 
 # --- Labels and masks ---------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the r
 _FEWEST_ROWS = 8
 
 # With rows left out, this many 64ths of the rows may be computed. A program contains the code for each size, and the
-# GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows more
-# or less than half. For fewer rows, the sizes would save little time.
+# GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
+# more or less than half. For fewer rows, the sizes would save little time.
 _PARTS = (17, 33, 49)
 _WHOLE = 64
 _FEWEST_ROWS_TO_LEAVE_OUT = 1024

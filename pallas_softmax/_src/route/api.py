@@ -91,8 +91,8 @@ def route(
       exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
       are ordered by the lowest index first. A NaN counts as the largest number.
       With "softmax", a row with NaN or +inf has NaN weights. With any score, it has NaN gradients. Integer logits
-      give float32 results (float64 for 64 bits). `weights` and `logsumexp` are differentiable in `logits`, in both modes
-      and to any order. The choice and the bias have no derivative.
+      give float32 results (float64 for 64 bits). `weights` and `logsumexp` are differentiable in `logits`, in both
+      modes and to any order. The choice and the bias have no derivative.
 
     Raises:
       TypeError: `logits` or `bias` is not a real array; `k`, `groups`, `top_groups` or `group_best` is not a
