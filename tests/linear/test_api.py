@@ -181,7 +181,8 @@ def test_many_left_out_tokens(dtype, share, reduction):
 
 
 def test_products_of_kept_tokens():
-    """A program has four sizes of its products: 5, 9, 13 and 16 sixteenths of the tokens. A call runs one of them."""
+    """A program has four sizes of its products: 17, 33, 49 and 64 of 64 parts of the tokens, in
+    multiples of 128. A call runs one of them."""
     x, w, labels, _ = arrays(2048, 8, 100, "float32")
 
     def rows(where):

@@ -9,9 +9,10 @@ exact distances from the largest one.
 
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
-from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at
+from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.masks import at, masked
 from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.route.formulas import Gate, RowReductions, score_alone
 from pallas_softmax._src.topk.xla import best_order, put
@@ -34,7 +35,7 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
         score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, values)
         biased = _with_one_nan(score + bias)
         takes_part = None if groups == 1 else _in_best_groups(biased, groups, top_groups, group_best)
-        indices = best_order(biased, takes_part, k)
+        _, indices = _best(biased, takes_part, k)
     won = at(x if gate.score == "softmax" else values, indices)
     logsumexp = normalizers.log_of(normalizer)
     if is_integer:  # x are distances
@@ -45,11 +46,29 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
 def _in_best_groups(x, groups: int, top_groups: int, group_best: int):
     """Returns which entries are in the `top_groups` groups with the largest sums of their `group_best` best entries."""
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    best = at(grouped, best_order(grouped, None, group_best))
-    chosen = best_order(_with_one_nan(jnp.sum(best, -1)), None, top_groups)
+    best, _ = _best(grouped, None, group_best)
+    _, chosen = _best(_with_one_nan(jnp.sum(best, -1)), None, top_groups)
     group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
     takes_part = jnp.any(chosen[..., None] == group, -2)
     return jnp.broadcast_to(takes_part[..., None], grouped.shape).reshape(x.shape)
+
+
+def _best(x, where, k):
+    """Returns the k best entries of x along the last axis, and their indices; masked positions come last.
+
+    x has no -NaN. A CPU selects floats, and would sort integers. On a GPU, `best_order` also looks for a -NaN.
+    """
+
+    def by_value():
+        indices = best_order(x, where, k)
+        return at(x, indices), indices
+
+    def by_key():
+        keys = masked(sort_keys.key(x), where, sort_keys.lowest_key(x.dtype))
+        best, indices = top_k(keys, k)
+        return sort_keys.from_key(best, x.dtype), indices
+
+    return lax.platform_dependent(cpu=by_value, default=by_key)
 
 
 def _with_one_nan(x):
