@@ -208,7 +208,7 @@ def mass_goal(top_p, total):
 def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
-    mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+    mass = _masses(logits, where, totals, row)
     indices = row.indices(key.ndim)
     least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     last: Any = least_key, NOWHERE  # keeps everything
@@ -223,32 +223,52 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
         goal = mass_goal(top_p, row.sum(kept(mass)))
         last = _first_of(last, _last_entry(key, kept(mass), goal, row))
     if min_p is not None:
-        last = _first_of(last, (_least_key(key, logits, where, mass >= min_p, row), NOWHERE))
+        last = _first_of(last, (_least_key(logits, where, min_p, totals, row), NOWHERE))
     kept_total = row.sum(kept(mass))
-
-    def with_first_entries(*last):  # in greedy rows
-        best = row.max(key)
-        first = row.min(
-            jnp.where((key == best) & (mass == 1), indices, NOWHERE)
-        )  # masked elements have mass 0
-        return tuple(jnp.where(totals.greedy, *both) for both in zip((best, first), last))
-
-    # of the type of the first entries
-    last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), b) for a, b in zip((key, indices), last))
-    last = _on_cpu_if(jnp.any(totals.greedy), with_first_entries, lambda *last: last, row, *last)
+    last = _first_entries_if_greedy(last, logits, where, totals, row)
     key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
     return cutoff_of(key, index, kept_total, totals, temperature)
 
 
-def _least_key(key, logits, where, kept, row: Row):
-    """Returns the least key of the kept entries. A CPU finds the least of floats three times as fast."""
+def _masses(logits, where, totals: Totals, row: Row):
+    """Returns the mass of each entry; masked ones have 0."""
+    return jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+
+
+def _first_entries_if_greedy(last, logits, where, totals: Totals, row: Row):
+    """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
+
+    def first(*last):
+        key, indices, mass = (
+            keys(logits, where),
+            row.indices(logits.ndim),
+            _masses(logits, where, totals, row),
+        )
+        best = row.max(key)
+        index = row.min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))
+        return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
+
+    # of the type of the first entries
+    last = (
+        jnp.where(totals.greedy, jnp.zeros((), a.dtype), a)
+        for a in (last[0], jnp.asarray(last[1], jnp.int32))
+    )
+    return _on_cpu_if(jnp.any(totals.greedy), first, lambda *last: last, row, *last)
+
+
+def _least_key(logits, where, min_p, totals: Totals, row: Row):
+    """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
+
+    def kept():
+        return _masses(logits, where, totals, row) >= min_p
 
     def by_key():
-        return row.min(jnp.where(kept, key, jnp.iinfo(key.dtype).max))
+        key = keys(logits, where)
+        return row.min(jnp.where(kept(), key, jnp.iinfo(key.dtype).max))
 
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return by_key()
-    least = row.min(jnp.where(kept, elements(logits, where, row), jnp.inf))
+    least = row.min(jnp.where(kept(), elements(logits, where, row), jnp.inf))
     # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
     some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
     return _on_cpu_if(some_zero, by_key, lambda: sort_keys.key(least.astype(logits.dtype)), row)
@@ -257,7 +277,8 @@ def _least_key(key, logits, where, kept, row: Row):
 def _on_cpu_if(condition, function, other, row: Row, *operands):
     """Returns function(*operands); on a CPU, other(*operands) unless the condition holds.
 
-    Elsewhere a condition costs more than what it saves, and in rows on a mesh devices would wait for each other.
+    `function` computes its arrays of whole rows itself, so that they take no time unless it runs. Elsewhere a condition
+    costs more than what it saves, and in rows on a mesh devices would wait for each other.
     """
     if row.mesh_axes:
         return function(*operands)
