@@ -96,7 +96,7 @@ def test_integers(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
 def test_integers_that_float32_cannot_hold(name):
-    """They are ordered as integers, and their softmax is that of their distances."""
+    """They are ordered as integers, and their distances have the same softmax."""
     gate, k = GATES[name], 4
     offsets = np.random.default_rng(0).permutation(16)
     x = np.int32(2**31 - 16) + offsets.astype("int32")
