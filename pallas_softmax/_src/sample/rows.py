@@ -239,20 +239,16 @@ def _first_entries_if_greedy(last, logits, where, totals: Totals, row: Row):
     """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
 
     def first(*last):
-        key, indices, mass = (
-            keys(logits, where),
-            row.indices(logits.ndim),
-            _masses(logits, where, totals, row),
-        )
+        key, indices = keys(logits, where), row.indices(logits.ndim)
         best = row.max(key)
-        index = row.min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))
+        is_best = (key == best) & (_masses(logits, where, totals, row) == 1)
+        index = row.min(jnp.where(is_best, indices, NOWHERE))
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
     # of the type of the first entries
-    last = (
-        jnp.where(totals.greedy, jnp.zeros((), a.dtype), a)
-        for a in (last[0], jnp.asarray(last[1], jnp.int32))
-    )
+    last = (last[0], jnp.asarray(last[1], jnp.int32))
+    last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), a) for a in last)
+    last = vary_together(*last, logits, where, but=row.mesh_axes)[:2]
     return _on_cpu_if(jnp.any(totals.greedy), first, lambda *last: last, row, *last)
 
 
