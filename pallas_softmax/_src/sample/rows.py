@@ -15,6 +15,7 @@ benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -248,8 +249,8 @@ def _first_entries_if_greedy(last, logits, where, totals: Totals, row: Row):
     # of the type of the first entries
     last = (last[0], jnp.asarray(last[1], jnp.int32))
     last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), a) for a in last)
-    last = vary_together(*last, logits, where, but=row.mesh_axes)[:2]
-    return _on_cpu_if(jnp.any(totals.greedy), first, lambda *last: last, row, *last)
+    some_greedy, like = jnp.any(totals.greedy), (logits, where)
+    return _on_cpu_if(some_greedy, first, lambda *last: last, row, like, *last)
 
 
 def _least_key(logits, where, min_p, totals: Totals, row: Row):
@@ -267,11 +268,12 @@ def _least_key(logits, where, min_p, totals: Totals, row: Row):
     least = row.min(jnp.where(kept(), elements(logits, where, row), jnp.inf))
     # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
     some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
-    return _on_cpu_if(some_zero, by_key, lambda: sort_keys.key(least.astype(logits.dtype)), row)
+    by_value = functools.partial(sort_keys.key, least.astype(logits.dtype))
+    return _on_cpu_if(some_zero, by_key, by_value, row, (logits, where))
 
 
-def _on_cpu_if(condition, function, other, row: Row, *operands):
-    """Returns function(*operands); on a CPU, other(*operands) unless the condition holds.
+def _on_cpu_if(condition, function, other, row: Row, like, *operands):
+    """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
 
     `function` computes its arrays of whole rows itself, so that they take no time unless it runs. Elsewhere a condition
     costs more than what it saves, and in rows on a mesh devices would wait for each other.
@@ -279,10 +281,15 @@ def _on_cpu_if(condition, function, other, row: Row, *operands):
     if row.mesh_axes:
         return function(*operands)
 
-    def if_needed(*operands):
-        return lax.cond(condition, function, other, *operands)
+    def always(*operands):
+        return vary_together(function(*operands), like)[0]
 
-    return lax.platform_dependent(*operands, cpu=if_needed, default=function)
+    def if_needed(*operands):
+        return lax.cond(
+            condition, always, lambda *operands: vary_together(other(*operands), like)[0], *operands
+        )
+
+    return lax.platform_dependent(*operands, cpu=if_needed, default=always)
 
 
 def _first_of(a, b):
