@@ -23,6 +23,8 @@ def key(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.float8_e8m0fnu:  # it has no sign
         x = lax.bitcast_convert_type(x, jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.floating):
+        if jnp.finfo(x.dtype).bits < 8:  # no integers have this width
+            x = x.astype(jnp.float16)
         return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)))
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         signed = _int_dtype(x.dtype)

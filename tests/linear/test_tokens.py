@@ -93,7 +93,7 @@ def test_many_left_out_tokens(dtype, share):
 
 @pytest.mark.slow
 def test_products_of_kept_tokens():
-    """Half of the tokens left out: 9 sixteenths are computed, forward and backward."""
+    """Half of the tokens left out: 33 of 64 parts are computed, in multiples of 128, forward and backward."""
     x, w, labels, _ = arrays(2048, 8, 100, "float32")
 
     def rows(f, where):

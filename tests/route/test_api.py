@@ -95,6 +95,27 @@ def test_integers(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
+def test_integers_that_float32_cannot_hold(name):
+    """They are ordered as integers, and their distances have the same softmax."""
+    gate, k = GATES[name], 4
+    offsets = np.random.default_rng(0).permutation(16)
+    x = np.int32(2**31 - 16) + offsets.astype("int32")
+    got = route(x, k, gate, np.zeros(16, F32))
+    if not gate.steered:
+        np.testing.assert_array_equal(got.indices, np.argsort(-offsets)[:k])
+    if gate.score == "softmax":
+        np.testing.assert_allclose(
+            got.weights, routing.weights(offsets[None], got.indices[None], gate)[0], rtol=1e-6
+        )
+    np.testing.assert_allclose(got.logsumexp, x.max(), rtol=1e-7)
+    _, tangents = jax.jvp(
+        lambda bias: route(x, k, gate, bias).weights, (np.zeros(16, F32),), (np.ones(16, F32),)
+    )
+    np.testing.assert_array_equal(tangents, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
 def test_no_winners_and_all_winners(name):
     gate, x, bias = GATES[name], cases.rows(["normal", "integers"], 16), bias_of(16)
     none = route(x, 0, gate, bias)

@@ -507,6 +507,18 @@ def test_gradient_of_filtered_logits(masked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_min_p_keeps_numbers_that_a_cpu_takes_for_0(dtype):
+    """The smallest kept number of a row is 0, -0 or subnormal, beside a greedy row."""
+    tiny = float(jnp.finfo(dtype).smallest_subnormal)
+    rows = [[0.0, -0.0, tiny, -tiny, -5], [-tiny, 0.0, -0.0, 0.5, -5], [1, 2, 0.5, -tiny, 2]]
+    x = np.array(rows, F32).astype(dtype)
+    got = np.asarray(ps.filter_logits(x, min_p=0.5, temperature=np.array([1, 1, 0], F32)))
+    kept = [[True] * 4 + [False], [True] * 4 + [False], [False, True, False, False, False]]
+    np.testing.assert_array_equal(np.isfinite(got), kept)
+
+
+@pytest.mark.slow
 def test_other_orders_are_compositions():
     """min_p first, and a temperature that comes last."""
     x = jnp.asarray(X[0])

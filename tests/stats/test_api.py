@@ -260,6 +260,14 @@ def test_ranks(dtype, masked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn"])
+def test_ranks_of_narrow_floats(dtype):
+    x = jnp.asarray(X, dtype)
+    got = jax.jit(lambda x: ps.token_stats(x, LABELS, rank=True))(x)
+    np.testing.assert_array_equal(got.rank, oracle.rank(np.asarray(x.astype("float32")), LABELS))
+
+
+@pytest.mark.slow
 def test_other_results_do_not_change_with_a_rank():
     with_rank, without = (ps.token_stats(X, LABELS, temperature=0.7, rank=rank) for rank in (True, False))
     assert without.rank is None

@@ -24,10 +24,11 @@ _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the r
 # Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).
 _FEWEST_ROWS = 8
 
-# With rows left out, this many sixteenths of the rows may be computed. A program contains the code for each size, and
-# the GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
+# With rows left out, this many 64ths of the rows may be computed. A program contains the code for each size, and the
+# GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
 # more or less than half. For fewer rows, the sizes would save little time.
-_SIXTEENTHS = (5, 9, 13)
+_PARTS = (17, 33, 49)
+_WHOLE = 64
 _FEWEST_ROWS_TO_LEAVE_OUT = 1024
 
 
@@ -131,6 +132,6 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
 
         return branch
 
-    sizes = [-(-n * part // 16 // _ROWS) * _ROWS for part in _SIXTEENTHS]
+    sizes = [-(-n * part // _WHOLE // _ROWS) * _ROWS for part in _PARTS]
     too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
     return lax.switch(too_small, [*map(on_first, sizes), function], rows)

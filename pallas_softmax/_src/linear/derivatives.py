@@ -194,7 +194,8 @@ def _total_backward(static: Static, saved, cotangents):
     dtotal = jnp.where(jnp.isfinite(dtotal) | finite, dtotal, 0)
 
     def times_dtotal(g):
-        return jnp.where(dtotal == 0, 0, normalizers.widen(g) * dtotal).astype(g.dtype)
+        left_out, wide = dtotal == 0, normalizers.widen(g)
+        return jnp.where(left_out, 0, wide * dtotal.astype(wide.dtype)).astype(g.dtype)
 
     dx, dw, dbias, dweights, dprobs = jax.tree.map(times_dtotal, gradients)
     dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)

@@ -91,8 +91,8 @@ def route(
       exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
       are ordered by the lowest index first. A NaN counts as the largest number.
       With "softmax", a row with NaN or +inf has NaN weights. With any score, it has NaN gradients. Integer logits
-      become float32. `weights` and `logsumexp` are differentiable in `logits`, in both modes and to any order. The
-      choice and the bias have no derivative.
+      give float32 results (float64 for 64 bits). `weights` and `logsumexp` are differentiable in `logits`, in both
+      modes and to any order. The choice and the bias have no derivative.
 
     Raises:
       TypeError: `logits` or `bias` is not a real array; `k`, `groups`, `top_groups` or `group_best` is not a
@@ -106,7 +106,10 @@ def route(
     name = "route"
     number, factor = _scale(name, scale)
     x, axis = arguments.real_rows(name, "logits", logits, -1)
-    x = _whole_rows(x.astype(jax.eval_shape(jnp.exp, x).dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x)
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:  # floats hold them
+        x = x.astype(floating)
+    x = _whole_rows(x)
     experts = x.shape[axis]
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
@@ -118,7 +121,7 @@ def route(
             f"{name}: k must be at most the {top_groups * (experts // groups)} experts of top_groups={top_groups} of "
             f"{groups} groups, got {k}"
         )
-    wide = jnp.dtype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
+    wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
     added: Any = None if bias is None else _bias(name, bias, experts).astype(wide)
     if added is None and groups > 1:
         added = jnp.zeros((experts,), wide)

@@ -15,6 +15,7 @@ benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -208,7 +209,7 @@ def mass_goal(top_p, total):
 def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
-    mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+    mass = _masses(logits, where, totals, row)
     indices = row.indices(key.ndim)
     least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     last: Any = least_key, NOWHERE  # keeps everything
@@ -223,14 +224,72 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
         goal = mass_goal(top_p, row.sum(kept(mass)))
         last = _first_of(last, _last_entry(key, kept(mass), goal, row))
     if min_p is not None:
-        least = row.min(jnp.where(mass >= min_p, key, jnp.iinfo(key.dtype).max))
-        last = _first_of(last, (least, NOWHERE))
+        last = _first_of(last, (_least_key(logits, where, min_p, totals, row), NOWHERE))
     kept_total = row.sum(kept(mass))
-    best = row.max(key)
-    first = row.min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))  # masked elements have mass 0
-    last = (jnp.where(totals.greedy, *both) for both in zip((best, first), last))
+    last = _first_entries_if_greedy(last, logits, where, totals, row)
     key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
     return cutoff_of(key, index, kept_total, totals, temperature)
+
+
+def _masses(logits, where, totals: Totals, row: Row):
+    """Returns the mass of each entry; masked ones have 0."""
+    return jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+
+
+def _first_entries_if_greedy(last, logits, where, totals: Totals, row: Row):
+    """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
+
+    def first(*last):
+        key, indices = keys(logits, where), row.indices(logits.ndim)
+        best = row.max(key)
+        is_best = (key == best) & (_masses(logits, where, totals, row) == 1)
+        index = row.min(jnp.where(is_best, indices, NOWHERE))
+        return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
+
+    # of the type of the first entries
+    last = (last[0], jnp.asarray(last[1], jnp.int32))
+    last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), a) for a in last)
+    some_greedy, like = jnp.any(totals.greedy), (logits, where)
+    return _on_cpu_if(some_greedy, first, lambda *last: last, row, like, *last)
+
+
+def _least_key(logits, where, min_p, totals: Totals, row: Row):
+    """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
+
+    def kept():
+        return _masses(logits, where, totals, row) >= min_p
+
+    def by_key():
+        key = keys(logits, where)
+        return row.min(jnp.where(kept(), key, jnp.iinfo(key.dtype).max))
+
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        return by_key()
+    least = row.min(jnp.where(kept(), elements(logits, where, row), jnp.inf))
+    # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
+    some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
+    by_value = functools.partial(sort_keys.key, least.astype(logits.dtype))
+    return _on_cpu_if(some_zero, by_key, by_value, row, (logits, where))
+
+
+def _on_cpu_if(condition, function, other, row: Row, like, *operands):
+    """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
+
+    `function` computes its arrays of whole rows itself, so that they take no time unless it runs. Elsewhere a condition
+    costs more than what it saves, and in rows on a mesh devices would wait for each other.
+    """
+    if row.mesh_axes:
+        return function(*operands)
+
+    def always(*operands):
+        return vary_together(function(*operands), like)[0]
+
+    def if_needed(*operands):
+        return lax.cond(
+            condition, always, lambda *operands: vary_together(other(*operands), like)[0], *operands
+        )
+
+    return lax.platform_dependent(*operands, cpu=if_needed, default=always)
 
 
 def _first_of(a, b):

@@ -177,6 +177,7 @@ class WinnerSearch:
         with p.loop() as leave:
             p.sync_warp()
             with p.when(remaining > 0):
+                # No barrier orders this read and the raises of other warps. An old value will do: it is lower.
                 best = _from_order(p.load(self.threshold_of_cta, "u32"))
                 with p.when(best > self.threshold):
                     self._set_threshold(best)

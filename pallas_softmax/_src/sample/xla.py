@@ -126,7 +126,7 @@ def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes
     greedy = (temperature == 0) | jnp.isinf(cut.logsumexp)
     live = is_kept(logits, where, cut.key, cut.index, indices) & jnp.isfinite(x)
     z = tempered(jnp.where(live, x, 0), jnp.where(jnp.isnan(temperature), 1, temperature), greedy)
-    failed = jnp.isnan(cut.log_mass) & (cut.logsumexp != -jnp.inf)
+    failed = (cut.index < 0) & (cut.logsumexp != -jnp.inf)
     return jnp.where(failed, jnp.nan, jnp.where(live, z, -jnp.inf))
 
 

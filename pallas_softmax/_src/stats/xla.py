@@ -49,8 +49,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     x = logits_of(logits, where)
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
     largest = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
-    # Without a temperature, a maximum that a CPU flushes to 0 is as good, and needs no argmax.
-    m = largest if scaled else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
+    m = largest if scaled else _maximum(x, largest)
     below, positive = normalizers.at_limit(x, m, temperature) if scaled else (x, temperature)
     u = _distance(below, jnp.where(jnp.isinf(m), 0, m), positive, scaled)
     e = jnp.exp(u)
@@ -59,6 +58,13 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     label_logit = logits_at(labels, logits, where)
     stats = finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
     return stats._replace(moments=Moments(largest, d, t))
+
+
+def _maximum(x, largest):
+    """Returns the maximum of each row; on a CPU, without a wait for the argmax. A maximum flushed to 0 is as good."""
+    return lax.platform_dependent(
+        cpu=lambda: jnp.max(x, -1, keepdims=True, initial=-jnp.inf), default=lambda: largest
+    )
 
 
 def ranked_stats(logits, where, temperature, labels, *, scaled):

@@ -62,7 +62,12 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
 
 
 def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
-    """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end."""
+    """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end.
+
+    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. XLA's buffers start at multiples
+    of 256 bytes, so it starts inside the array or in memory that XLA has for it. A prefetch writes nothing that a
+    program can read.
+    """
     itemsize = utils.bytewidth(element)
     p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
     at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
@@ -94,8 +99,8 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
         words     | w0          | w1          | w2          |
         bytes            |<------- vec = 8 ------->|             shift = 8 * (address % 4) bits
 
-    The last word is read only if the bytes reach it. No read leaves the array's buffer, which starts and ends at a
-    multiple of four bytes.
+    The last word is read only if the bytes reach it. Up to 3 bytes around the array are read, and shifted out. They lie
+    in the memory that XLA has for the array: its buffers start and end at multiples of 256 bytes.
     """
     p, count = Program(), vec // _WORD_BYTES
     at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
