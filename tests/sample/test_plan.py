@@ -38,9 +38,34 @@ def test_plans(dtype, capability):
     assert plan_sample(4, 2**21, dtype, capability) is None
 
 
+def _share_a_multiprocessor(plan, ctas):
+    return ctas * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("v", [50257, 128256, 151936])
 def test_three_ctas_share_a_multiprocessor(v, dtype):
+    plan = plan_sample(64, v, dtype, HOPPER)
+    assert plan is not None
+    assert _share_a_multiprocessor(plan, 3) and plan.warpgroups == 2
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "warpgroups"),
+    [
+        (50257, F32, 4, 2),
+        (128256, F32, 6, 3),
+        (151936, F32, 8, 3),
+        (151936, BF16, 6, 2),
+        (201088, F32, 14, 2),
+        (262144, F32, 12, 3),
+        (262144, BF16, 6, 3),
+    ],
+    ids=str,
+)
+def test_many_rows_avoid_large_clusters(v, dtype, count, warpgroups):
+    """A cluster of more than 8 CTAs leaves multiprocessors idle, so two larger CTAs share a multiprocessor instead."""
     plan = plan_sample(1024, v, dtype, HOPPER)
     assert plan is not None
-    assert 3 * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
+    assert (plan.window.count, plan.warpgroups) == (count, warpgroups)
+    assert _share_a_multiprocessor(plan, 5 - warpgroups)

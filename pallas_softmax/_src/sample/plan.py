@@ -45,15 +45,19 @@ CTA_KEYS = 512
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
-LISTED_AT_ONCE = (
-    12  # elements that a thread looks at together, to list those that can win; we have no times of others
-)
+# Elements that a thread looks at together, to list those that can win. For float32, 16 were not faster. bfloat16 has
+# room for more: its histogram is longer.
+LISTED_AT_ONCE, LISTED_AT_ONCE_BY_VALUE = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
 # third of the shared memory, and 256 threads with 80 registers each, which fit three times.
 RESIDENT, WARPGROUPS = 3, 2
+# Larger clusters leave multiprocessors idle. Many rows avoid them by two larger CTAs on each multiprocessor, with more
+# warps. The number of CTAs in a cluster is then even: 7 were slower than 8, and 11 slower than 12.
+SMALL_CLUSTER, MANY_ROWS = 8, 128
+FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 
 
 class Scratch(NamedTuple):
@@ -128,7 +132,8 @@ class SamplePlan:
     @property
     def listed_at_once(self) -> int:
         """Number of elements that a thread looks at together, to list those that can win."""
-        return LISTED_AT_ONCE // self.window.vec * self.window.vec
+        most = LISTED_AT_ONCE_BY_VALUE if self.by_value else LISTED_AT_ONCE
+        return most // self.window.vec * self.window.vec
 
     @property
     def noise_words(self) -> int:
@@ -181,17 +186,20 @@ def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
 def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
     """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
-    warpgroups = FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS
 
-    def fits(count, room):
-        plan = plan_of(vocab, dtype, count, warpgroups)
-        small = plan.window.size <= MAX_PART and plan.window.step_blocks <= MAX_BLOCKS
-        return small and plan.smem_bytes <= room
+    def first_that_fits(counts: range, warpgroups: int, room: int) -> SamplePlan | None:
+        for count in counts:
+            plan = plan_of(vocab, dtype, count, warpgroups)
+            small = plan.window.size <= MAX_PART and plan.window.step_blocks <= MAX_BLOCKS
+            if small and plan.smem_bytes <= room:
+                return plan
+        return None
 
     if rows <= FEW_ROWS:
-        count, room = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES)), smem
-    else:
-        count, room = 1, smem_of_each(capability, RESIDENT)
-    while count < most and not fits(count, room):
-        count += 1
-    return plan_of(vocab, dtype, count, warpgroups) if fits(count, smem) else None
+        first = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES))
+        return first_that_fits(range(first, most + 1), FEW_ROWS_WARPGROUPS, smem)
+    plan = first_that_fits(range(1, most + 1), WARPGROUPS, smem_of_each(capability, RESIDENT))
+    if rows >= MANY_ROWS and (plan is None or plan.window.count > SMALL_CLUSTER):
+        counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
+        plan = first_that_fits(counts, MORE_WARPGROUPS, smem_of_each(capability, FEWER_RESIDENT)) or plan
+    return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)

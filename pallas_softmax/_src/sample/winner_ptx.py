@@ -7,7 +7,7 @@ needs noise of at least threshold - x / temperature. Noise is at most `noise_ptx
                 other. The winner exceeds the guess with probability 1 - exp(-e^2), in 99.94% of all rows
     low         elements below this x cannot reach the threshold
     sweep       each warp lists its elements from `low` up, and computes noise for 64 listed ones at a time; where most
-                elements can win, it takes all of them without a list
+                elements can win, it lists all of them, which is faster
     again       if the winner is below the guess, its sum becomes the threshold of another sweep
 
 If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
@@ -18,6 +18,7 @@ logarithm: see `WinnerSearch._perturb`. A thread computes the two logarithms and
 the threshold.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -35,7 +36,7 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
-# If a larger share of elements can win, all get noise, without a list. Other shares were not timed.
+# If a larger share of elements can win, all are listed. Other shares were not timed.
 _DENSE = 3 / 4
 _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp perturbs at once
 _SIGN = 0x80000000
@@ -130,9 +131,9 @@ class WinnerSearch:
         """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
         self.p, self.noise, self.kept, self.last_tie = p, noise, kept, last_tie
         self.temperature = p.max(p.temperature, TINY)
-        self.threshold = p.var(p.tempered_top + p.log2(kept.mass) * LN2 - _GUESS_BELOW)
-        self.minus_threshold = p.fresh("f32")
-        self._set_threshold(self.threshold)
+        self.least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
+        self.threshold, self.minus_threshold, self.low = (p.fresh("f32") for _ in range(3))
+        self._set_threshold(p.tempered_top + p.log2(kept.mass) * LN2 - _GUESS_BELOW)
         self.best, self.index = p.var(-INF, "f32"), p.var(HIGHEST, "s32")
         self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
@@ -162,34 +163,30 @@ class WinnerSearch:
     def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, unless it is below the threshold."""
         p, kept = self.p, self.kept
-        least_kept = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
-        above_ties = p.from_key(kept.key + 1)
         at, remaining = p.var(p.first_vector), p.var(p.select(kept.listed, 0, p.loads))
         share = p.plan.list_size // p.warps  # the filters' list is cut into a share for each warp
         from_share_on = p.load(p.word(SCRATCH.listed), "s32") - p.warp.bits("s32") * share
-        listed = p.var(p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0))
+        listed = p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0)
         filters_list = p.word(p.plan.key_positions, p.warp, share // 2)
         own_list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
         list_ = p.select(kept.listed, filters_list, own_list)
-        low = p.var(p.max(self._least_that_reaches(), least_kept))
-        # Neighbours that all get noise, without a list: their number, and the position of the first one.
-        self.dense, self.first = p.var(0, "s32"), p.var(0, "s32")
+        end = p.var(list_ + listed.bits("u32") * 2)  # the address after the last listed position
+        more, until = p.var(remaining > 0), p.var(list_)
         with p.loop() as leave:
             p.sync_warp()
-            with p.when(remaining > 0):
-                # No barrier orders this read and the raises of other warps. An old value will do: it is lower.
-                best = _from_order(p.load(self.threshold_of_cta, "u32"))
-                with p.when(best > self.threshold):
-                    self._set_threshold(best)
-                    p.set(low, p.max(self._least_that_reaches(), least_kept))
-                self._list(list_, listed, at, remaining, low, above_ties)
-            p.sync_warp()
-            more = p.var(remaining > 0)
             with p.loop() as enough:
-                # A partial batch waits for more positions, until there are none.
-                enough((self.dense <= 0) & (listed < p.select(more, _BATCH, 1, "s32")))
-                self._perturb(list_, listed, more)
-            leave(~more)
+                enough(end <= until)
+                self._perturb(list_, end, more)
+            p.sync_warp()
+            leave(remaining <= 0)
+            # No barrier orders this read and the raises of other warps. An old value will do: it is lower.
+            best = _from_order(p.load(self.threshold_of_cta, "u32"))
+            with p.when(best > self.threshold):
+                self._set_threshold(best)
+            self._list(end, at, remaining)
+            p.set(more, remaining > 0)
+            # A partial batch waits for more positions, until there are none.
+            p.set(until, p.select(more, list_ + 2 * (_BATCH - 1), list_))
 
     def _least_that_reaches(self) -> Value:
         """Returns the least x that reaches the threshold with the most noise, or a lower one."""
@@ -203,59 +200,63 @@ class WinnerSearch:
         """Returns the magnitude of the numbers that add up to the threshold: rounding errors are relative to it."""
         return self.p.absolute(self.threshold) + _NOISE_RANGE
 
-    def _list(
-        self, list_: Value, listed: Value, at: Value, remaining: Value, low: Value, above_ties: Value
-    ) -> None:
-        """Lists the warp's next elements from `low` up. After the last kept tie, it lists them from `above_ties` up."""
+    def _list(self, end: Value, at: Value, remaining: Value) -> None:
+        """Lists the warp's next elements from `low` up; after the last kept tie, those above the ties."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
-        loads, position, inside = count // vec, p.position_of(at), p.var(0, "u32")
+        loads = count // vec
         vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
-        least = p.select(position > self.last_tie, p.max(low, above_ties), low)
+        # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
+        may_list = p.any(~(p.greatest(sum(vectors, [])) < self.low)) if p.elements.halves else None
+        with contextlib.nullcontext() if may_list is None else p.when(may_list):
+            self._list_words(end, p.position_of(at), vectors, remaining)
+        p.increase(at, WARP_LOAD_BYTES * loads)
+        p.increase(remaining, -loads)
+
+    def _list_words(self, end: Value, position: Value, vectors: list[list[Value]], remaining: Value) -> None:
+        """Lists elements of these vectors; the first one has the position. `remaining` of the vectors exist."""
+        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
+        above_ties = p.from_key(self.kept.key + 1)
+        least = p.select(position > self.last_tie, p.max(self.low, above_ties), self.low)
+        inside = p.var(0, "u32")
         for i, words in enumerate(vectors):  # the last element has the lowest bit
             outside = p.var(0, "u32")
             for x in p.floats(words):
                 outside = p.append_sign(outside, (x - least).bits("u32"))
             inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+        positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
         number = p.over_lanes("add", p.count_ones(inside))
-        is_dense = number > int(_DENSE * LANES * count)
-        p.set(self.dense, p.min(remaining, loads) * (LANES * vec), when=is_dense)
-        p.set(self.first, p.position_of(at) - p.lane.bits("s32") * vec)
-        with p.when(~is_dense & (number > 0)):
+        lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= len(vectors))
+        with p.when(lists_all):
+            for i, here in enumerate(positions):
+                p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
+            p.increase(end, 2 * LANES * count)
+        with p.when(~lists_all & (number > 0)):
             before, _ = p.scan(p.count_ones(inside))
-            to = p.var(list_ + (listed.bits("u32") + before) * 2)
-            for i in range(count):
+            to = p.var(end + before * 2)
+            for i, here in enumerate(positions):
                 is_inside = (inside & 1 << count - 1 - i).differs(0)
-                here = position.bits("u32") + (i // vec * LANES * vec + i % vec)
                 p.store(to, p.convert(here, "u16"), when=is_inside)
                 p.increase(to, 2, when=is_inside)
-            p.increase(listed, number.bits("s32"))
-        p.increase(at, WARP_LOAD_BYTES * loads)
-        p.increase(remaining, -loads)
+            p.increase(end, number * 2)
 
-    def _perturb(self, list_: Value, listed: Value, more: Value) -> None:
-        """Takes the last positions of the list, or of the `dense` neighbours, and adds noise to the elements there.
+    def _perturb(self, list_: Value, end: Value, more: Value) -> None:
+        """Takes the last positions of the list, and adds noise to the elements there.
 
         `more` is a condition: whether further positions will be listed.
         """
         p, noise = self.p, self.noise
-        is_dense = p.var(self.dense > 0)
-        p.increase(listed, -_BATCH, when=~is_dense)
-        p.increase(self.dense, -_BATCH, when=is_dense)
-        first = p.select(is_dense, self.dense, listed) + p.lane.bits("s32")
+        p.increase(end, -2 * _BATCH)
+        first = end + p.lane * 2
         # Entries before the first one are the first one again.
-        entries = [p.max(first + LANES * i, 0) for i in range(NOISE_AT_ONCE)]
-        positions = [p.var(self.first + entry) for entry in entries]
-        with p.when(~is_dense):
-            for position, entry in zip(positions, entries):
-                from_list = p.load(list_.bits("s32") + entry * 2, "u16")
-                p.set(position, p.convert(from_list, "u32").bits("s32"))
+        entries = [p.max(first + 2 * LANES * i, list_) for i in range(NOISE_AT_ONCE)]
+        positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
+        p.set(end, p.max(end, list_))
         elements = [p.element_at(position) for position in positions]
         counters = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in positions]
         words = noise_ptx.words_at(p, noise.schedule, counters)
         ones_plus_u = [noise_ptx.one_plus_uniform(word) for word in words]
-        p.set(listed, p.max(listed, 0))
         # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
         # threshold), that is, if 1 + u is at least `needed`.
         two = p.var(2.0, "f32")
@@ -283,15 +284,21 @@ class WinnerSearch:
         """Makes the best sum of the warp its threshold, and sends it to all CTAs."""
         p = self.p
         (best,) = p.over_warp(["max"], [self.best])
-        with p.when((best > self.threshold) & (p.lane < p.ctas)):
-            p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
-        self._set_threshold(p.max(self.threshold, best))
+        with p.when(best > self.threshold):
+            with p.when(p.lane < p.ctas):
+                p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
+            self._set_threshold(best)
 
     def _set_threshold(self, threshold: Value) -> None:
-        """Sets the threshold, and `minus_threshold`: -threshold * log2(e), plus a margin for rounding."""
+        """Sets the threshold and what depends on it.
+
+        `minus_threshold` is -threshold * log2(e), plus a margin for rounding. Elements below `low` do not reach it, or
+        are not kept.
+        """
         p = self.p
         p.set(self.threshold, threshold)
         p.set(self.minus_threshold, p.multiply_add(self._error_scale(), _EXPONENT_ERROR, threshold * -LOG2_E))
+        p.set(self.low, p.max(self._least_that_reaches(), self.least_kept))
 
 
 def _order(x: Value) -> Value:
