@@ -72,10 +72,13 @@ def as_floats(x: jax.Array) -> jax.Array:
 
 
 def from_floats(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the numbers of this dtype that `as_floats` turned into `x`."""
+    """Returns the numbers of this dtype that `as_floats` turned into `x`; the least one for lower floats."""
     if jnp.dtype(dtype).name not in INTEGERS_AS_FLOATS:
         return x
-    signed = key(x).astype(_int_dtype(dtype))
+    keys, narrow = key(x), _int_dtype(dtype)
+    if keys.dtype != narrow:
+        keys = jnp.maximum(keys, jnp.iinfo(narrow).min)
+    signed = keys.astype(narrow)
     if jnp.issubdtype(dtype, jnp.signedinteger):
         return signed
     return lax.bitcast_convert_type(signed ^ jnp.iinfo(signed.dtype).min, dtype)

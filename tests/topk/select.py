@@ -122,6 +122,8 @@ PLANS = [
     (SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"),
     (SelectPlan(20001, 5, 2, 4, 2048, 4), "float32"),
     (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"),
+    (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
+    (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
 ]
 
 

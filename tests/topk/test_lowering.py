@@ -142,10 +142,12 @@ def test_integers_as_floats(dtype):
     """The kernels take integers as floats in the same order."""
     text = lowered(lambda x: ps.top_k(x, 5, implementation="mosaic_gpu"), array(64, 512, dtype=dtype))
     assert kernel_names(text) == ["top_k"]
-    with pytest.raises(NotImplementedError, match="no kernel for .* with where or lengths"):
-        lowered(
-            lambda x: ps.top_k(x, 5, lengths=9, implementation="mosaic_gpu"), array(64, 512, dtype="int16")
-        )
+    for masking, match in ({"where": True}, "no kernel for .* with where"), ({"lengths": 9}, "no selection"):
+        of_masked = functools.partial(ps.top_k, k=5, implementation="mosaic_gpu", **masking)
+        with pytest.raises(NotImplementedError, match=match):
+            lowered(of_masked, array(64, 512, dtype="int16"))
+    text = lowered(lambda x: ps.top_k(x, 5, lengths=9), array(64, 4096, dtype=dtype))
+    assert kernel_names(text) == ["top_k_select"]
 
 
 def test_merges_in_one_launch_or_in_several():

@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
+from pallas_softmax._src.gpu.interpreter import interpreted
+from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from pallas_softmax._src.topk.select_plan import CHUNK, MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
+from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
+from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
+from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
@@ -144,6 +149,31 @@ def test_kernel(v, k, dtype, in_order):
                 np.testing.assert_array_equal(got.indices[i], np.lexsort((np.arange(v), -keys))[:k])
 
 
+@pytest.mark.parametrize("in_order", first_values(1, [False, True]))
+@pytest.mark.parametrize("dtype", first_values(1, ["int8", "int32", "uint16", "uint32", "int16", "uint8"]))
+def test_integers_with_lengths(dtype, in_order):
+    """The least integer is a winner like any other, and comes before what is beyond the length."""
+    info, rng = np.iinfo(dtype), np.random.default_rng(0)
+    x = rng.integers(info.min, info.max, (4, 2048), dtype, endpoint=True)
+    x[1, ::2], x[2] = info.min, info.min
+    lengths = np.array([2048, 900, 600, 0], np.int32)
+    plan = plan_selection(4, 2048, 700, sort_keys.INTEGERS_AS_FLOATS[dtype], HOPPER)
+    with interpreted(INTERPRET):
+        got = mosaic_gpu.select(
+            plan, jnp.asarray(x), None, jnp.asarray(lengths)[:, None], k=700, sorted=in_order
+        )
+    want = oracle.top_k(x, 700, oracle.within(x, lengths))
+    for a, b in zip(got, want):
+        assert a.dtype == b.dtype
+        a, b = (
+            np.take_along_axis(np.asarray(c), np.argsort(i, -1), -1)
+            for c, i in ((a, got.indices), (b, want[1]))
+        )
+        np.testing.assert_array_equal(a, b)
+    if in_order:
+        np.testing.assert_array_equal(got.indices, want[1])
+
+
 @pytest.mark.parametrize("masked", first_values(1, [True, False]))
 @pytest.mark.parametrize(
     ("rows", "v", "k", "dtype"),
@@ -170,7 +200,8 @@ def test_lowering(rows, v, k, dtype, masked):
     [
         (1, 131072, 2048, "float32", 16, 4),
         (8, 131072, 2048, "float32", 8, 4),
-        (64, 32768, 2048, "float32", 2, 4),
+        (64, 32768, 2048, "float32", 1, 4),
+        (64, 65536, 2048, "float32", 2, 4),
         (64, 1_048_576, 2048, "bfloat16", 2, 4),
         (100, 131072, 2048, "float32", 1, 4),
         (256, 131072, 2048, "float32", 1, 2),
@@ -228,7 +259,10 @@ def test_plans(capability):
                     if plan is None:
                         assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
                         continue
-                    assert plan.room >= min(v, k + CHUNK) and plan.capacity % 2 == 0
+                    assert (
+                        plan.room >= min(v, k + plan.chunk(jnp.dtype(dtype).itemsize))
+                        and plan.capacity % 2 == 0
+                    )
                     itemsize = jnp.dtype(dtype).itemsize
                     a, b = plan.rank_coefficients(itemsize)
                     if v > plan.capacity:

@@ -1,11 +1,14 @@
 """The selection of rows of every kind: the program in NumPy (tests/support/ptx.py), and what is around it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mosaic_gpu, select_kernel
-from pallas_softmax._src.topk.select_plan import CHUNK, LEAST_CAPACITY, MAX_SELECTED, SelectPlan
+from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.gpu import assert_top_k
@@ -42,15 +45,17 @@ def random_rows(seed, v, k, dtype):
     return np.concatenate([cases.rows(ALL, v, dtype, seed), [*rows_of(v, k, dtype, seed).values()]])
 
 
-def random_plan(rng):
+def random_plan(rng, dtype):
     """Returns a plan of any kind; its lists have little room or much."""
     v, ctas = int(np.exp(rng.uniform(5, 9.2))), int(rng.choice([1, 1, 2, 4]))
     warpgroups, sample_vectors = map(int, rng.choice([1, 2, 4], 2))
     most = min(v, MAX_SELECTED)
     k = most if rng.random() < 0.2 else int(np.exp(rng.uniform(0, np.log(most + 1))))
-    least = k + CHUNK + (k if ctas > 1 else 0)
+    plan = SelectPlan(v, k, ctas, warpgroups, 0, sample_vectors, int(rng.choice([32, 64, 128])))
+    itemsize = jnp.dtype(INTEGERS_AS_FLOATS.get(dtype.name, dtype)).itemsize
+    least = k + plan.chunk(itemsize) + (k if ctas > 1 else 0)
     capacity = max(least, int(rng.choice([least, 3 * k, LEAST_CAPACITY])))
-    return SelectPlan(v, k, ctas, warpgroups, -(-capacity // 32) * 32, sample_vectors)
+    return dataclasses.replace(plan, capacity=-(-capacity // 32) * 32)
 
 
 def spoiled(rng, mode, x):
@@ -68,7 +73,8 @@ def spoiled(rng, mode, x):
     kept = oracle.within(x, np.full(rows, v) if lengths is None else lengths, where)
     where = None if where is None else jnp.asarray(where)
     lengths = None if lengths is None else jnp.asarray(lengths)[:, None]
-    return cases.spoil_masked(x, kept), kept, where, lengths
+    hidden = np.where(kept, x, np.iinfo(x.dtype).max) if x.dtype in INTEGERS else cases.spoil_masked(x, kept)
+    return hidden, kept, where, lengths
 
 
 @pytest.mark.slow
@@ -77,8 +83,11 @@ def spoiled(rng, mode, x):
 def test_random_rows(monkeypatch, seed):
     """The winners as they are, bit by bit; x begins and ends anywhere between multiples of 16 bytes."""
     rng = np.random.default_rng(seed)
-    plan, dtype = random_plan(rng), [*2 * FLOATS, *INTEGERS][seed % 12]
-    mode, is_sorted = "plain" if dtype in INTEGERS else MODES[(seed + seed // 12) % 6], bool(rng.integers(2))
+    dtype, modes = [*2 * FLOATS, *INTEGERS][seed % 12], MODES
+    if dtype in INTEGERS:
+        modes = ["plain", "lengths"]
+    plan, mode = random_plan(rng, dtype), modes[(seed + seed // 12) % len(modes)]
+    is_sorted = bool(rng.integers(2))
     x, kept, *masking = spoiled(rng, mode, random_rows(seed, plan.vocab, plan.k, dtype))
     offset = int(rng.integers(16 // dtype.itemsize))
 

@@ -73,14 +73,24 @@ def test_64_bits(dtype, x64):
     assert got.indices.dtype == np.int32
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["int4", "uint4", "float8_e5m2", "float8_e4m3fn", *map(slow, ("float8_e4m3fnuz", "float4_e2m1fn"))],
+)
 def test_narrow_numbers(dtype):
+    """A masked winner has the value -inf, or the least number of a dtype without it: so the values are in order."""
     x = np.random.default_rng(0).integers(0, 7, (4, 16))
     got = top_k(jnp.asarray(x, dtype), 16, lengths=np.array([16, 5, 0, 9]))
     want, indices = oracle.top_k(x.astype(F32), 16, oracle.within(x, [16, 5, 0, 9]))
     assert got.values.dtype == dtype
     np.testing.assert_array_equal(got.indices, indices)
-    lowest = jnp.iinfo(dtype).min if "int" in dtype else -np.inf if "e5m2" in dtype else jnp.finfo(dtype).min
+    lowest = (
+        jnp.iinfo(dtype).min
+        if "int" in dtype
+        else -np.inf
+        if dtype == "float8_e5m2"
+        else jnp.finfo(dtype).min
+    )
     np.testing.assert_array_equal(np.asarray(got.values, F32), np.where(want == -np.inf, float(lowest), want))
 
 
@@ -315,12 +325,14 @@ def test_export_with_symbolic_shapes(dtype):
 
 
 def test_kernels_of_integers():
-    """Integers without a mask have kernels. The least integer would count as masked."""
+    """Integers have kernels, also with lengths. With a mask, the least integer would count as masked."""
     x, n = jax.ShapeDtypeStruct((128, 4096), "int32"), jax.ShapeDtypeStruct((128,), "int32")
     (choice,) = explain(lambda x: top_k(x, 5), x)
     assert (choice.cuda, choice.call.dtype) == ("mosaic_gpu", "int32")
     (choice,) = explain(lambda x, n: top_k(x, 5, lengths=n), x, n)
-    assert "no kernel for int32 with where or lengths" in str(choice)
+    assert choice.cuda == "mosaic_gpu"
+    (choice,) = explain(lambda x: top_k(x, 5, where=x > 3), x)
+    assert "no kernel for int32 with where" in str(choice)
     (choice,) = explain(lambda x: top_k(x, 5, axis=0), jax.ShapeDtypeStruct((4096, 128), "float32"))
     assert choice.cuda == "mosaic_gpu"  # the axis is moved for plain JAX as well
 

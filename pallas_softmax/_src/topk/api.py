@@ -135,8 +135,8 @@ def top_k(
     Returns:
       TopK(values, indices), in the order +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, the largest first. `values`
       have the dtype of `operand`; `indices` are int32. Masked winners come last, by the lowest index. Their values are
-      -inf, the least integer, or False. Values of floats are differentiable in `operand`, in both modes and to any
-      order: the cotangents go to the unmasked winners.
+      -inf, the least number of a dtype without -inf, or False. Values of floats are differentiable in `operand`, in
+      both modes and to any order: the cotangents go to the unmasked winners.
 
     Raises:
       TypeError: `operand` is not a real array, `where` is not an array, `lengths` are not integers, `k` is traced,

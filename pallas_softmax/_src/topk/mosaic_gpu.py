@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
@@ -73,10 +74,26 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
     has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
     is_better = has_lengths or (many and (not call.sorted or _sorts_selected(call, k)))
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason or not (is_better or isinstance(ordering, Refusal)):
+    if not (is_better or isinstance(ordering, Refusal)):
         return ordering
-    return plan_selection(call.rows, call.vocab, k, call.dtype, capability) or ordering
+    selection = plan_selected(call, capability)
+    return ordering if isinstance(selection, Refusal) else selection
+
+
+def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
+    """Returns how the rows of a selection lie over the GPU.
+
+    Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
+    before the elements beyond the length all the same, since its index is lower.
+    """
+    if (
+        reason := checks.unsupported(call, capability)
+        or checks.not_contiguous(call)
+        or checks.too_large(call)
+    ):
+        return Refusal(reason)
+    plan = plan_selection(call.rows, call.vocab, call.k or 0, call.dtype, capability, call.masked)
+    return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")
 
 
 def _sorts_selected(call: Call, k: int) -> bool:
@@ -102,7 +119,8 @@ def select(plan, operand, where, lengths, *, k, sorted):
     if isinstance(plan, SelectPlan):
         rows, mask, _, unfold = fold_topk(x, where, None)
         lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
-        found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted)
+        fill = None if x.dtype == operand.dtype else np.asarray(sort_keys.lowest(x.dtype))
+        found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted, fill=fill)
         found = jax.tree.map(unfold, found)
     else:
         found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
@@ -153,7 +171,7 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, 
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(functools.partial(plan_by, plan_select), select, slower_select),
+    "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selected), select, slower_select),
     "topk_grad": Kernel(plan_grad, topk_grad),
     "merge": Kernel(plan_merge, merge),
 }

@@ -324,10 +324,16 @@ def merged_tile(tile: Tile, k: int) -> Tile:
 # --- Integers
 
 
-def plan_by(plan: Callable, call: Call, capability: tuple[int, int]) -> Any:
-    """Returns what `plan`, which knows floats only, returns for the call with its operand as floats."""
+def plan_by(
+    plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
+) -> Any:
+    """Returns what `plan`, which knows floats only, returns for the call with its operand as floats.
+
+    `of_lengths` is in place of `plan` if the operand are integers and rows have lengths.
+    """
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)
-    if call.masked or call.lengths:  # the least integer would count as masked
-        return Refusal(f"no kernel for {call.dtype} with where or lengths")
-    return plan(dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype]), capability)
+    chosen = of_lengths if call.lengths else plan
+    if call.masked or chosen is None:  # the least integer would count as masked
+        return Refusal(f"no kernel for {call.dtype} with {'where' if call.masked else 'lengths'}")
+    return chosen(dataclasses.replace(call, dtype=INTEGERS_AS_FLOATS[call.dtype]), capability)

@@ -26,7 +26,7 @@ from pallas_softmax._src.topk.select_ptx import select_program
 from pallas_softmax._src.topk.xla import TopK
 
 
-def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool) -> TopK:
+def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool, fill=None) -> TopK:
     """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
@@ -36,7 +36,7 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sort
     if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
-    fill = np.array(-np.inf, x.dtype)
+    fill = np.array(-np.inf, x.dtype) if fill is None else fill
     keeps_all = mask is None and lengths is None
     # For the sort, the kernel marks fillings with the lowest key, so that they come after winners of -inf.
     values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)

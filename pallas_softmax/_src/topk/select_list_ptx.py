@@ -1,6 +1,6 @@
 """The lists of a selection: each CTA of a cluster has one, in shared memory. CTA 0 gathers them.
 
-An entry is a word with the bits of an element, in its upper half if it has 16 bits, and the element's index in the row.
+An entry is a word with the sort key of an element, in its upper half if it has 16 bits, and the element's index.
 Entries are in the order of the row. So if entries tie at the last key that wins, the first of them win. An element that
 comes after a compacted list wins only if its key is greater than the least key of the list.
 """
@@ -10,13 +10,14 @@ from typing import Any
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.gpu.ptx.elements import Elements, flip_negative
+from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sort_keys import lowest_key
 from pallas_softmax._src.topk.select_plan import BUCKETS, SelectPlan
 
 ENTRY_BYTES = 8
+_LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype
 _ENTRIES = 2  # that a thread handles at once
 _TOGGLE = 64  # bytes between the two sets of `sums`
 _SYNC = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"  # also shows writes to other CTAs
@@ -33,6 +34,8 @@ class ListProgram(CtaProgram):
         super().__init__(plan.threads // LANES, plan.ctas)
         self.plan, self.element = plan, Elements(dtype)
         self.list, self.scratch, self.part = self.operands("u32", "list", "scratch", "part")
+        # Numbers of entries fill the lower half of a key.
+        self.unit = 1 << 16 - (plan.capacity - 1).bit_length() if self.element.halves else 1
         self.sums, self.n = self.var(self.scratch), self.var(0, "u32")
         self.lowest, self.highest = lowest_key(dtype), ~lowest_key(dtype)
         self.floor, self.greatest = self.var(self.lowest, "s32"), self.var(self.highest, "s32")
@@ -41,10 +44,38 @@ class ListProgram(CtaProgram):
         """Returns the address of an entry."""
         return self.at(self.list, number, ENTRY_BYTES)
 
-    def key(self, bits: Value) -> Value:
-        """Returns the sort key of the bits of an entry."""
-        key = flip_negative(bits)
-        return key >> 16 if self.element.halves else key
+    def key(self, word: Value, number: Value) -> Value:
+        """Returns the key that decides whether an entry wins, given its number times `unit`.
+
+        For 16-bit dtypes the upper half is the sort key, and the lower half falls with the number. So all keys differ,
+        and the first of several ties wins.
+        """
+        if not self.element.halves:
+            return word
+        return self.bitwise3(lambda a, b, upper: a & upper | ~b & ~upper, word, number, ~0xFFFF)
+
+    def key_at(self, sort_key: Value, lower: int) -> Value:
+        """Returns the key of an entry with this sort key, and for 16-bit dtypes with this lower half."""
+        return sort_key << 16 | lower if self.element.halves else sort_key
+
+    def visit(self, see: Callable[[Value, Value], None]) -> None:
+        """Calls see(key, number) for each entry, with its number times `unit`, and for others of the lowest key."""
+        pairs = 2 * self.plan.threads  # entries that all threads load together
+        with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
+            number = (entry * self.unit).bits("s32")
+            for first in (0, pairs):
+                words = [
+                    self.var(_LOWEST_WORD, "s32"),
+                    self.fresh("u32"),
+                    self.fresh("s32"),
+                    self.fresh("u32"),
+                ]
+                inside = entry + first < self.n if first else None
+                self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=inside)
+                words[2] = self.select(entry + (first + 1) < self.n, words[2], _LOWEST_WORD)
+                for i in (0, 1):
+                    own = number + (first + i) * self.unit
+                    see(self.key(words[2 * i], own), own)
 
     def missing(self, number: Value) -> Value:
         """Returns index `number`, from 0, of the ascending indices that the list lacks.
@@ -76,7 +107,7 @@ class ListProgram(CtaProgram):
 
     def find(
         self,
-        visit: Callable[[Callable[..., None]], Any],
+        visit: Callable[[Callable[[Value], None]], Any],
         low: Value,
         high: Value,
         rank: Value,
@@ -85,17 +116,20 @@ class ListProgram(CtaProgram):
         """Returns a range that contains the key of a rank (1 is the greatest) among keys from `low` to `high`.
 
         Also returns how many keys are above the range, and how many are above it or in it. The second number is at most
-        `enough`, unless the range is a single key. visit(see) calls see(key, when) for each key.
+        `enough`, unless the range is a single key. visit(see) calls see(key) for each key, and maybe for lower ones.
+
+        Every key is counted, since a condition would cost three more instructions. Lower keys than `low` are counted
+        in the last bucket of the range, in buckets after it, or in bucket BUCKETS, which nothing reads. So only the
+        second number may be too large, and then the range becomes a single key.
         """
         keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
         histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
         each = BUCKETS // LANES
 
         def one_round(bucket_of):
-            def see(key, when=None):
-                bucket, inside = bucket_of(key)
-                is_counted = inside if when is None else inside & when
-                self.add_to(self.at(histogram, bucket, 4), 1, when=is_counted)
+            def see(key):
+                bucket, _ = bucket_of(key)
+                self.add_to(self.at(histogram, self.min(bucket, BUCKETS), 4), 1)
 
             visit(see)
             self.barrier()
@@ -123,62 +157,69 @@ class ListProgram(CtaProgram):
 
     # --- The k best
 
-    def last_key(self) -> tuple[KeyRange, Value]:
-        """Returns a range of keys that contains the k-th greatest key, and the number of entries above the range.
+    def last_key(self) -> tuple[KeyRange, Value, Value]:
+        """Returns a range with the key of the last entry that wins, and how many entries are above it, and reach it.
 
-        The range is a single key, or exactly k entries are above it or in it.
+        Exactly k entries reach the range, unless it is a single key.
         """
-        rank, high = self.var(self.plan.k, "u32"), self.var(self.greatest)
+        rank, high = self.var(self.plan.k, "u32"), self.var(self.key_at(self.greatest, 0xFFFF))
+        with self.loop() as leave:
+            found, above, reach = self.find(
+                lambda see: self.visit(lambda key, _: see(self.min(key, high))),
+                self.key_at(self.floor, 0),
+                high,
+                rank,
+                rank,
+            )
+            # Keys above `high` counted as `high`. So if the range contains `high`, it may be wrong.
+            leave((found.high < high) | high.equals(MAGNITUDE))
+            self.set(high, MAGNITUDE)
+        return found, above, reach
+
+    def last_tie(self, key: Value, rank: Value) -> Value:
+        """Returns the number of the entry that is number `rank`, from 1, of the entries with this key."""
 
         def visit(see):
-            pairs = 2 * self.plan.threads  # entries that all threads load together
-            with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
-                beyond = entry + pairs < self.n
-                for first, inside in ((0, None), (pairs, beyond)):
-                    words = [self.fresh("s32") for _ in range(4)]
-                    self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=inside)
-                    see(self.min(self.key(words[0]), high), inside)
-                    see(self.min(self.key(words[2]), high), entry + (first + 1) < self.n)
+            self.visit(lambda own, number: see(self.select(own.equals(key), ~number, _LOWEST_WORD)))
 
-        with self.loop() as leave:
-            found, above, _ = self.find(visit, self.floor, high, rank, rank)
-            # Keys above `high` counted as `high`. So if the range contains `high`, it may be wrong.
-            leave((found.high < high) | high.equals(self.highest))
-            self.set(high, self.highest)
-        return found, above
+        found, *_ = self.find(visit, ~self.n.bits("s32"), self.var(-1, "s32"), rank, rank)
+        return ~found.least()
 
     def compact(self, put: Callable[..., None]) -> None:
-        """Passes the k best of more than k entries to put(number, bits, index, when), in the same order.
+        """Passes the k best of more than k entries to put(number, word, index, when), in the same order.
 
         `number` is the entry's new place, not after its old one. All threads have read the entries up to there.
         """
-        found, above = self.last_key()
-        room = self.plan.k - above  # for entries in the range that was found
-        wins, ties, lower_lanes = self.var(0, "u32"), self.var(0, "u32"), self.special("lanemask_lt")
+        found, above, reach = self.last_key()
+        least, last = (
+            found.least(),
+            self.var(self.n.bits("s32")),
+        )  # entries of the least key win up to number `last`
+        if not self.element.halves:
+            with self.when(reach > self.plan.k):  # rare
+                self.set(last, self.last_tie(least, self.plan.k - above))
+        kept, lower_lanes = self.var(0, "u32"), self.special("lanemask_lt")
         with self.each(0, self.n, _ENTRIES * self.plan.threads) as first:
-            number = first + self.warp * (_ENTRIES * LANES) + self.lane
-            entries, win_counts, tie_counts = [], [], []
+            number, entries = first + self.warp * (_ENTRIES * LANES) + self.lane, []
+            of_key = (number * self.unit).bits("s32")
             for i in range(_ENTRIES):
-                exists, (bits, index) = number + LANES * i < self.n, (self.fresh("s32") for _ in range(2))
-                self.load_into([bits, index], self.entry(number), offset=ENTRY_BYTES * LANES * i, when=exists)
-                key = self.key(bits)
-                wins_i = exists & (key > found.high)
-                ties_i = exists & (found.distance(key) <= found.extent)
-                of_warp = self.ballot(wins_i), self.ballot(ties_i)
-                win_counts.append(self.count_ones(of_warp[0]))
-                tie_counts.append(self.count_ones(of_warp[1]))
-                entries.append((bits, index, wins_i, ties_i, *of_warp))
-            counts = self.reduce("add", win_counts) + (self.reduce("add", tie_counts) << 16)
-            lower, all_ = self.scan_warps(counts)  # now all have read their entries
-            win, tie = wins + (lower & 0xFFFF), ties + (lower >> 16)
-            for i, (bits, index, wins_i, ties_i, wins_warp, ties_warp) in enumerate(entries):
-                own_tie = tie + self.count_ones(ties_warp & lower_lanes)
-                to = win + self.count_ones(wins_warp & lower_lanes) + self.min(own_tie, room)
-                put(to, bits, index, when=wins_i | (ties_i & (own_tie < room)))
-                win, tie = win + win_counts[i], tie + tie_counts[i]
-            self.increase(wins, all_ & 0xFFFF)
-            self.increase(ties, all_ >> 16)
-        self.set(self.floor, self.max(self.floor, found.high - found.extent.bits("s32")))
+                word, index = self.var(_LOWEST_WORD, "s32"), self.fresh("s32")
+                exists, offset = number + LANES * i < self.n, ENTRY_BYTES * LANES * i
+                self.load_into([word, index], self.entry(number), offset=offset, when=exists)
+                own = of_key + LANES * i * self.unit
+                key = self.key(word, own)
+                wins = key >= least
+                if not self.element.halves:
+                    wins = wins & ((key > least) | (own <= last))
+                of_warp = self.ballot(wins)
+                entries.append((word, index, wins, of_warp, self.count_ones(of_warp)))
+            lower, all_ = self.scan_warps(self.reduce("add", [count for *_, count in entries]))
+            to = kept + lower
+            for word, index, wins, of_warp, count in entries:  # now all have read their entries
+                put(to + self.count_ones(of_warp & lower_lanes), word, index, when=wins)
+                to = to + count
+            self.increase(kept, all_)
+        self.set(self.floor, self.max(self.floor, least >> 16 if self.element.halves else least))
 
     def compact_list(self) -> None:
         """Keeps the k best of more than k entries, and raises the floor."""

@@ -31,10 +31,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
-from pallas_softmax._src.topk.select_plan import CHUNK, PREFETCHED, THREAD_ELEMENTS, SelectPlan
+from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
 
+_LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
 
 
@@ -46,10 +48,13 @@ class SelectProgram(ListProgram):
 
     def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
         super().__init__(plan, dtype)
-        self.masked, self.fill_bits, self.row = masked, fill, self.operand("row", "u32")
+        self.masked, self.row = masked, self.operand("row", "u32")
+        fill_bits = -1 if fill is None else fill - (fill >> 31 << 32)
+        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # of an entry
         itemsize = self.element.itemsize
         self.vec = ACCESS_BYTES // itemsize
-        self.loads = THREAD_ELEMENTS // self.vec  # vectors of a thread in a block
+        self.fields = 2 if self.element.halves else 4  # see `count`
+        self.loads = plan.thread_bytes // ACCESS_BYTES  # vectors of a thread in a block
         self.block_vectors = plan.threads * self.loads
         length = self.max(self.operand("length", "s32"), 0)
         self.length = self.min(length, plan.vocab).bits("u32")
@@ -73,6 +78,14 @@ class SelectProgram(ListProgram):
         """Returns the number of vectors before the first one with elements beyond the row."""
         return (self.length + self.lead) >> _log2(self.vec)
 
+    def vector(self, number: Value) -> Value:
+        """Returns the address of a vector."""
+        return self.base + self.multiply_wide(number, ACCESS_BYTES)
+
+    def index(self, vector: Value) -> Value:
+        """Returns the index in the row of the first element of a vector."""
+        return vector * self.vec - self.lead
+
     def take_row(self) -> None:
         """Gives the whole row to this CTA, the first of the cluster."""
         self.set(self.end, self.vectors)
@@ -80,15 +93,14 @@ class SelectProgram(ListProgram):
 
     def prefetch(self, at: Value, blocks: int) -> None:
         """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
-        address = self.base + self.multiply_wide(at, ACCESS_BYTES)
         number = self.max((self.whole_to - at).bits("s32"), 0)
         size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
-        self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{address}], {size};"
+        self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
 
     def read_block(self, words: list[Value], at: Value) -> None:
         """Loads the thread's words of the block that starts at vector `at`."""
         first = at + self.thread_first
-        address = self.base + self.multiply_wide(first, ACCESS_BYTES)
+        address = self.vector(first)
         with self.block() as done:
             if not self.masked:
                 with self.when((at >= self.whole_from) & (at + self.block_vectors <= self.whole_to)):
@@ -97,6 +109,18 @@ class SelectProgram(ListProgram):
                         self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
                     done()
             self.read_checked(words, [first + LANES * j for j in range(self.loads)])
+
+    def read_keys(self, words: list[Value], at: Value) -> None:
+        """Loads the thread's words of a block, and turns their elements into sort keys where the floor is negative.
+
+        With another floor it is not needed: the sort keys of positive elements are their bits, and the bits of negative
+        ones are below the floor, like their sort keys.
+        """
+        self.read_block(words, at)
+        kind = "s16x2" if self.element.halves else "s32"
+        with self.when(self.floor < 0):
+            for word in words:
+                self.update(word, "xor", word.bits(kind).sign().bits("s32") & self.element.flip)
 
     def read_checked(self, words: list[Value], vectors: list[Value]) -> None:
         """Loads vectors. Elements outside of the part, and masked ones, become the lowest key.
@@ -107,8 +131,8 @@ class SelectProgram(ListProgram):
         for word in words:
             self.set(word, -1)
         for j, vector in enumerate(vectors):
-            own, address = words[4 * j : 4 * j + 4], self.base + self.multiply_wide(vector, ACCESS_BYTES)
-            inside, index = vector < self.end, vector * self.vec - self.lead
+            own, address = words[4 * j : 4 * j + 4], self.vector(vector)
+            inside, index = vector < self.end, self.index(vector)
             is_whole = inside & (index < self.length) & (index + (self.vec - 1) < self.length)
             self.load_into(own, address, when=is_whole, space="global")
             parts.append((own, address, index, inside, inside & ~is_whole))
@@ -155,15 +179,17 @@ class SelectProgram(ListProgram):
         """
         plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
-        sectors = self.vectors >> _log2(_SECTOR_VECTORS)
-        for i in range(plan.sample_vectors):  # sampled sectors have equal distances
+        # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.
+        sectors = self.whole_vectors() - self.whole_from >> _log2(_SECTOR_VECTORS)
+        words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
+        for i in range(plan.sample_vectors):
             number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
             first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
-            vectors.append(first | self.thread & (_SECTOR_VECTORS - 1))
-        words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
-        end, self.end = self.end, self.vectors  # the sample is of the whole row
-        self.read_checked(words, vectors)
-        self.end = end
+            vectors.append((first | self.thread & (_SECTOR_VECTORS - 1)) + self.whole_from)
+            self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]), space="global")
+        if self.masked:
+            for i, vector in enumerate(vectors):
+                self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
         a, b = plan.rank_coefficients(self.element.itemsize)
         rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
         rank = self.convert(rank, "u32")
@@ -182,7 +208,7 @@ class SelectProgram(ListProgram):
         self.set(self.greatest, high)
         enough = rank + (rank >> 3)  # up to an eighth more, so that fewer rounds are needed
         found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
-        self.set(self.floor, found.high - found.extent.bits("s32"))
+        self.set(self.floor, found.least())
         self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
 
     def stream(self, *, ties: bool = False) -> None:
@@ -192,7 +218,7 @@ class SelectProgram(ListProgram):
             leave(at >= self.end)
             if ties:
                 leave(self.n >= self.plan.k)
-            self.read_block(words, at)
+            self.read_keys(words, at)
             before, upto = self.count(words, ties)
             lower, added = self.scan_warps(self.total(upto))
             with self.block() as done:
@@ -207,60 +233,68 @@ class SelectProgram(ListProgram):
         if ties:
             self.update(self.n, "min", self.plan.k)
 
-    def comparisons(self, words: Sequence[Value], ties: bool) -> list[Callable[[], Value]]:
-        """Returns a function for each element, which returns whether it is above the floor, or equal to it.
+    def comparisons(self, words: Sequence[Value], ties: bool, *, again: bool) -> list[Callable[[], Value]]:
+        """Returns a function for each element, which returns whether it is above the floor, or equal to it if `ties`.
 
-        If the floor is negative, all bits except the signs are inverted. This turns negative elements into their keys,
-        and leaves the others above the floor.
+        `again` compares by other instructions. Otherwise ptxas keeps the results of the first time in registers.
         """
-        flip, halves = self.floor.sign() & self.element.flip, self.element.halves
-        limit, comparisons = self.floor << 16 | 0xFFFF if halves else self.floor, []
+        halves, comparisons = self.element.halves, []
+        limit = self.floor << 16 | 0xFFFF if halves else self.floor
+        if again and not ties:
+            limit = limit + 1  # does not overflow if any element is above the limit
         for word in words:
-            flipped = word ^ flip
-            for x in (flipped << 16, flipped) if halves else (flipped,):
-                if ties and halves:
-                    x = x | 0xFFFF
-                comparisons.append(functools.partial(x.equals if ties else x.__gt__, limit))
+            elements = [word]
+            if halves:
+                low = word << 16 if again else self.write("prmt.b32", "s32", word, 0, _LOWER_TO_UPPER)
+                elements = [x | 0xFFFF if ties else x for x in (low, word)]
+            for x in elements:
+                compare = x.equals if ties else x.__ge__ if again else x.__gt__
+                comparisons.append(functools.partial(compare, limit))
         return comparisons
 
-    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[Value, Value]:
+    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[list[Value], list[Value]]:
         """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
 
-        The numbers have a field for each vector of a thread: 4 fields with 8 bits, or 2 fields with 16 bits.
+        The numbers have `fields` fields for as many vectors of a thread: 4 with 8 bits, or 2 with 16 bits.
         """
-        counts = []
+        counts = [self.var(0, "u32") for _ in range(-(-self.loads // self.fields))]
         for j in range(self.loads):
-            counts.append(self.var(0, "u32"))
-            for compare in self.comparisons(words[4 * j : 4 * j + 4], ties):
-                self.increase(counts[-1], 1 << j * (32 // self.loads), when=compare())
-        return self.scan(self.reduce("add", counts))
+            one = 1 << j % self.fields * (32 // self.fields)
+            for compare in self.comparisons(words[4 * j : 4 * j + 4], ties, again=False):
+                self.increase(counts[j // self.fields], one, when=compare())
+        before, upto = zip(*map(self.scan, counts))
+        return [*before], [*upto]
 
-    def field(self, counts: Value, j: int) -> Value:
+    def field(self, counts: list[Value], j: int) -> Value:
         """Returns the field of vector j."""
-        bits = 32 // self.loads
-        shifted = counts >> bits * j if j else counts
-        return shifted & ((1 << bits) - 1) if j < self.loads - 1 else shifted
+        number, (i, j) = self.fields, divmod(j, self.fields)
+        bits = 32 // number
+        shifted = counts[i] >> bits * j if j else counts[i]
+        return shifted & ((1 << bits) - 1) if j < number - 1 else shifted
 
-    def total(self, counts: Value) -> Value:
+    def total(self, counts: list[Value]) -> Value:
         """Returns the sum of all fields."""
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
-    def append(self, words, at: Value, n: Value, before: Value, upto: Value, ties: bool = False) -> None:
+    def append(self, words, at: Value, n: Value, before, upto, ties: bool = False) -> None:
         """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k.
 
         `before` and `upto` are the results of `count`.
         """
-        of_warp, own = self.shuffle(upto, "idx", LANES - 1), upto - before
-        first, end = (at + self.thread_first) * self.vec - self.lead, self.list + ENTRY_BYTES * self.plan.k
+        of_warp = [self.shuffle(counts, "idx", LANES - 1) for counts in upto]
+        own = [a - b for a, b in zip(upto, before)]
+        first, end = self.index(at + self.thread_first), self.list + ENTRY_BYTES * self.plan.k
         for j in range(self.loads):
             entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
             with self.when(self.field(own, j).differs(0)):
                 vector = words[4 * j : 4 * j + 4]
-                elements = [(word, e) for word in vector for e in range(self.vec // 4)]
-                for i, ((word, e), compare) in enumerate(zip(elements, self.comparisons(vector, ties))):
+                elements = [
+                    x for word in vector for x in ((word << 16, word) if self.element.halves else (word,))
+                ]
+                for i, (word, compare) in enumerate(
+                    zip(elements, self.comparisons(vector, ties, again=True))
+                ):
                     is_listed = compare()
-                    if self.element.halves:
-                        word = word & 0xFFFF0000 if e else word << 16
                     self.store(entry, word, index + i, when=is_listed & (entry < end) if ties else is_listed)
                     self.increase(entry, ENTRY_BYTES, when=is_listed)
             n = n + self.field(of_warp, j)
@@ -269,8 +303,9 @@ class SelectProgram(ListProgram):
         """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
         with self.each(0, self.warps) as turn:
             of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
-            with self.when(self.n > self.plan.room - CHUNK):
+            with self.when(self.n > self.plan.room - self.plan.chunk(self.element.itemsize)):
                 self.compact_list()
+                self.read_keys(words, at)  # again, since registers are few
             with self.when(self.warp.equals(turn)):
                 before, upto = self.count(words)
                 self.append(words, at, self.n, before, upto)
@@ -286,8 +321,11 @@ class SelectProgram(ListProgram):
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
 
-        def put(number, bits, index, when=None):
-            value = self.convert(bits.bits("u32") >> 16, "u16") if self.element.halves else bits
+        def put(number, word, index, when=None):
+            bits = self.element.key(
+                word >> 16 if self.element.halves else word
+            )  # a key of a key has the bits
+            value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
             self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
             self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
 
@@ -299,7 +337,7 @@ class SelectProgram(ListProgram):
                 put(number, *self.load_vector(self.entry(number), "s32", 2))
             with self.each(self.n + self.thread, k, self.plan.threads) as number:
                 index = self.missing(number - self.n)
-                put(number, self.var(-1 if self.fill_bits is None else self.fill_bits, "s32"), index)
+                put(number, self.var(self.fill_word, "s32"), index)
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,6 +23,10 @@ class KeyRange:
     def __init__(self, p: CtaProgram, high: Value, low: Value):
         self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
 
+    def least(self) -> Value:
+        """Returns the least key of the range."""
+        return self.high - self.extent.bits("s32")
+
     def distance(self, key: Value) -> Value:
         """Returns high - key. The key is in the range if this is at most `extent`."""
         return (self.high - key).bits("u32")
