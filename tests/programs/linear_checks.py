@@ -66,21 +66,23 @@ def lay(arrays, mesh, specs):
 def sent(layout, reduction, devices):
     """Returns the bytes of the all-reduces and of the all-gathers that a device must take part in.
 
-    If several devices share a row, they reduce m, d and the label's logit, and chunk by chunk the float32 sum for dx.
-    With one loss per token, the forward reduces the three numbers of all tokens at once. The backward reduces m and d
-    again, chunk by chunk, because the inputs are float32.
+    If several devices share a row, they gather m, d and the label's logit, and reduce the float32 sum for dx, both
+    chunk by chunk. With one loss per token, the forward gathers the three numbers of all tokens at once. The backward
+    gathers them again, chunk by chunk, because the inputs are float32.
     """
     data, model = devices // 2, 2
     tokens, columns = layout in ("tokens", "both", "fsdp"), layout in ("columns", "both")
     width = V // model if columns else V
     rows = N // data if tokens else N
     reduced = 4 * (D + 1) * width if tokens and data > 1 else 0
+    gathered = 4 * D * V if layout == "fsdp" and data > 1 else 0
     chunk = chunk_rows(rows, width, BYTES, BYTES * ROWS * V)
     if columns:
         # the program has the first chunk, and a loop for the others
         seen = chunk * (2 if chunk < rows else 1)
-        reduced += 4 * D * seen + (8 * seen + 12 * rows if reduction is None else 12 * seen)
-    return reduced, 4 * D * V if layout == "fsdp" and data > 1 else 0
+        reduced += 4 * D * seen
+        gathered += model * 12 * (seen + (rows if reduction is None else 0))
+    return reduced, gathered
 
 
 def check(how, layout, reduction):

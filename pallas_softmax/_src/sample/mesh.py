@@ -2,7 +2,7 @@
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered
     filters      the best entries of each row are gathered, as by top-k; every device filters them and draws from them.
-                 If some row keeps more entries, the devices search together, in plain JAX.
+                 If some row keeps more entries, the devices exchange their shards, so that each has some whole rows.
     DRAW         the noise and the cutoff are arguments. Each device finds the winner of its shard; the winners are
                  gathered as without filters.
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import merge_over
+from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import logits_of, mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample.noise import advance, gumbel_at
@@ -26,7 +26,6 @@ from pallas_softmax._src.sample.rows import (
     drawn_results,
     is_kept,
     positions,
-    search,
     tempered,
     totals_of,
     totals_of_rows,
@@ -48,10 +47,8 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
     if not is_filtered:
         return cut
 
-    def by_search():
-        return search(logits, where, temperature, *filters, row)
-
-    return unless_complete(complete | is_free, cut, by_search)
+    arrays = (logits, where, temperature, *filters)
+    return unless_complete(complete | is_free, cut, lambda: _on_whole_rows(run_shard, arrays, {}, mesh_axes))
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
@@ -80,21 +77,36 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
     found, complete, is_free = sample_among(
         best, totals, words, temperature, *filters, row.length, stride=stride
     )
-    found = unless_complete(complete | ~is_free, found, unfiltered)
 
-    def by_search():
-        cut = search(logits, where, temperature, *filters, row)
-        noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        arrays = logits, where, noise, temperature, cut.key, cut.index
-        return *draw_on_mesh(run_shard, *arrays, mesh_axes=mesh_axes), cut.log_mass
+    def of_other_rows():
+        arrays = (logits, where, words, temperature, *filters)
+        return unless_complete(
+            complete | is_free,
+            unfiltered(),
+            lambda: _on_whole_rows(run_shard, arrays, {"stride": stride}, mesh_axes),
+        )
 
-    return unless_complete(complete | is_free, found, by_search)
+    return unless_complete(complete, found, of_other_rows)
+
+
+def _on_whole_rows(run_shard, arrays, static, mesh_axes):
+    """Returns the operation's results for whole rows, each of which one device receives."""
+    logits, where, *per_row = arrays
+    is_along_row = where is not None and where.shape[-1] > 1
+
+    def run(along_row, own):
+        logits, whole = along_row
+        where, *per_row = own
+        return run_shard(None, (logits, whole if is_along_row else where, *per_row), static)
+
+    along_row = logits, where if is_along_row else None
+    return on_whole_rows(mesh_axes, run, along_row, (None if is_along_row else where, *per_row))
 
 
 def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
     """Returns the results of `xla.draw`; its arguments are for this device's shard."""
     row, shard = Row(logits.shape[-1], mesh_axes), Row(logits.shape[-1])
-    totals = totals_of_rows(logits, where, temperature, shard)
+    totals = totals_of_rows(logits, where, temperature)
     d = jnp.where(totals.m == -jnp.inf, 0, totals.total)
     kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, temperature, totals.greedy)

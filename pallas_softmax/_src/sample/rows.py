@@ -9,8 +9,7 @@ kept entry is the first one, in the row's order, at which the sum of the measure
     its key     by bisection on the bits of the sort keys: `_key_reaching`
     its index   among the entries with that key: `_index_reaching`
 
-A row that is spread over a mesh is searched in the same way, with sums over its devices: a round finds 4 bits instead
-of one. If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
+If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
 benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import gather, vary_together
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import logits_of
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
@@ -73,7 +72,7 @@ class Totals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row along the last axis, or this device's shard if mesh axes divide the row. Sums keep the axis, with size 1.
+    """A row along the last axis, or this device's shard if mesh axes divide the row.
 
     Attributes:
       vocab: the number of elements that this device has; in jax.export it may be symbolic.
@@ -96,18 +95,6 @@ class Row:
     def indices(self, rank: int):
         """Returns the index of each element in the whole row, for arrays of this rank."""
         return self.start + positions(rank, self.vocab)
-
-    def sum(self, x):
-        return self.over_mesh(lax.psum, jnp.sum(x, -1, keepdims=True, dtype=x.dtype))
-
-    def max(self, x):
-        return self.over_mesh(lax.pmax, jnp.max(x, -1, keepdims=True))
-
-    def min(self, x):
-        return self.over_mesh(lax.pmin, jnp.min(x, -1, keepdims=True))
-
-    def over_mesh(self, reduce, part):
-        return reduce(part, self.mesh_axes) if self.mesh_axes else part
 
 
 def positions(rank: int, n):
@@ -141,9 +128,9 @@ def float_dtype(logits):
     return jax.eval_shape(jnp.exp, logits).dtype
 
 
-def elements(logits, where, row: Row):
+def elements(logits, where):
     """Returns the logits in the dtype of the arithmetic; integers as distances from the largest; -inf where masked."""
-    return logits_of(normalizers.to_float(logits, (-1,), where, row.mesh_axes), where)
+    return logits_of(normalizers.to_float(logits, (-1,), where), where)
 
 
 def tempered(x, temperature, greedy):
@@ -154,12 +141,12 @@ def tempered(x, temperature, greedy):
 # --- Totals, and the results that follow from them
 
 
-def totals_of_rows(logits, where, temperature, row: Row) -> Totals:
-    x = elements(logits, where, row)
-    m = row.max(x)
+def totals_of_rows(logits, where, temperature) -> Totals:
+    x = elements(logits, where)
+    m = _max(x)
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
-    top = m if is_float else row.max(logits_of(as_float(logits), where))
-    return totals_of(top, m, row.sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
+    top = m if is_float else _max(logits_of(as_float(logits), where))
+    return totals_of(top, m, _sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
@@ -205,11 +192,11 @@ def mass_goal(top_p, total):
 # --- The search
 
 
-def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
+def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
-    key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
-    mass = jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
-    indices = row.indices(key.ndim)
+    key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
+    mass = jnp.exp((elements(logits, where) - totals.m) / totals.divisor)
+    indices = positions(key.ndim, key.shape[-1])
     least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     last: Any = least_key, NOWHERE  # keeps everything
 
@@ -218,16 +205,16 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
 
     if top_k is not None:
         one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
-        last = _last_entry(key, one, jnp.where(top_k < row.length, top_k, NOWHERE), row)
+        last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
-        goal = mass_goal(top_p, row.sum(kept(mass)))
-        last = _first_of(last, _last_entry(key, kept(mass), goal, row))
+        goal = mass_goal(top_p, _sum(kept(mass)))
+        last = _first_of(last, _last_entry(key, kept(mass), goal))
     if min_p is not None:
-        least = row.min(jnp.where(mass >= min_p, key, jnp.iinfo(key.dtype).max))
+        least = _min(jnp.where(mass >= min_p, key, jnp.iinfo(key.dtype).max))
         last = _first_of(last, (least, NOWHERE))
-    kept_total = row.sum(kept(mass))
-    best = row.max(key)
-    first = row.min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))  # masked elements have mass 0
+    kept_total = _sum(kept(mass))
+    best = _max(key)
+    first = _min(jnp.where((key == best) & (mass == 1), indices, NOWHERE))  # masked elements have mass 0
     last = (jnp.where(totals.greedy, *both) for both in zip((best, first), last))
     key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
     return cutoff_of(key, index, kept_total, totals, temperature)
@@ -239,61 +226,49 @@ def _first_of(a, b):
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
 
-def _last_entry(key, measure, goal, row: Row):
+def _last_entry(key, measure, goal):
     """Returns key and index of the first entry, by key and then index, at which the measures reach a goal.
 
     Args:
       key: signed integers.
       measure: not negative; of the shape of the keys, or one scalar for all of them.
       goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
-      row: the row that the keys belong to.
     """
-    bound = _key_reaching(key, measure, goal, row)
-    above = row.sum(jnp.where(key > bound, measure, 0))
-    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above, row)
+    bound = _key_reaching(key, measure, goal)
+    above = _sum(jnp.where(key > bound, measure, 0))
+    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above)
 
 
-def _key_reaching(key, measure, goal, row: Row):
+def _key_reaching(key, measure, goal):
     """Returns the highest key such that the entries with at least this key reach the goal; else the least key."""
-    bits = 4 if row.mesh_axes else 1
-    rounds = 8 * key.dtype.itemsize // bits
-    digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
+    bits = 8 * key.dtype.itemsize
 
-    def find_digit(i, bound):
-        """Finds the bits of round i: the greatest digit at which the entries from the new bound up reach the goal."""
-        shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
-        higher = bound + lax.shift_left(digits, shift)
-        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum, so it takes no memory
-        each = jnp.where(at_least, jnp.expand_dims(measure, -2) if measure.ndim else measure, 0)
-        sums = row.over_mesh(lax.psum, jnp.sum(each, -1, dtype=measure.dtype))
-        digit = jnp.sum(sums >= goal, -1, keepdims=True, dtype=key.dtype)
-        return bound + lax.shift_left(digit, shift)
+    def find_bit(i, bound):
+        """Finds the bit of round i: 1 if the entries from the higher bound up reach the goal."""
+        higher = bound + lax.shift_left(jnp.ones((), key.dtype), jnp.asarray(bits - 1 - i, key.dtype))
+        # the mask is fused with the sum, so it takes no memory
+        return jnp.where(_sum(jnp.where(key >= higher, measure, 0)) >= goal, higher, bound)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
-    least, *_ = vary_together(least, goal, key, but=row.mesh_axes)
-    return lax.fori_loop(0, rounds, find_digit, least)
+    least, *_ = vary_together(least, goal, key)
+    return lax.fori_loop(0, bits, find_bit, least)
 
 
-def _index_reaching(measure, goal, row: Row):
+def _index_reaching(measure, goal):
     """Returns the index of the first positive measure at which the sum, in the order of the row, reaches the goal.
 
     If rounding keeps the sum below the goal, the result is the index of the last positive measure. The search goes
-    over the sums of the devices, then over the chunks of one device, and then over the elements of one chunk.
+    over the sums of chunks, and then over the elements of one chunk.
     """
-    own, first = True, 0
-    if row.mesh_axes:
-        (sums,) = gather((jnp.sum(measure, -1, keepdims=True, dtype=measure.dtype),), row.mesh_axes)
-        device, goal = _position_reaching(sums, goal)
-        own = device == lax.axis_index(row.mesh_axes)
-    if isinstance(row.vocab, int) and row.vocab > _CHUNK:  # other rows are one chunk
-        count = -(-row.vocab // _CHUNK)
-        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - row.vocab)]
+    first, vocab = 0, measure.shape[-1]
+    if isinstance(vocab, int) and vocab > _CHUNK:  # other rows are one chunk
+        count = -(-vocab // _CHUNK)
+        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - vocab)]
         chunks = jnp.pad(measure, padding).reshape(*measure.shape[:-1], count, _CHUNK)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
         measure, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
-    index = first + position
-    return lax.pmin(jnp.where(own, row.start + index, NOWHERE), row.mesh_axes) if row.mesh_axes else index
+    return first + position
 
 
 def _position_reaching(measure, goal):
@@ -305,3 +280,15 @@ def _position_reaching(measure, goal):
     found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
     before = jnp.sum(jnp.where(position < found, measure, 0), -1, keepdims=True, dtype=measure.dtype)
     return found, goal - before
+
+
+def _sum(x):
+    return jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
+
+
+def _max(x):
+    return jnp.max(x, -1, keepdims=True)
+
+
+def _min(x):
+    return jnp.min(x, -1, keepdims=True)
