@@ -219,7 +219,9 @@ def gather(parts: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> li
     """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
     axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
     to = "invarying" if is_tracked(axes) else "varying"
-    return _unpack(jnp.moveaxis(lax.all_gather(_pack(parts), axes, to=to), 0, -2), parts)
+    # tiled, because JAX cannot lower the other form with symbolic dimensions
+    words = lax.all_gather(_pack(parts)[None], axes, tiled=True, to=to)
+    return _unpack(jnp.moveaxis(words, 0, -2), parts)
 
 
 def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:
