@@ -325,8 +325,12 @@ KERNELS = {
         "sample",
         "softmax_topk",
         "topk_merge",
-    },  # the best entries; a draw of rows that keep everything
-    "filter_logits": {"softmax_topk", "topk_merge"},
+    },  # the best entries; draws from shards and from whole rows
+    "filter_logits": {
+        "softmax_topk",
+        "topk_merge",
+        "filter_cutoff",
+    },  # the best entries; whole rows that keep more
     "token_stats": {"token_stats_forward"},
     "route": {"route", "route_grad"},
     "linear_cross_entropy": {"linear_exponentials"},
