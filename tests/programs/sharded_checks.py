@@ -31,6 +31,7 @@ from benchmarks.support import links
 from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import mesh_types, partitioner
 from pallas_softmax._src.dispatch.finer_mesh import decode
+from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
 from tests.support import bounds, cases, covering, oracle, routing
@@ -490,8 +491,20 @@ FILTERS = {
 }
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), fast=0)
-def tokens(filters, how, impl):
+@contextlib.contextmanager
+def by_lists():
+    """Lets small shards of `sample` exchange their best entries, as large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
+        jax.clear_caches()
+        partitioner._program_of_device.cache_clear()
+        yield
+    jax.clear_caches()
+    partitioner._program_of_device.cache_clear()
+
+
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), fast=0)
+def tokens(filters, how, impl, exchanged):
     """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
     x, at = cases.rows(["normal", "integers"] * 4, 4096), split("both", how)
@@ -510,7 +523,8 @@ def tokens(filters, how, impl):
         )  # fmt: skip
     else:
         f = both
-    program = jax.jit(f).lower(at.place(x)).compile()
+    with contextlib.nullcontext() if exchanged else by_lists():
+        program = jax.jit(f).lower(at.place(x)).compile()
     filtered, got = program(at.place(x))
     np.testing.assert_array_equal(filtered, want[0])
     np.testing.assert_array_equal(got[0], want[1][0])
@@ -519,18 +533,19 @@ def tokens(filters, how, impl):
     every, always = (
         [c for c in links.collectives(t) if c.group > 1] for t in (text, links.unconditional(text))
     )
+    # filter_logits and sample each exchange whole rows, at once or in a branch; XLA may merge the cutoffs of both
     kinds = [c.kind for c in every]
-    # filter_logits and sample each exchange whole rows in a branch; XLA may merge the cutoffs of both
     assert kinds.count("all-to-all") in ((1, 2) if options else (0,)), every
     assert {*kinds} <= {"all-to-all", "all-gather"}, every
-    lists = (
-        2 if impl == "threefry2x32" else 3
-    )  # of filter_logits, and of sample; rbg draws in a step of its own
+    lists = 2 if impl == "threefry2x32" else 3  # rbg draws in a step of its own
+    if exchanged and options:
+        assert always == every
+        assert len(every) <= 2 * lists, every
+        return
     assert len(always) <= lists, always
     numbers = 2 * 256 + 4 if options else 5  # of a row on each device: the best entries, with their indices
-    assert sum(c.bytes for c in always) <= lists * 4 * at.local_rows(x.shape) * at.size(at.row) * numbers, (
-        always
-    )
+    most = lists * 4 * at.local_rows(x.shape) * at.size(at.row) * numbers
+    assert sum(c.bytes for c in always) <= most, always
 
 
 @each(op=TOPK, fast=1)
@@ -584,7 +599,8 @@ def verified(drawn, how):
         got, sent = execute(f, *per_row, *arrays)
         jax.tree.map(np.testing.assert_array_equal, got, f(keys, drafts, x, q))
         row = 4 * 4096 * (len(x) // 2)  # bytes of one position of each sequence of a device
-        assert sum(c.bytes for c in sent if c.group > 1) < 3.5 * row, sent  # of 4 positions
+        gathered = sum(c.bytes for c in sent if c.group > 1 and c.kind != "all-to-all")
+        assert gathered < 3.5 * row, sent  # of 4 positions
 
 
 @each(how=HOW, fast=0)
@@ -976,7 +992,9 @@ def reshaped(op, shape, heads):
     got, sent = execute(with_gradient(f), *lay(arrays, at, specs))
     assert_all_close(got, by_heads_on_one_device(op, heads))
     if heads % at.size == 0 or at.size % heads == 0:  # otherwise the reshape itself gathers
-        assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
+        # `sample` exchanges whole rows
+        gathered = [c for c in sent if c.group > 1 and (op, c.kind) != ("sample", "all-to-all")]
+        assert all(c.bytes < arrays[0].nbytes // at.size for c in gathered), sent
 
 
 @each(spec=(("b", "v"), (None, ("v", "b")), ("v", "b")))

@@ -193,7 +193,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
 
     def padded(a):
         a = jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(rows, -1)
-        return jnp.pad(a, ((0, devices * size - rows), (0, 0)))
+        return jnp.pad(a, ((0, devices * size - rows), (0, 0)), mode="edge")
 
     def exchanged(a):
         shards = lax.all_to_all(padded(a).reshape(devices, size, -1), axes, 0, 0)
