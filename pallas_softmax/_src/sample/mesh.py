@@ -39,10 +39,14 @@ from pallas_softmax._src.topk.xla import lowest_value
 _WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
 # Shards up to this size are exchanged. An exchange takes as long as its bytes take. The best entries of a row are few,
-# but whether they are enough is a condition, which the host waits for, on each device. On four H100, with 8 MiB on each
-# (64 rows of 131,072 float32 logits), a draw by an exchange took 90 µs with top_k = 50 and 100 µs with top_p = 0.9; by
-# the best entries 138 µs, or 338 µs if they were too few (2026-11-27).
-_EXCHANGED_BYTES = 2**23
+# but whether they are enough is a condition, which the host waits for, on each device. Draws on four H100, in µs, by an
+# exchange and by the best entries; in the last row these were too few (2026-11-27):
+#
+#                                           8 MiB on each GPU    32 MiB
+#     top_k = 50                            123    180           238    227
+#     top_p = 0.9, peaked rows              126    172           241    222
+#     top_p = 0.9, rows that keep more      138    320           245    487
+_EXCHANGED_BYTES = 2**24
 
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
