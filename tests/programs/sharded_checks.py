@@ -493,7 +493,7 @@ FILTERS = {
 
 @contextlib.contextmanager
 def by_lists():
-    """Lets small shards of `sample` exchange their best entries, as large ones do."""
+    """Lets small shards of `sample` exchange their best entries, like large shards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
         jax.clear_caches()
@@ -550,7 +550,7 @@ def tokens(filters, how, impl, exchanged):
 
 @each(op=TOPK, fast=1)
 def asked_once(op):
-    """XLA gets the program of a device from a cache if a program has equal calls, such as those of equal layers."""
+    """XLA gets the program of a device from a cache if a program has equal calls."""
     at, x = split("both", "auto"), logits().repeat(128, 1)
     misses = [partitioner._program_of_device.cache_info().misses]
     for calls in (1, 4):
@@ -808,7 +808,7 @@ def sharded_by_the_mask(how):
     np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
     f = lambda x, where: ps.softmax(x, where=where)  # noqa: E731
     _, sent = execute(f, x, at.place(where))
-    assert {each.kind for each in sent} == {"all-reduce"}, sent
+    assert {each.kind for each in sent} == {"all-gather"}, sent
 
 
 @each(op=SOME, fast=1)

@@ -181,7 +181,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
       axes: the mesh axes that each row is spread over.
       function: (arrays (rows, row length), arrays (rows, n)) -> a tree of arrays (rows, n).
       along_row: a tree of shards (..., V); their other dimensions may be 1. The first has all dimensions.
-      own: a tree of arrays (..., n) that are the same on all devices, and whose other dimensions may be 1.
+      own: a tree of arrays (..., n) that are the same on all devices. Their other dimensions may be 1.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)

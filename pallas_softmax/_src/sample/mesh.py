@@ -111,7 +111,7 @@ def _is_small(logits) -> bool:
 
 
 def _on_whole_rows(run_shard, arrays, static, mesh_axes):
-    """Returns the operation's results for whole rows, each of which one device receives."""
+    """Returns the operation's results. Each device receives some whole rows, and runs the operation on them."""
     logits, where, *per_row = arrays
     is_along_row = where is not None and where.shape[-1] > 1
 
