@@ -284,12 +284,10 @@ def largest(x: jax.Array) -> jax.Array:
     return sort_keys.from_key(jnp.max(keys, -1, keepdims=True), x.dtype)
 
 
-def combine_shards(local: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
-    """Merges over mesh axes: returns the normalizer of each row, from its shards' normalizers on the mesh's devices."""
-    # the maximum is taken of integers, because a maximum of floats over devices may lose a NaN
-    keys = sort_keys.key(jnp.where(jnp.isnan(local.m), jnp.nan, local.m))
-    m = sort_keys.from_key(lax.pmax(keys, tuple(mesh_axes)), local.m.dtype)
-    return Normalizer(m, lax.psum(local.d * jnp.exp(local.m - shift(m)), tuple(mesh_axes)))
+def combine_shards(shards: Normalizer) -> Normalizer:
+    """Merges along the last axis, which stays with size 1: returns the normalizer of each row, from its shards'."""
+    m = largest(shards.m)
+    return Normalizer(m, jnp.sum(shards.d * jnp.exp(shards.m - shift(m)), -1, keepdims=True))
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:

@@ -19,6 +19,7 @@ from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import partitioner, text
 from pallas_softmax._src.dispatch.operation import OPERATIONS, Call
 from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.sample import mesh as sample_mesh
 from pallas_softmax._src.topk.operation import TOPK
 from tests.programs import portable_checks
 from tests.programs.portable_checks import CASES, CHECKS
@@ -325,19 +326,33 @@ KERNELS = {
         "sample",
         "softmax_topk",
         "topk_merge",
-    },  # the best entries; a draw of rows that keep everything
-    "filter_logits": {"softmax_topk", "topk_merge"},
+    },  # the best entries; draws from shards and from whole rows
+    "filter_logits": {
+        "softmax_topk",
+        "topk_merge",
+        "filter_cutoff",
+    },  # the best entries; whole rows that keep more
     "token_stats": {"token_stats_forward"},
     "route": {"route", "route_grad"},
     "linear_cross_entropy": {"linear_exponentials"},
 }
+EXCHANGED = {"sample": {"sample"}, "filter_logits": {"filter_cutoff"}}  # of small shards
 
 
 @pytest.mark.parametrize(
     "name", [name if name in ("fused_topk", "token_stats", "route") else slow(name) for name in CASES]
 )
-def test_program_of_a_gpu(name):
+def test_program_of_a_gpu(name, monkeypatch):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
+    assert_kernels_of_a_gpu(name, EXCHANGED.get(name, KERNELS[name]))
+    if name in EXCHANGED:
+        monkeypatch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
+        partitioner._program_of_device.cache_clear()
+        assert_kernels_of_a_gpu(name, KERNELS[name])
+        partitioner._program_of_device.cache_clear()
+
+
+def assert_kernels_of_a_gpu(name, kernels):
     mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
     case = CASES[name]
     program = lowered(portable_checks.with_gradient(case), portable_checks.shapes_of(case, mesh, "bfloat16"))
@@ -355,4 +370,4 @@ def test_program_of_a_gpu(name):
     assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), (
         "a whole array"
     )
-    assert {kernel for module in modules for kernel in kernel_names(module)} == KERNELS[name]
+    assert {kernel for module in modules for kernel in kernel_names(module)} == kernels

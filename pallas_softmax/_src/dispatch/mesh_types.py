@@ -7,6 +7,7 @@ device to device. Operands of an operation must vary over the same axes, so this
 types say nothing: each device holds a copy of a replicated value, and each copy has its own cotangent.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -122,6 +123,18 @@ def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Arr
     return cotangent if not mesh_axes or is_tracked(mesh_axes) else cotangent / lax.axis_size(mesh_axes)
 
 
+def rounded_sum(x: jax.Array, dtype: Any, mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Returns the sum over the devices, taken in the dtype of `x` and then rounded to `dtype`, on all of them."""
+    divisible = [i for i, n in enumerate(x.shape) if n % lax.axis_size(mesh_axes) == 0]
+    if x.dtype == dtype or not divisible:
+        return lax.psum(x, mesh_axes).astype(dtype)
+    # Three quarters of the bytes of an all-reduce of float32 numbers: rounded numbers come back.
+    axis = divisible[0]
+    part = lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True).astype(dtype)
+    to = "invarying" if is_tracked(mesh_axes) else "varying"
+    return lax.all_gather(part, mesh_axes, axis=axis, tiled=True, to=to)
+
+
 def _varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
@@ -156,9 +169,49 @@ def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, .
     words = _pack(tuple(a.reshape(rows, -1) for a in parts))
     words = lax.all_to_all(words.reshape(devices, rows // devices, -1), axes, 0, 0)
     results = merge(_unpack(jnp.moveaxis(words, 0, -2), parts), jax.tree.map(share, own))
+    return _gather_rows(results, axes, batch)
+
+
+def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own: Any) -> Any:
+    """Returns function(along_row, own): each device runs it on its share of the rows, and the results are gathered.
+
+    A device receives as many elements as it holds, however many devices there are.
+
+    Args:
+      axes: the mesh axes that each row is spread over.
+      function: (arrays (rows, row length), arrays (rows, n)) -> a tree of arrays (rows, n).
+      along_row: a tree of shards (..., V); their other dimensions may be 1. The first has all dimensions.
+      own: a tree of arrays (..., n) that are the same on all devices. Their other dimensions may be 1.
+    """
+    batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
+    rows = math.prod(batch)
+    if not isinstance(rows, int):  # a symbolic batch of jax.export cannot be divided
+        to = "invarying" if is_tracked(axes) else "varying"
+        gather_row = functools.partial(lax.all_gather, axis_name=axes, axis=len(batch), tiled=True, to=to)
+        return function(jax.tree.map(gather_row, along_row), own)
+    size = -(-rows // devices)
+
+    def padded(a):
+        a = jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(rows, -1)
+        return jnp.pad(a, ((0, devices * size - rows), (0, 0)), mode="edge")
+
+    def exchanged(a):
+        shards = lax.all_to_all(padded(a).reshape(devices, size, -1), axes, 0, 0)
+        return jnp.moveaxis(shards, 0, 1).reshape(size, -1)
+
+    def share(a):
+        if a.size == a.shape[-1]:
+            return a.reshape(1, -1)
+        return lax.dynamic_slice_in_dim(padded(a), lax.axis_index(axes) * size, size)
+
+    return _gather_rows(function(jax.tree.map(exchanged, along_row), jax.tree.map(share, own)), axes, batch)
+
+
+def _gather_rows(results: Any, axes: tuple[str, ...], batch: tuple[int, ...]) -> Any:
+    """Gathers the results (rows, n) of each device's share of the rows, to (*batch, n) each."""
     leaves, tree = jax.tree.flatten(results)
     to = "invarying" if is_tracked(axes) else "varying"
-    words = lax.all_gather(_pack(tuple(leaves)), axes, tiled=True, to=to)[:, None]
+    words = lax.all_gather(_pack(tuple(leaves)), axes, tiled=True, to=to)[: math.prod(batch), None]
     return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, tuple(leaves))])
 
 
@@ -166,7 +219,9 @@ def gather(parts: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> li
     """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
     axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
     to = "invarying" if is_tracked(axes) else "varying"
-    return _unpack(jnp.moveaxis(lax.all_gather(_pack(parts), axes, to=to), 0, -2), parts)
+    # tiled, because JAX cannot lower the other form with symbolic dimensions
+    words = lax.all_gather(_pack(parts)[None], axes, tiled=True, to=to)
+    return _unpack(jnp.moveaxis(words, 0, -2), parts)
 
 
 def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
@@ -207,6 +208,15 @@ def _partition(shapes: list, tiles: list, description: bytes) -> tuple[bytes, li
     XLA calls it, possibly in another process and without the context of the call. `description` is the text of a
     `_Program`. `register_partitioner` documents the other arguments.
     """
+    lists = tuple(None if each is None else (each.shape, each.dtype.str, each.tobytes()) for each in tiles)
+    return _program_of_device(tuple(shapes), lists, description)
+
+
+# XLA asks for each call of a program. Those of equal layers are equal.
+@functools.lru_cache(256)
+def _program_of_device(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
+    """Returns the result of `_partition`; an array of tiles is given as its shape, its dtype and its bytes."""
+    tiles = tuple(None if t is None else np.frombuffer(t[2], t[1]).reshape(t[0]) for t in tiles)
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
+from pallas_softmax._src.dispatch.mesh_types import is_tracked, rounded_sum, vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
 from pallas_softmax._src.linear.in_place import changed_if, set_in_place
@@ -167,7 +167,7 @@ class _Projection:
     def dx(self, dz, factor) -> jax.Array:
         """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
-        return lax.psum(dx, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
+        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
 
     def no_dx(self, x) -> jax.Array:
         """Returns zeros in the shape and dtype of dx."""

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.softmax.mesh import combine_shards as combine_normalizers
 from pallas_softmax._src.stats.mesh import combine_shards
 
 
@@ -123,8 +124,12 @@ class Statistics(NamedTuple):
             merged = combine_shards(*columns, mesh_axes=mesh_axes)
             (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
             return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
-        label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
-        return Statistics(normalizers.combine_shards(self.normalizer, mesh_axes), label_logit, total)
+        several = self.label_logit.ndim > self.normalizer.m.ndim
+        one = () if several else (self.label_logit,)
+        smoothing = () if self.total is None else (self.total,)
+        normalizer, *sums = combine_normalizers(self.normalizer, mesh_axes, *one, *smoothing)
+        label_logit = lax.psum(self.label_logit, mesh_axes) if several else sums[0]
+        return Statistics(normalizer, label_logit, sums[-1] if smoothing else None)
 
 
 class Coefficients(NamedTuple):

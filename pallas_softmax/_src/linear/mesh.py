@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, is_tracked
+from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, rounded_sum
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
 from pallas_softmax._src.dispatch.partitioner import Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
@@ -169,15 +169,7 @@ def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int) -> jax.Array:
             size = dw.shape[depth] // lax.axis_size(axis)
             dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(axis) * size, size, depth)
     others = tuple(axis for axis in layout.tokens if axis not in layout.dw)
-    if not others:
-        return dw.astype(dtype)
-    divisible = [i for i, n in enumerate(dw.shape) if n % lax.axis_size(others) == 0]
-    if dw.dtype == dtype or not divisible:
-        return lax.psum(dw, others).astype(dtype)
-    # Three quarters of the bytes of an all-reduce: rounded numbers come back.
-    part = lax.psum_scatter(dw, others, scatter_dimension=divisible[0], tiled=True).astype(dtype)
-    to = "invarying" if is_tracked(others) else "varying"
-    return lax.all_gather(part, others, axis=divisible[0], tiled=True, to=to)
+    return rounded_sum(dw, dtype, others) if others else dw.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Cutoffs and draws of rows that are spread over a mesh: devices exchange numbers of each row, never logits.
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered
-    filters      the best entries of each row are gathered, as by top-k; every device filters them and draws from them.
-                 If some row keeps more entries, the devices search together, in plain JAX.
+    filters      small shards: the devices exchange them, so that each has some whole rows
+                 other shards: the best entries of each row are gathered, as by top-k; every device filters them and
+                 draws from them. If some row keeps more entries, the devices exchange the shards.
     DRAW         the noise and the cutoff are arguments. Each device finds the winner of its shard; the winners are
                  gathered as without filters.
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import merge_over
+from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import logits_of, mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample.noise import advance, gumbel_at
@@ -26,7 +27,6 @@ from pallas_softmax._src.sample.rows import (
     drawn_results,
     is_kept,
     positions,
-    search,
     tempered,
     totals_of,
     totals_of_rows,
@@ -38,20 +38,33 @@ from pallas_softmax._src.topk.xla import lowest_value
 
 _WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
+# Shards up to this size are exchanged. An exchange takes as long as its bytes take. The best entries of a row are few,
+# but whether they are enough is a condition, which the host waits for, on each device. Draws on four H100, in µs, by an
+# exchange and by the best entries; in the last row these were too few (2026-11-27):
+#
+#                                           8 MiB on each GPU    32 MiB
+#     top_k = 50                            123    180           238    227
+#     top_p = 0.9, peaked rows              126    172           241    222
+#     top_p = 0.9, rows that keep more      138    320           245    487
+_EXCHANGED_BYTES = 2**24
+
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
     """Returns the `Cutoff` of each row. `xla.cutoff` documents the arguments, here for this device's shard."""
     filters, row = (top_k, top_p, min_p), Row(logits.shape[-1], mesh_axes)
     is_filtered = any(f is not None for f in filters)
+
+    def by_exchange():
+        return _on_whole_rows(run_shard, (logits, where, temperature, *filters), {}, mesh_axes)
+
+    if is_filtered and _is_small(logits):
+        return by_exchange()
     best, totals = _best(run_shard, logits, where, temperature, row, _WINNERS if is_filtered else 1)
     cut, _, complete, is_free = cutoff_among(best, totals, temperature, *filters, row.length)
     if not is_filtered:
         return cut
 
-    def by_search():
-        return search(logits, where, temperature, *filters, row)
-
-    return unless_complete(complete | is_free, cut, by_search)
+    return unless_complete(complete | is_free, cut, by_exchange)
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
@@ -74,27 +87,47 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         noise = gumbel_at(in_shard, drawn, stride)
         return _winner_of_shards(logits, drawn, has_draw, noise, None, d, temperature, row)
 
+    def by_exchange():
+        arrays = (logits, where, words, temperature, *filters)
+        return _on_whole_rows(run_shard, arrays, {"stride": stride}, mesh_axes)
+
     if all(f is None for f in filters):
         return unfiltered()
+    if _is_small(logits):
+        return by_exchange()
     best, totals = _best(run_shard, logits, where, temperature, row, _WINNERS)
     found, complete, is_free = sample_among(
         best, totals, words, temperature, *filters, row.length, stride=stride
     )
-    found = unless_complete(complete | ~is_free, found, unfiltered)
 
-    def by_search():
-        cut = search(logits, where, temperature, *filters, row)
-        noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        arrays = logits, where, noise, temperature, cut.key, cut.index
-        return *draw_on_mesh(run_shard, *arrays, mesh_axes=mesh_axes), cut.log_mass
+    def of_other_rows():
+        return unless_complete(complete | is_free, unfiltered(), by_exchange)
 
-    return unless_complete(complete | is_free, found, by_search)
+    return unless_complete(complete, found, of_other_rows)
+
+
+def _is_small(logits) -> bool:
+    return isinstance(logits.size, int) and logits.nbytes <= _EXCHANGED_BYTES
+
+
+def _on_whole_rows(run_shard, arrays, static, mesh_axes):
+    """Returns the operation's results. Each device receives some whole rows, and runs the operation on them."""
+    logits, where, *per_row = arrays
+    is_along_row = where is not None and where.shape[-1] > 1
+
+    def run(along_row, own):
+        logits, whole = along_row
+        where, *per_row = own
+        return run_shard(None, (logits, whole if is_along_row else where, *per_row), static)
+
+    along_row = logits, where if is_along_row else None
+    return on_whole_rows(mesh_axes, run, along_row, (None if is_along_row else where, *per_row))
 
 
 def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
     """Returns the results of `xla.draw`; its arguments are for this device's shard."""
     row, shard = Row(logits.shape[-1], mesh_axes), Row(logits.shape[-1])
-    totals = totals_of_rows(logits, where, temperature, shard)
+    totals = totals_of_rows(logits, where, temperature)
     d = jnp.where(totals.m == -jnp.inf, 0, totals.total)
     kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, temperature, totals.greedy)

@@ -9,8 +9,7 @@ kept entry is the first one, in the row's order, at which the sum of the measure
     its key     by bisection on the bits of the sort keys: `_key_reaching`
     its index   among the entries with that key: `_index_reaching`
 
-A row that is spread over a mesh is searched in the same way, with sums over its devices: a round finds 4 bits instead
-of one. If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
+If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
 benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import gather, vary_together
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import logits_of
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
@@ -74,7 +73,7 @@ class Totals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row along the last axis, or this device's shard if mesh axes divide the row. Sums keep the axis, with size 1.
+    """A row along the last axis, or this device's shard if mesh axes divide the row.
 
     Attributes:
       vocab: the number of elements that this device has; in jax.export it may be symbolic.
@@ -97,18 +96,6 @@ class Row:
     def indices(self, rank: int):
         """Returns the index of each element in the whole row, for arrays of this rank."""
         return self.start + positions(rank, self.vocab)
-
-    def sum(self, x):
-        return self.over_mesh(lax.psum, jnp.sum(x, -1, keepdims=True, dtype=x.dtype))
-
-    def max(self, x):
-        return self.over_mesh(lax.pmax, jnp.max(x, -1, keepdims=True))
-
-    def min(self, x):
-        return self.over_mesh(lax.pmin, jnp.min(x, -1, keepdims=True))
-
-    def over_mesh(self, reduce, part):
-        return reduce(part, self.mesh_axes) if self.mesh_axes else part
 
 
 def positions(rank: int, n):
@@ -142,9 +129,9 @@ def float_dtype(logits):
     return jax.eval_shape(jnp.exp, logits).dtype
 
 
-def elements(logits, where, row: Row):
+def elements(logits, where):
     """Returns the logits in the dtype of the arithmetic; integers as distances from the largest; -inf where masked."""
-    return logits_of(normalizers.to_float(logits, (-1,), where, row.mesh_axes), where)
+    return logits_of(normalizers.to_float(logits, (-1,), where), where)
 
 
 def tempered(x, temperature, greedy):
@@ -155,12 +142,12 @@ def tempered(x, temperature, greedy):
 # --- Totals, and the results that follow from them
 
 
-def totals_of_rows(logits, where, temperature, row: Row) -> Totals:
-    x = elements(logits, where, row)
-    m = row.max(x)
+def totals_of_rows(logits, where, temperature) -> Totals:
+    x = elements(logits, where)
+    m = _max(x)
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
-    top = m if is_float else row.max(logits_of(as_float(logits), where))
-    return totals_of(top, m, row.sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
+    top = m if is_float else _max(logits_of(as_float(logits), where))
+    return totals_of(top, m, _sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
@@ -206,11 +193,11 @@ def mass_goal(top_p, total):
 # --- The search
 
 
-def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
+def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
-    key, totals = keys(logits, where), totals_of_rows(logits, where, temperature, row)
-    mass = _masses(logits, where, totals, row)
-    indices = row.indices(key.ndim)
+    key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
+    mass = _masses(logits, where, totals)
+    indices = positions(key.ndim, key.shape[-1])
     least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     last: Any = least_key, NOWHERE  # keeps everything
 
@@ -219,67 +206,65 @@ def search(logits, where, temperature, top_k, top_p, min_p, row: Row) -> Cutoff:
 
     if top_k is not None:
         one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
-        last = _last_entry(key, one, jnp.where(top_k < row.length, top_k, NOWHERE), row)
+        last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
-        goal = mass_goal(top_p, row.sum(kept(mass)))
-        last = _first_of(last, _last_entry(key, kept(mass), goal, row))
+        goal = mass_goal(top_p, _sum(kept(mass)))
+        last = _first_of(last, _last_entry(key, kept(mass), goal))
     if min_p is not None:
-        last = _first_of(last, (_least_key(logits, where, min_p, totals, row), NOWHERE))
-    kept_total = row.sum(kept(mass))
-    last = _first_entries_if_greedy(last, logits, where, totals, row)
+        last = _first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
+    kept_total = _sum(kept(mass))
+    last = _first_entries_if_greedy(last, logits, where, totals)
     key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
     return cutoff_of(key, index, kept_total, totals, temperature)
 
 
-def _masses(logits, where, totals: Totals, row: Row):
+def _masses(logits, where, totals: Totals):
     """Returns the mass of each entry; masked ones have 0."""
-    return jnp.exp((elements(logits, where, row) - totals.m) / totals.divisor)
+    return jnp.exp((elements(logits, where) - totals.m) / totals.divisor)
 
 
-def _first_entries_if_greedy(last, logits, where, totals: Totals, row: Row):
+def _first_entries_if_greedy(last, logits, where, totals: Totals):
     """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
 
     def first(*last):
-        key, indices = keys(logits, where), row.indices(logits.ndim)
-        best = row.max(key)
-        is_best = (key == best) & (_masses(logits, where, totals, row) == 1)
-        index = row.min(jnp.where(is_best, indices, NOWHERE))
+        key, indices = keys(logits, where), positions(logits.ndim, logits.shape[-1])
+        best = _max(key)
+        is_best = (key == best) & (_masses(logits, where, totals) == 1)
+        index = _min(jnp.where(is_best, indices, NOWHERE))
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
     # of the type of the first entries
     last = (last[0], jnp.asarray(last[1], jnp.int32))
     last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), a) for a in last)
     some_greedy, like = jnp.any(totals.greedy), (logits, where)
-    return _on_cpu_if(some_greedy, first, lambda *last: last, row, like, *last)
+    return _on_cpu_if(some_greedy, first, lambda *last: last, like, *last)
 
 
-def _least_key(logits, where, min_p, totals: Totals, row: Row):
+def _least_key(logits, where, min_p, totals: Totals):
     """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
 
     def kept():
-        return _masses(logits, where, totals, row) >= min_p
+        return _masses(logits, where, totals) >= min_p
 
     def by_key():
         key = keys(logits, where)
-        return row.min(jnp.where(kept(), key, jnp.iinfo(key.dtype).max))
+        return _min(jnp.where(kept(), key, jnp.iinfo(key.dtype).max))
 
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return by_key()
-    least = row.min(jnp.where(kept(), elements(logits, where, row), jnp.inf))
+    least = _min(jnp.where(kept(), elements(logits, where), jnp.inf))
     # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
     some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
     by_value = functools.partial(sort_keys.key, least.astype(logits.dtype))
-    return _on_cpu_if(some_zero, by_key, by_value, row, (logits, where))
+    return _on_cpu_if(some_zero, by_key, by_value, (logits, where))
 
 
-def _on_cpu_if(condition, function, other, row: Row, like, *operands):
+def _on_cpu_if(condition, function, other, like, *operands):
     """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
 
     `function` computes its arrays of whole rows itself, so that they take no time unless it runs. Elsewhere a condition
-    costs more than what it saves, and in rows on a mesh devices would wait for each other.
+    costs more than what it saves.
     """
-    if row.mesh_axes:
-        return function(*operands)
 
     def always(*operands):
         return vary_together(function(*operands), like)[0]
@@ -298,61 +283,49 @@ def _first_of(a, b):
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
 
-def _last_entry(key, measure, goal, row: Row):
+def _last_entry(key, measure, goal):
     """Returns key and index of the first entry, by key and then index, at which the measures reach a goal.
 
     Args:
       key: signed integers.
       measure: not negative; of the shape of the keys, or one scalar for all of them.
       goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
-      row: the row that the keys belong to.
     """
-    bound = _key_reaching(key, measure, goal, row)
-    above = row.sum(jnp.where(key > bound, measure, 0))
-    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above, row)
+    bound = _key_reaching(key, measure, goal)
+    above = _sum(jnp.where(key > bound, measure, 0))
+    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above)
 
 
-def _key_reaching(key, measure, goal, row: Row):
+def _key_reaching(key, measure, goal):
     """Returns the highest key such that the entries with at least this key reach the goal; else the least key."""
-    bits = 4 if row.mesh_axes else 1
-    rounds = 8 * key.dtype.itemsize // bits
-    digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
+    bits = 8 * key.dtype.itemsize
 
-    def find_digit(i, bound):
-        """Finds the bits of round i: the greatest digit at which the entries from the new bound up reach the goal."""
-        shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
-        higher = bound + lax.shift_left(digits, shift)
-        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum, so it takes no memory
-        each = jnp.where(at_least, jnp.expand_dims(measure, -2) if measure.ndim else measure, 0)
-        sums = row.over_mesh(lax.psum, jnp.sum(each, -1, dtype=measure.dtype))
-        digit = jnp.sum(sums >= goal, -1, keepdims=True, dtype=key.dtype)
-        return bound + lax.shift_left(digit, shift)
+    def find_bit(i, bound):
+        """Finds the bit of round i: 1 if the entries from the higher bound up reach the goal."""
+        higher = bound + lax.shift_left(jnp.ones((), key.dtype), jnp.asarray(bits - 1 - i, key.dtype))
+        # the mask is fused with the sum, so it takes no memory
+        return jnp.where(_sum(jnp.where(key >= higher, measure, 0)) >= goal, higher, bound)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
-    least, *_ = vary_together(least, goal, key, but=row.mesh_axes)
-    return lax.fori_loop(0, rounds, find_digit, least)
+    least, *_ = vary_together(least, goal, key)
+    return lax.fori_loop(0, bits, find_bit, least)
 
 
-def _index_reaching(measure, goal, row: Row):
+def _index_reaching(measure, goal):
     """Returns the index of the first positive measure at which the sum, in the order of the row, reaches the goal.
 
     If rounding keeps the sum below the goal, the result is the index of the last positive measure. The search goes
-    over the sums of the devices, then over the chunks of one device, and then over the elements of one chunk.
+    over the sums of chunks, and then over the elements of one chunk.
     """
-    own, first = True, 0
-    if row.mesh_axes:
-        (sums,) = gather((jnp.sum(measure, -1, keepdims=True, dtype=measure.dtype),), row.mesh_axes)
-        device, goal = _position_reaching(sums, goal)
-        own = device == lax.axis_index(row.mesh_axes)
-    if isinstance(row.vocab, int) and row.vocab > _CHUNK:  # other rows are one chunk
-        count = -(-row.vocab // _CHUNK)
-        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - row.vocab)]
+    first, vocab = 0, measure.shape[-1]
+    if isinstance(vocab, int) and vocab > _CHUNK:  # other rows are one chunk
+        count = -(-vocab // _CHUNK)
+        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - vocab)]
         chunks = jnp.pad(measure, padding).reshape(*measure.shape[:-1], count, _CHUNK)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
         measure, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
-    index = first + position
-    return lax.pmin(jnp.where(own, row.start + index, NOWHERE), row.mesh_axes) if row.mesh_axes else index
+    return first + position
 
 
 def _position_reaching(measure, goal):
@@ -364,3 +337,15 @@ def _position_reaching(measure, goal):
     found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
     before = jnp.sum(jnp.where(position < found, measure, 0), -1, keepdims=True, dtype=measure.dtype)
     return found, goal - before
+
+
+def _sum(x):
+    return jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
+
+
+def _max(x):
+    return jnp.max(x, -1, keepdims=True)
+
+
+def _min(x):
+    return jnp.min(x, -1, keepdims=True)

@@ -58,7 +58,7 @@ def cutoff(logits, where, temperature, top_k, top_p, min_p):
     filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
 
     def by_search(logits):
-        return search(logits, where, temperature, *filters, row)
+        return search(logits, where, temperature, *filters)
 
     def among(best, totals):
         cut, _, complete, is_free = cutoff_among(best, totals, temperature, *filters, row.length)
@@ -80,7 +80,7 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
 
     def by_search(logits):
-        cut = search(logits, where, temperature, *filters, row)
+        cut = search(logits, where, temperature, *filters)
         noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
         return *draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass
 
@@ -103,10 +103,10 @@ def draw(logits, where, noise, temperature, key, index):
       They are -1 and NaN in a row without a draw.
     """
     row = Row(logits.shape[-1])
-    totals, indices = totals_of_rows(logits, where, temperature, row), row.indices(logits.ndim)
+    totals, indices = totals_of_rows(logits, where, temperature), row.indices(logits.ndim)
     kept = is_kept(logits, where, key, index, indices)
     drawn = winner(as_float(logits), indices, noise, kept, temperature, totals.greedy)
-    return drawn_results(drawn, jnp.take_along_axis(elements(logits, where, row), drawn, -1), totals)
+    return drawn_results(drawn, jnp.take_along_axis(elements(logits, where), drawn, -1), totals)
 
 
 def winner(x, indices, noise, kept, temperature, greedy):
@@ -208,7 +208,7 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
 
     def by_candidates(logits):
         best, listed = _candidates(logits, where, row)
-        totals = totals_of_rows(logits, where, temperature, row)
+        totals = totals_of_rows(logits, where, temperature)
         found, complete = among(best, totals)
         complete &= listed | ~(totals.total >= 1)
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
@@ -229,7 +229,7 @@ def _candidates(logits, where, row: Row):
     They are not if `lax.top_k` orders entries differently than their keys: on a CPU, XLA treats denormal numbers as
     zeros. The second result depends on the row alone, so that a draw does not depend on other rows.
     """
-    x = elements(logits, where, row)
+    x = elements(logits, where)
     mask = None if where is None else jnp.broadcast_to(where, x.shape)
     _, index = lax.top_k(x.reshape(-1, row.vocab), _CANDIDATES)
     index = index.reshape(*x.shape[:-1], _CANDIDATES)

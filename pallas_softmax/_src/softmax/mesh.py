@@ -4,9 +4,11 @@ Each function runs on one device's shard, where the mesh axes are bound. `run_sh
 best kernel on the shard. `logsumexp` is the operation for that step.
 """
 
+import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.masks import logits_of, masked
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.xla import log_normalized
@@ -31,5 +33,20 @@ def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
 
 def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
     """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
-    _, shard_normalizer = run_shard(step, (x, where), {"axes": axes})
-    return normalizers.combine_shards(shard_normalizer, mesh_axes)
+    _, (m, d) = run_shard(step, (x, where), {"axes": axes})
+    return combine_shards(Normalizer(m, d), mesh_axes)[0]
+
+
+def combine_shards(local: Normalizer, mesh_axes, *others):
+    """Returns the normalizer of each row, from the shards' normalizers, and the sums of `others` over the devices.
+
+    The numbers m and d of a shard and the `others` are arrays of one shape. One all-gather sends all of them.
+    """
+
+    def merge(gathered, _):
+        m, d, *others = gathered
+        sums = [jnp.sum(a, -1, keepdims=True) for a in others]
+        return normalizers.combine_shards(Normalizer(m, d)), *sums
+
+    parts = tuple(a[..., None] for a in (*local, *others))
+    return jax.tree.map(lambda a: a[..., 0], merge_over(mesh_axes, merge, parts, None))
