@@ -116,8 +116,7 @@ SENTENCES = {
     ),
     "sampling": (
         f"from {times(MANY.min())} to {times(MANY.max())} times as fast",
-        f"torch takes {ratios(SAMPLE, 'torch', DRAW)} times as long as `sample`, and FlashInfer 0.7.2 takes"
-        f" {ratios(SAMPLE, 'flashinfer', DRAW)} times as long",
+        f"torch takes {ratios(SAMPLE, 'torch', DRAW)} times as long as `sample`",
         f"`sample` makes the server {speedups('serve/serve')} times as fast",
     ),
     "loss": (
