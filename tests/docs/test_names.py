@@ -74,5 +74,7 @@ def test_the_report_on_the_paper_has_the_dates_and_commits_of_its_results():
 
     text = " ".join((RESULTS / "README.md").read_text().split())
     assert f"Figures 1 and 2 are of {run('figure1')}." in text and run("figure1") == run("figure2")
-    assert f"Figure 3 and the sweep over K are of {run('figure3')}." in text and run("figure3") == run("k_sweep")
+    assert f"Figure 3 and the sweep over K are of {run('figure3')}." in text and run("figure3") == run(
+        "k_sweep"
+    )
     assert f"Figure 4 is of {run('figure4')}." in text
