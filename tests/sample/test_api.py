@@ -509,7 +509,7 @@ def test_gradient_of_filtered_logits(masked):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_min_p_keeps_numbers_that_a_cpu_takes_for_0(dtype):
-    """The smallest kept number of a row is 0, -0 or subnormal, beside a greedy row."""
+    """min_p keeps 0, -0 and subnormal numbers. One row is greedy."""
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     rows = [[0.0, -0.0, tiny, -tiny, -5], [-tiny, 0.0, -0.0, 0.5, -5], [1, 2, 0.5, -tiny, 2]]
     x = np.array(rows, F32).astype(dtype)

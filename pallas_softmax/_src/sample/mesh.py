@@ -1,4 +1,4 @@
-"""Cutoffs and draws of rows that are spread over a mesh: devices exchange numbers of each row, never logits.
+"""Cutoffs and draws of rows that are spread over a mesh.
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered
     filters      small shards: the devices exchange them, so that each has some whole rows

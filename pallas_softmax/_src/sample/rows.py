@@ -233,9 +233,8 @@ def _first_entries_if_greedy(last, logits, where, totals: Totals):
         index = _min(jnp.where(is_best, indices, NOWHERE))
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
-    # of the type of the first entries
-    last = (last[0], jnp.asarray(last[1], jnp.int32))
-    last = (jnp.where(totals.greedy, jnp.zeros((), a.dtype), a) for a in last)
+    # Both branches of a condition return arrays of one shape.
+    last = (jnp.broadcast_to(a, totals.greedy.shape) for a in (last[0], jnp.asarray(last[1], jnp.int32)))
     some_greedy, like = jnp.any(totals.greedy), (logits, where)
     return _on_cpu_if(some_greedy, first, lambda *last: last, like, *last)
 

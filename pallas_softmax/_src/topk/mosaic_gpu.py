@@ -86,11 +86,8 @@ def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refus
     Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
     before the elements beyond the length all the same, since its index is lower.
     """
-    if (
-        reason := checks.unsupported(call, capability)
-        or checks.not_contiguous(call)
-        or checks.too_large(call)
-    ):
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason:
         return Refusal(reason)
     plan = plan_selection(call.rows, call.vocab, call.k or 0, call.dtype, capability, call.masked)
     return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")

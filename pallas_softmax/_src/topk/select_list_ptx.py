@@ -191,10 +191,8 @@ class ListProgram(CtaProgram):
         `number` is the entry's new place, not after its old one. All threads have read the entries up to there.
         """
         found, above, reach = self.last_key()
-        least, last = (
-            found.least(),
-            self.var(self.n.bits("s32")),
-        )  # entries of the least key win up to number `last`
+        # Entries of the least key win up to number `last`.
+        least, last = found.least(), self.var(self.n.bits("s32"))
         if not self.element.halves:
             with self.when(reach > self.plan.k):  # rare
                 self.set(last, self.last_tie(least, self.plan.k - above))

@@ -77,7 +77,7 @@ class SelectPlan:
     warpgroups: int  # of a CTA
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
-    thread_bytes: int = 64  # of a block
+    thread_bytes: int = THREAD_BYTES  # of a block
 
     turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
     scratch_bytes = histogram + 4 * BUCKETS + ACCESS_BYTES

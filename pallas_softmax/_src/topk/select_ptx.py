@@ -322,9 +322,8 @@ class SelectProgram(ListProgram):
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
 
         def put(number, word, index, when=None):
-            bits = self.element.key(
-                word >> 16 if self.element.halves else word
-            )  # a key of a key has the bits
+            # The key of a key has the bits of the element.
+            bits = self.element.key(word >> 16 if self.element.halves else word)
             value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
             self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
             self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
