@@ -25,10 +25,11 @@ from pallas_softmax._src.normalizers import Normalizer, widen
 
 
 class TopK(NamedTuple):
-    """The winners of each row, best first.
+    """The winners of each row: best first, or in any order after `top_k(sorted=False)`.
 
     Attributes:
-      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
+      values: of `fused_topk` the probabilities of the winners, or their logs; of `top_k` the elements. They have the
+        shape of the logits, with k along the row's axis.
       indices: int32, the positions of the winners in the row; the same shape.
     """
 
