@@ -17,6 +17,7 @@ from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, vary_together
 from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.route.formulas import SCORES, Gate, Score
 from pallas_softmax._src.route.operation import ROUTE
 
@@ -203,15 +204,4 @@ def _factor(name: str, scale) -> jax.Array:
         raise TypeError(f"{name}: scale must be a real number, got {scale.dtype.name}")
     if scale.shape:
         raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
-    return _constant(scale)
-
-
-@jax.custom_jvp
-def _constant(scale):
-    """Returns the scale. To differentiate in it raises."""
-    return scale
-
-
-@_constant.defjvp
-def _(primals, tangents):
-    raise NotImplementedError("route: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
+    return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
