@@ -118,22 +118,6 @@ class _Divided(NamedTuple):
     gpu: tuple[str, str, int | None] | None
 
 
-class _Program(NamedTuple):
-    """The description of a custom call: the call, and what only lowering knows.
-
-    Attributes:
-      divided: the call.
-      devices: the number of devices.
-      platform: the platform that the call is lowered for.
-      versions: the results of `_versions`. `_partition` ignores them. They change the text, see `_versions`.
-    """
-
-    divided: _Divided
-    devices: int
-    platform: str
-    versions: tuple[str, str]
-
-
 def over_auto_axes(
     division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], dimensions: Dimensions
 ) -> Any:
@@ -175,8 +159,8 @@ def _lower(ctx, *values, whole, divided, rule, refusal, platform=None):
     if devices == 1:
         return mlir.lower_fun(jaxpr_as_fun(whole), multiple_results=True)(ctx, *values)
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
-    description = _Program(text.loads(divided), devices, platform, _versions())
-    return jax_internals.partitioned_call(ctx, TARGET, values, text.dumps(description), *rule)
+    description = text.dumps((text.loads(divided), devices, platform, _versions()))
+    return jax_internals.partitioned_call(ctx, TARGET, values, description, *rule)
 
 
 mlir.register_lowering(_divided_p, _lower)
@@ -188,7 +172,8 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 def _versions() -> tuple[str, str]:
     """Returns the version of JAX, and a digest of this package.
 
-    Without them, the persistent compilation cache would return what an older source compiled.
+    Nothing reads them in a text. Without them, the persistent compilation cache would return what an older source
+    compiled.
     """
     return jax.__version__, digest(Path(__file__).parents[2])
 
@@ -205,8 +190,8 @@ def digest(folder: Path) -> str:
 def _partition(shapes: list, tiles: list, description: bytes) -> tuple[bytes, list, list]:
     """Returns the program of one device, and the shardings of arguments and results.
 
-    XLA calls it, possibly in another process and without the context of the call. `description` is the text of a
-    `_Program`. `register_partitioner` documents the other arguments.
+    XLA calls it, possibly in another process and without the context of the call. `description` is the text that
+    `_lower` makes. `register_partitioner` documents the other arguments.
     """
     lists = tuple(None if each is None else (each.shape, each.dtype.str, each.tobytes()) for each in tiles)
     return _program_of_device(tuple(shapes), lists, description)
