@@ -107,8 +107,8 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
       ValueError: `axis` is out of range.
     """
     _check_of("scan", of)
-    x, axes = _row_axes("scan", x, (axis,))
-    return lax.associative_scan(normalizers.combine, _single(x, of), axis=axes[0])
+    x, (axis,) = _row_axes("scan", x, arguments.static_int("online.scan", "axis", axis))
+    return lax.associative_scan(normalizers.combine, _single(x, of), axis=axis)
 
 
 def _single(x: jax.Array, of: type[Sums]) -> Sums:
