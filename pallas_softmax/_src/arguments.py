@@ -166,20 +166,16 @@ def normal_temperature(temperature, logits) -> Any:
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
-    """Returns the temperature, checked if it is known, for `eager.at_once`."""
+    """Returns the temperature, checked if it is known, for `eager.at_once`; None if it is known to be 1."""
     temperature = parameter(function, "temperature", temperature)
-    if is_known(temperature):
-        if np.asarray(temperature).dtype.kind in "bc":
-            raise TypeError(f"{function}: temperature must be real, got {np.asarray(temperature).dtype.name}")
-        if not np.all(np.asarray(temperature) >= 0):
-            raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
-    return normal_temperature(temperature, logits)
-
-
-def known_scale(function: str, temperature, logits) -> Any:
-    """Returns what `known_temperature` returns; None if the temperature is known to be 1."""
-    t = known_temperature(function, temperature, logits)
-    return None if is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1 else t
+    if not is_known(temperature):
+        return temperature
+    known = np.asarray(temperature)
+    if known.dtype.kind in "bc":
+        raise TypeError(f"{function}: temperature must be real, got {known.dtype.name}")
+    if not np.all(known >= 0):
+        raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
+    return None if known.ndim == 0 and known == 1 else normal_temperature(temperature, logits)
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:

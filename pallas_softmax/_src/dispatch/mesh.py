@@ -61,7 +61,7 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
         return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
 
     def run_step(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
-        return run_shard(choice, step or operation, arrays, keywords)
+        return run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
 
     return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
 

@@ -148,25 +148,19 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple
       `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
-    rows, columns, cluster_rows = (
-        len(x),
-        w.shape[0 if head.transpose_w else 1],
-        plan_projection(len(x)).cluster_rows,
-    )
-    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), rounded_up(rows, cluster_rows)), jnp.float32)
+    rows, columns = len(x), w.shape[0 if head.transpose_w else 1]
+    padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
+    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     if tokens.several:
         count = number.shape[1] * tokens.labels.shape[1]
         sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
-    if reference is None:
-        return _launch(reduce_logits, "linear_statistics", x, w, bias, tokens, None, (sums, None), None, head)
-    stored = jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    results = sums, stored
-    return _launch(
-        reduce_logits, "linear_exponentials", x, w, bias, tokens, reference, results, x.dtype, head
-    )
+    name, stored = "linear_statistics", None
+    if reference is not None:
+        name, stored = "linear_exponentials", jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored, head)
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
@@ -181,11 +175,14 @@ def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, h
     """
     dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
     name = "linear_logit_gradients"
-    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), x.dtype, head)[0]
+    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), dz, head)[0]
 
 
-def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head):
-    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`."""
+def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, stored, head: Head):
+    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`.
+
+    `stored` is the one among them that has an element for each logit, or None.
+    """
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
@@ -194,7 +191,12 @@ def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
-    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    options = {
+        "b_transposed": head.transpose_w,
+        "staged": stored and stored.dtype,
+        "tiling": tiling,
+        "name": name,
+    }
     return product(epilogue, x, w, (inputs, per_row), results, **options)
 
 
