@@ -17,7 +17,7 @@ from jax.errors import InconclusiveDimensionOperation
 from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
-from pallas_softmax._src.misfits import has_wide_integers, misfit
+from pallas_softmax._src.misfits import has_wide_integers, is_known, misfit
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -146,13 +146,6 @@ def in_range(
     if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
-
-
-def is_known(value) -> bool:
-    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
-    if isinstance(value, Tracer):
-        return False
-    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def normal_temperature(temperature, logits) -> Any:

@@ -38,11 +38,16 @@ def has_wide_integers(x) -> bool:
 
     An array that this process cannot read counts as False.
     """
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) or isinstance(x, Tracer):
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) or not is_known(x):
         return False
-    if x.dtype not in _WIDE or _as_stored(x.dtype) == x.dtype:
+    return x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype
+
+
+def is_known(value) -> bool:
+    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
+    if isinstance(value, Tracer):
         return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def _beyond(x) -> Any:

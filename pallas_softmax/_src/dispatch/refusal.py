@@ -83,8 +83,7 @@ def _no_tangent(*args, reason):
 _tangent_p.def_impl(_no_tangent)
 _tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
 ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
-# jax.jacfwd batches; reverse mode transposes before it batches.
-batching.primitive_batchers[_tangent_p] = _no_tangent
+batching.defvectorized(_tangent_p)
 mlir.register_lowering(_tangent_p, _no_tangent)
 
 

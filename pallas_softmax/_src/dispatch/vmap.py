@@ -24,24 +24,22 @@ from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.jax_internals import stage_constants
 
 
-def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
+def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
 
     Args:
       choice: the call and its implementations.
       *arrays: the positional arguments of the operation, of equal rank; the first has the full shape.
-      axes: the reduced axes, for an operation that takes them.
-      **static: its other arguments.
+      **static: its other arguments, among them the reduced `axes` if it takes them.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
     choice.required_cuda()
-    keywords = static if axes is None else {"axes": axes, **static}
     with stage_constants():
         if is_visible(choice, arrays):
-            return by_platform(choice, arrays, keywords)
-        call = custom_vmap(functools.partial(over_mesh, choice, keywords))
+            return by_platform(choice, arrays, static)
+        call = custom_vmap(functools.partial(over_mesh, choice, static))
 
         @call.def_vmap
         def _(axis_size, in_batched, *arrays):
@@ -52,9 +50,9 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
             leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
             objection = choice.call.objection or symbolic((axis_size,))
             batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
-            shifted = None if axes is None else tuple(a + 1 for a in axes)
+            shifted = {"axes": tuple(a + 1 for a in static["axes"])} if "axes" in static else {}
             batch_choice = choose_unlisted(batch, choice.requested)
-            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), **static | shifted)
             return out, jax.tree.map(lambda _: True, out)
 
         return call(*arrays)

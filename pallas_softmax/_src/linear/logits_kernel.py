@@ -76,19 +76,15 @@ def write_gradients(
 ) -> None:
     """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
     z, column = _logits(acc, place, inputs, head, vocab)
-    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
+    coefficients = jax.tree.map(
         lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
     )
-    if entropy_factor is None:
-        dz = exp_factor * jnp.exp(z - m)
-    else:
-        below = normalizers.distance(z, m)
-        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
-    if constant is not None:
-        dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
+    dz = coefficients.of_exponential(z)
+    if coefficients.constant is not None:
+        dz = dz - jnp.where(column < vocab - place.column, coefficients.constant, 0.0)
     dz = lax.cond(
         _has_labels(inputs.labels, place),
-        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), label_term, 0.0),
+        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), coefficients.label_term, 0.0),
         lambda: dz,
     )
     store(place, dz * _softcap_slope(z, place, inputs, head), dz_gmem)

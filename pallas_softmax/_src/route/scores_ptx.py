@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
@@ -69,7 +69,7 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
         for row in rows:
             _subtract_largest(p, tile, score, xs[row], es[row], m[row], d[row])
     # Without this barrier, ptxas moves the loads of the bias to the top, and needs 20 more registers.
-    p += f"bar.warp.sync {WHOLE_WARP};"
+    p.sync_warp()
     return p
 
 
