@@ -60,16 +60,11 @@ def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
     if type(b) is not type(a):
         wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
         raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
-    _check_sums(a=a, b=b)
-    return normalizers.combine(a, b, scale=scale)
-
-
-def _check_sums(**sums: Sums) -> None:
-    """Raises unless all fields are Python numbers, or floating or complex arrays."""
-    for argument, pair in sums.items():
+    for name, pair in (("a", a), ("b", b)):
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
-                _check_floats("combine", f"{argument}.{field}", value)
+                _check_floats("combine", f"{name}.{field}", value)
+    return normalizers.combine(a, b, scale=scale)
 
 
 def _check_floats(function: str, name: str, value) -> None:
@@ -108,13 +103,9 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
     """
     _check_of("scan", of)
     x, (axis,) = _row_axes("scan", x, arguments.static_int("online.scan", "axis", axis))
-    return lax.associative_scan(normalizers.combine, _single(x, of), axis=axis)
-
-
-def _single(x: jax.Array, of: type[Sums]) -> Sums:
-    """Returns the normalizer of each logit by itself: m is the logit, d is 1 if it is finite, and t is 0."""
-    d = jnp.exp(x - normalizers.shift(x))
-    return of._make((x, d, 0 * d)[: len(of._fields)])
+    d = jnp.exp(x - normalizers.shift(x))  # of each logit by itself: 1 if it is finite
+    single = of._make((x, d, 0 * d)[: len(of._fields)])
+    return lax.associative_scan(normalizers.combine, single, axis=axis)
 
 
 def reduce(

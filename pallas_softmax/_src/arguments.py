@@ -1,6 +1,7 @@
 """Checks the arguments that users pass, and brings them into one form.
 
-Every error message names the argument, its value and the accepted values.
+Every error message names the argument, its value and the accepted values. `function` is the public function and `name`
+the argument, for messages.
 """
 
 import operator
@@ -61,11 +62,7 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
 def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
     """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
 
-    Args:
-      function: the public function, for messages.
-      name: the argument, for messages.
-      x: as the user passed it.
-      any_integer: whether `x` may hold integers that JAX would wrap, because the caller converts them.
+    `any_integer` says that `x` may hold integers that JAX would wrap, because the caller converts them.
     """
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
@@ -121,8 +118,7 @@ def in_range(
     """Returns one number, or one per row, for `eager.at_once`; raises if a known number is not accepted.
 
     Args:
-      function: the public function, for messages.
-      name: the argument, for messages.
+      function, name: for messages.
       value: as the user passed it. Integers above the int32 maximum are clamped to it.
       accepted: maps an array of numbers to booleans, True for numbers in range.
       wanted: the range, in words, for messages.
@@ -174,12 +170,8 @@ def known_temperature(function: str, temperature, logits) -> Any:
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
 
-    Args:
-      function: the public function, for messages.
-      temperature: as `known_temperature` returns it.
-      shape: the shape of the logits.
-      axis: the axis of a row.
-      dtype: the floating dtype of the logits' softmax.
+    `temperature` is as `known_temperature` returns it. `shape` and `axis` are those of the logits. `dtype` is the
+    floating dtype of their softmax.
     """
     t = array(function, "temperature", temperature)
     if t.dtype == jnp.bool_ or jnp.issubdtype(t.dtype, jnp.complexfloating):
@@ -207,10 +199,9 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns `value`: one number for all rows, or one per row of logits of this shape along `axis`.
+    """Returns `value` as an array: one number for all rows, (1, ..., 1), or one per row, batch + (1,).
 
-    Returns:
-      An array of shape (1, ..., 1) or batch + (1,).
+    `shape` and `axis` are those of the logits.
     """
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
@@ -229,11 +220,7 @@ def rows(
 ) -> Rows:
     """Returns the checked logits, and the checked arguments that say which elements make a row.
 
-    Args:
-      function: the public function, for messages.
-      name: the name of its argument `x`, for messages.
-      x, axis, where, axis_name: as users pass them.
-      boolean: whether `x` may be boolean.
+    `name` is the name of the argument `x`. `boolean` says whether `x` may be boolean.
     """
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
@@ -263,8 +250,7 @@ def last_axis(
     """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
 
     Args:
-      operation: the operation.
-      function: the public function, for messages.
+      operation, function: the operation, and the public function.
       x, axis: the logits and the axis, as `real_rows` returns them.
       where, axis_name: as users pass them.
       per_row: (name for messages, array) of each further array. It has size 1 in place of the row, or is None.

@@ -1,7 +1,5 @@
 """Finds misfits: arrays and Python integers that JAX would misread, or reject without naming the argument."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -27,10 +25,7 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
         if dtype.isbuiltin == 0 or (dtype.isbuiltin == 1 and dtype.char in "OSUVMmgGT"):
             order = "" if dtype.isnative else " in the byte order of the machine"
             return TypeError, f"of numbers that JAX has{order}, got dtype {dtype}"
-    if any_integer or (number := _beyond(x)) is None:
-        return None
-    info = np.iinfo(_as_stored(np.asarray(x).dtype if hasattr(x, "dtype") else np.dtype(np.int64)))
-    return ValueError, f"from {info.min} to {info.max} ({info.dtype}), got {number}"
+    return None if any_integer else _out_of_range(x)
 
 
 def has_wide_integers(x) -> bool:
@@ -38,9 +33,8 @@ def has_wide_integers(x) -> bool:
 
     An array that this process cannot read counts as False.
     """
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) or not is_known(x):
-        return False
-    return x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype
+    is_array = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return is_array and x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype and is_known(x)
 
 
 def is_known(value) -> bool:
@@ -50,16 +44,19 @@ def is_known(value) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
 
 
-def _beyond(x) -> Any:
-    """Returns a number of `x` that is beyond the range of JAX's integers, or None."""
+def _out_of_range(x) -> tuple[type[Exception], str] | None:
+    """Returns the error for a number of `x` that is beyond the range of JAX's integers, or None."""
     if isinstance(x, int):
-        info = np.iinfo(_as_stored(np.dtype(np.int64)))
-        return None if info.min <= x <= info.max else x
-    if not has_wide_integers(x):
+        dtype, ends = np.dtype(np.int64), (x,)
+    elif has_wide_integers(x) and x.size:
+        dtype, ends = x.dtype, (np.asarray(x).min(), np.asarray(x).max())
+    else:
         return None
-    info, numbers = np.iinfo(_as_stored(x.dtype)), np.asarray(x)
-    ends = (numbers.min(), numbers.max()) if numbers.size else ()
-    return next((number for number in ends if not info.min <= number <= info.max), None)
+    info = np.iinfo(_as_stored(dtype))
+    wanted = f"from {info.min} to {info.max} ({info.dtype})"
+    return next(
+        ((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None
+    )
 
 
 def _as_stored(dtype: np.dtype) -> np.dtype:

@@ -6,6 +6,9 @@
           platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
 
 The operations on a projection x @ w go the same way through `linear/vmap.py` and `linear/mesh.py`.
+
+All steps take a `Choice`, which is the call and its implementations; the positional arguments of the operation
+(`arrays`); and its static arguments (`keywords`). The first array has the full shape.
 """
 
 import dataclasses
@@ -26,11 +29,6 @@ from pallas_softmax._src.jax_internals import stage_constants
 
 def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
-
-    Args:
-      choice: the call and its implementations.
-      *arrays: the positional arguments of the operation, of equal rank; the first has the full shape.
-      **static: its other arguments, among them the reduced `axes` if it takes them.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
@@ -62,10 +60,6 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
     """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
 
     Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
-
-    Args:
-      choice: the call and its implementations.
-      arrays: its arguments.
     """
     op = choice.call.row_operation
     if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:
