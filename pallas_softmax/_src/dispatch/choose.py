@@ -85,10 +85,7 @@ def choose_if_able(call: Call, implementation: str | None) -> Choice:
 def _plan(name: str, call: Call, automatic: bool) -> Any:
     """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
 
-    Args:
-      name: the implementation.
-      call: what it should run.
-      automatic: whether the user named no implementation, so that a slower one is refused.
+    `automatic` says that the user named no implementation, so that a slower one is refused.
     """
     if name == "xla":
         return None

@@ -61,12 +61,8 @@ def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Stati
     """Returns the choices for a call and its derivatives.
 
     The gradient is chosen like the call. If a named implementation cannot run it, plain JAX does, unless the operation
-    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient.
-
-    Args:
-      call: the call.
-      implementation: the name that the user gave, or None.
-      **keywords: the static arguments of the operation.
+    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient. `keywords` are the static
+    arguments of the operation.
     """
     operation = call.row_operation
     assert operation.gradient is not None and operation.tangent is not None

@@ -134,10 +134,7 @@ class RowSums(NamedTuple):
 def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
-    Args:
-      x, w, bias, tokens: as in `gradients.ChunkFunctions`.
-      reference: float32 (rows,), or None.
-      head: the projection.
+    The reference is float32 (rows,), or None. The other arguments are as in `gradients.ChunkFunctions`.
 
     Returns:
       The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
@@ -160,14 +157,9 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
-    """Returns the gradients that `Coefficients` describes, in the dtype of x.
+    """Returns the gradients that `Coefficients` describes, (rows, columns of w), 0 from column V on, in the dtype of x.
 
-    Args:
-      x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
-      head: the projection.
-
-    Returns:
-      An array (rows, columns of w), 0 from column V on.
+    The arguments are as in `gradients.ChunkFunctions`.
     """
     dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
     name = "linear_logit_gradients"

@@ -26,10 +26,7 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
     statistics or winners run slice by slice as well.
 
-    Args:
-      choice: the call and its implementations.
-      *arrays: x, w, bias, and arrays with one number per token.
-      **static: the other arguments.
+    `arrays` are x, w, bias, and arrays with one number per token.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
