@@ -18,7 +18,7 @@ _refuse_p.multiple_results = True
 
 
 def placeholder(shapes: Any, reason: str) -> Any:
-    """Returns the results, a tree of `jax.ShapeDtypeStruct`s, of an operation that raises `reason` when it is lowered."""
+    """Returns results of these shapes (`jax.ShapeDtypeStruct`s) of an operation that raises `reason` when lowered."""
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, _refuse_p.bind(reason=reason, shapes=tuple(leaves)))
 
