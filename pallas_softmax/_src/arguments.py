@@ -170,8 +170,8 @@ def known_temperature(function: str, temperature, logits) -> Any:
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
 
-    `temperature` is as `known_temperature` returns it. `shape` and `axis` are those of the logits. `dtype` is the
-    floating dtype of their softmax.
+    `temperature` is as `known_temperature` returns it. The logits have this shape and axis, and their softmax has the
+    floating `dtype`.
     """
     t = array(function, "temperature", temperature)
     if t.dtype == jnp.bool_ or jnp.issubdtype(t.dtype, jnp.complexfloating):
@@ -201,7 +201,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns `value` as an array: one number for all rows, (1, ..., 1), or one per row, batch + (1,).
 
-    `shape` and `axis` are those of the logits.
+    The logits have this shape, and rows along `axis`.
     """
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape

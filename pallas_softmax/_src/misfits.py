@@ -8,8 +8,8 @@ from jax.core import Tracer
 def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | None:
     """Returns None if JAX can take the numbers of `x`; if not, the error to raise.
 
-    The error is a pair: the exception type, and the end of the message "(argument) must be ...". What is neither an
-    array nor a number is never a misfit. `any_integer` accepts integers beyond the range of JAX's integers.
+    The error is a pair: the exception type, and the end of the message "(argument) must be ...". Anything except an
+    array or a number is no misfit. `any_integer` accepts integers beyond the range of JAX's integers.
     """
     if isinstance(x, np.ndarray | np.generic):
         dtype = x.dtype
