@@ -60,4 +60,5 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
         return out, jax.tree.map(lambda _: True, out)
 
     with stage_constants():
-        return call(*constant(arrays, _ONE_DERIVATIVE))
+        once: Any = constant(arrays, _ONE_DERIVATIVE)
+        return call(*once)
