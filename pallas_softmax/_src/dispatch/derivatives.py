@@ -182,10 +182,11 @@ def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
     """
 
     def on_whole_rows(*arrays, **keywords):
-        results = function(*jax.tree.map(whole_rows, arrays), **keywords)
-        sharding = jax.typeof(arrays[0][0]).sharding  # of the logits
-        if not logits_first or jax.typeof(results[0]).sharding == sharding:
+        whole = jax.tree.map(whole_rows, arrays)
+        results = function(*whole, **keywords)
+        logits = arrays[0][0]
+        if not logits_first or whole[0][0] is logits:
             return results
-        return (jax.sharding.reshard(results[0], sharding), *results[1:])
+        return (jax.sharding.reshard(results[0], jax.typeof(logits).sharding), *results[1:])
 
     return on_whole_rows
