@@ -74,14 +74,6 @@ class Operation:
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
-    @property
-    def shard_operation(self) -> "Operation | None":
-        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX.
-
-        The kernels of an operation that is not one on rows take mesh_axes= themselves.
-        """
-        return self
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RowOperation(Operation):
@@ -128,11 +120,6 @@ class RowOperation(Operation):
     whole_rows: bool = False
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
-
-    @property
-    def shard_operation(self) -> "RowOperation | None":
-        """As for `Operation`."""
-        return None if self.on_mesh is None else self.shard_step or self
 
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...]:

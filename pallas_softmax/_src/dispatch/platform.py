@@ -99,7 +99,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
         sorted=keywords.get("sorted", choice.call.sorted),
     )
-    is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
+    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
     choose = choose_unlisted if is_users else choose_if_able
     return by_platform(choose(call, choice.requested), arrays, keywords)
 
