@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src import arguments, normalizers, sort_keys
 from pallas_softmax._src.normalizers import Moments, Normalizer, Sums, entropy
 
 __all__ = ["Candidates", "Moments", "Normalizer", "combine", "entropy", "identity", "merge", "reduce", "scan"]
@@ -60,16 +60,11 @@ def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
     if type(b) is not type(a):
         wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
         raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
-    _check_sums(a=a, b=b)
-    return normalizers.combine(a, b, scale=scale)
-
-
-def _check_sums(**sums: Sums) -> None:
-    """Raises unless all fields are Python numbers, or floating or complex arrays."""
-    for argument, pair in sums.items():
+    for name, pair in (("a", a), ("b", b)):
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
-                _check_floats("combine", f"{argument}.{field}", value)
+                _check_floats("combine", f"{name}.{field}", value)
+    return normalizers.combine(a, b, scale=scale)
 
 
 def _check_floats(function: str, name: str, value) -> None:
@@ -107,14 +102,10 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
       ValueError: `axis` is out of range.
     """
     _check_of("scan", of)
-    x, axes = _row_axes("scan", x, (axis,))
-    return lax.associative_scan(normalizers.combine, _single(x, of), axis=axes[0])
-
-
-def _single(x: jax.Array, of: type[Sums]) -> Sums:
-    """Returns the normalizer of each logit by itself: m is the logit, d is 1 if it is finite, and t is 0."""
-    d = jnp.exp(x - normalizers.shift(x))
-    return of._make((x, d, 0 * d)[: len(of._fields)])
+    x, (axis,) = _row_axes("scan", x, arguments.static_int("online.scan", "axis", axis))
+    d = jnp.exp(x - normalizers.shift(x))  # of each logit by itself: 1 if it is finite
+    single = of._make((x, d, 0 * d)[: len(of._fields)])
+    return lax.associative_scan(normalizers.combine, single, axis=axis)
 
 
 def reduce(
@@ -149,23 +140,11 @@ def reduce(
     """
     _check_of("reduce", of)
     x, axes = _row_axes("reduce", x, axis)
-    if not isinstance(chunk, int | np.integer):
-        raise TypeError(f"online.reduce: chunk must be an integer, got {chunk!r}")
-    if chunk < 1:
+    if arguments.static_int("online.reduce", "chunk", chunk) < 1:
         raise ValueError(f"online.reduce: chunk must be at least 1, got {chunk}")
     x = normalizers.widen(x)
     if where is not None:
-        if not hasattr(where, "dtype") and not isinstance(where, bool):
-            raise TypeError(
-                f"online.reduce: where must be a boolean array, got {where!r} ({type(where).__name__})"
-            )
-        where = jnp.asarray(where)
-        sizes = zip(where.shape[::-1], x.shape[::-1])
-        if where.dtype != jnp.bool_ or where.ndim > x.ndim or any(n not in (1, full) for n, full in sizes):
-            raise ValueError(
-                f"online.reduce: where must be boolean and broadcast to the shape {x.shape}, got {jax.typeof(where)}"
-            )
-        x = jnp.where(where, x, -jnp.inf)
+        x = jnp.where(arguments.mask("online.reduce", where, x.shape), x, -jnp.inf)
     return normalizers.reduce(x, axes, chunk=chunk, of=of)
 
 
@@ -173,14 +152,9 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
     """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
     _check_floats(function, "x", x)
     x = jnp.asarray(x)
-    try:
-        return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
-    except TypeError:
-        raise TypeError(
-            f"online.{function}: axis must be an int or a sequence of ints, got {axis!r}"
-        ) from None
-    except OverflowError:
-        raise ValueError(f"online.{function}: axis {axis} is out of bounds for {x.ndim} dimensions") from None
+    if axis is None:
+        raise TypeError(f"online.{function}: axis must be an int or a sequence of ints, got None")
+    return x, arguments.normalized_axes(f"online.{function}", axis, x.ndim)
 
 
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:

@@ -1,6 +1,7 @@
 """Checks the arguments that users pass, and brings them into one form.
 
-Every error message names the argument, its value and the accepted values.
+Every error message names the argument, its value and the accepted values. `function` is the public function and `name`
+the argument, for messages.
 """
 
 import operator
@@ -17,7 +18,7 @@ from jax.errors import InconclusiveDimensionOperation
 from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
-from pallas_softmax._src.misfits import has_wide_integers, misfit
+from pallas_softmax._src.misfits import has_wide_integers, is_known, misfit
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -61,11 +62,7 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
 def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
     """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
 
-    Args:
-      function: the public function, for messages.
-      name: the argument, for messages.
-      x: as the user passed it.
-      any_integer: whether `x` may hold integers that JAX would wrap, because the caller converts them.
+    `any_integer` says that `x` may hold integers that JAX would wrap, because the caller converts them.
     """
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
@@ -121,8 +118,7 @@ def in_range(
     """Returns one number, or one per row, for `eager.at_once`; raises if a known number is not accepted.
 
     Args:
-      function: the public function, for messages.
-      name: the argument, for messages.
+      function, name: for messages.
       value: as the user passed it. Integers above the int32 maximum are clamped to it.
       accepted: maps an array of numbers to booleans, True for numbers in range.
       wanted: the range, in words, for messages.
@@ -148,13 +144,6 @@ def in_range(
     return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
 
 
-def is_known(value) -> bool:
-    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
-    if isinstance(value, Tracer):
-        return False
-    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
-
-
 def normal_temperature(temperature, logits) -> Any:
     """Returns the temperature. If it is known, subnormal numbers become normal ones: XLA may flush subnormals to 0."""
     if not is_known(temperature):
@@ -166,31 +155,23 @@ def normal_temperature(temperature, logits) -> Any:
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
-    """Returns the temperature, checked if it is known, for `eager.at_once`."""
+    """Returns the temperature, checked if it is known, for `eager.at_once`; None if it is known to be 1."""
     temperature = parameter(function, "temperature", temperature)
-    if is_known(temperature):
-        if np.asarray(temperature).dtype.kind in "bc":
-            raise TypeError(f"{function}: temperature must be real, got {np.asarray(temperature).dtype.name}")
-        if not np.all(np.asarray(temperature) >= 0):
-            raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
-    return normal_temperature(temperature, logits)
-
-
-def known_scale(function: str, temperature, logits) -> Any:
-    """Returns what `known_temperature` returns; None if the temperature is known to be 1."""
-    t = known_temperature(function, temperature, logits)
-    return None if is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1 else t
+    if not is_known(temperature):
+        return temperature
+    known = np.asarray(temperature)
+    if known.dtype.kind in "bc":
+        raise TypeError(f"{function}: temperature must be real, got {known.dtype.name}")
+    if not np.all(known >= 0):
+        raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
+    return None if known.ndim == 0 and known == 1 else normal_temperature(temperature, logits)
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
 
-    Args:
-      function: the public function, for messages.
-      temperature: as `known_temperature` returns it.
-      shape: the shape of the logits.
-      axis: the axis of a row.
-      dtype: the floating dtype of the logits' softmax.
+    `temperature` is as `known_temperature` returns it. The logits have this shape and axis, and their softmax has the
+    floating `dtype`.
     """
     t = array(function, "temperature", temperature)
     if t.dtype == jnp.bool_ or jnp.issubdtype(t.dtype, jnp.complexfloating):
@@ -218,10 +199,9 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns `value`: one number for all rows, or one per row of logits of this shape along `axis`.
+    """Returns `value` as an array: one number for all rows, (1, ..., 1), or one per row, batch + (1,).
 
-    Returns:
-      An array of shape (1, ..., 1) or batch + (1,).
+    The logits have this shape, and rows along `axis`.
     """
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
@@ -240,11 +220,7 @@ def rows(
 ) -> Rows:
     """Returns the checked logits, and the checked arguments that say which elements make a row.
 
-    Args:
-      function: the public function, for messages.
-      name: the name of its argument `x`, for messages.
-      x, axis, where, axis_name: as users pass them.
-      boolean: whether `x` may be boolean.
+    `name` is the name of the argument `x`. `boolean` says whether `x` may be boolean.
     """
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
@@ -274,8 +250,7 @@ def last_axis(
     """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
 
     Args:
-      operation: the operation.
-      function: the public function, for messages.
+      operation, function: the operation, and the public function.
       x, axis: the logits and the axis, as `real_rows` returns them.
       where, axis_name: as users pass them.
       per_row: (name for messages, array) of each further array. It has size 1 in place of the row, or is None.

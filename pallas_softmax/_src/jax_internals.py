@@ -47,16 +47,16 @@ def register_partitioner(target: str, partition: Callable) -> None:
     Args:
       target: the name.
       partition: the function that XLA calls for each custom call. It takes three arguments:
-        shapes: (shape, dtype) of each argument.
-        tiles: the result of `tiles` for each argument.
+        shapes: (shape, dtype) of each argument, a tuple.
+        tiles: the result of `tiles` for each argument, a tuple.
         text: the text of the call.
         It returns the MLIR bytecode of a device's program, then lists for the arguments and for the results. The lists
         have a pair (`NamedSharding`, number of dimensions) for each array.
     """
 
     def called(arg_shapes, arg_shardings, result_shape, result_sharding, text):
-        shapes = [(tuple(s.dimensions()), s.numpy_dtype()) for s in arg_shapes]
-        module, arguments, results = partition(shapes, [*map(tiles, arg_shardings)], text)
+        shapes = tuple((tuple(s.dimensions()), s.numpy_dtype()) for s in arg_shapes)
+        module, arguments, results = partition(shapes, tuple(map(tiles, arg_shardings)), text)
         arguments, results = (
             [hlo_sharding(sharding, rank) for sharding, rank in each] for each in (arguments, results)
         )
@@ -88,8 +88,8 @@ def hlo_sharding(sharding: NamedSharding, rank: int) -> Any:
     return sharding._to_xla_hlo_sharding(rank)
 
 
-def tiles(sharding) -> np.ndarray | None:
-    """Returns which tile of an array each device has, as indices (dimensions, devices); None for a replicated array.
+def tiles(sharding) -> tuple[tuple[int, ...], ...] | None:
+    """Returns which tile of an array each device has, as indices [dimension][device]; None for a replicated array.
 
     `sharding` is an XLA sharding.
     """
@@ -99,7 +99,7 @@ def tiles(sharding) -> np.ndarray | None:
     # the last tile dimensions are no dimensions of the array: devices along them have the same tile
     rank = len(dims) - len(sharding.subgroup_types()) - sharding.replicate_on_last_tile_dim()
     tiles = np.indices(dims).reshape(len(dims), -1)[:rank]
-    return tiles[:, np.argsort(devices)]
+    return tuple(map(tuple, tiles[:, np.argsort(devices)].tolist()))
 
 
 def divisible_over(ctx: mlir.LoweringRuleContext) -> int:

@@ -1,7 +1,5 @@
 """Finds misfits: arrays and Python integers that JAX would misread, or reject without naming the argument."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -10,11 +8,8 @@ from jax.core import Tracer
 def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | None:
     """Returns None if JAX can take the numbers of `x`; if not, the error to raise.
 
-    The error is a pair: the exception type, and the end of the message "(argument) must be ...".
-
-    Args:
-      x: what a user passed: an array, a number, or anything else. Anything else is never a misfit.
-      any_integer: whether integers beyond the range of JAX's integers are accepted.
+    The error is a pair: the exception type, and the end of the message "(argument) must be ...". Anything except an
+    array or a number is no misfit. `any_integer` accepts integers beyond the range of JAX's integers.
     """
     if isinstance(x, np.ndarray | np.generic):
         dtype = x.dtype
@@ -27,10 +22,7 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
         if dtype.isbuiltin == 0 or (dtype.isbuiltin == 1 and dtype.char in "OSUVMmgGT"):
             order = "" if dtype.isnative else " in the byte order of the machine"
             return TypeError, f"of numbers that JAX has{order}, got dtype {dtype}"
-    if any_integer or (number := _beyond(x)) is None:
-        return None
-    info = np.iinfo(_as_stored(np.asarray(x).dtype if hasattr(x, "dtype") else np.dtype(np.int64)))
-    return ValueError, f"from {info.min} to {info.max} ({info.dtype}), got {number}"
+    return None if any_integer else _out_of_range(x)
 
 
 def has_wide_integers(x) -> bool:
@@ -38,23 +30,30 @@ def has_wide_integers(x) -> bool:
 
     An array that this process cannot read counts as False.
     """
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) or isinstance(x, Tracer):
-        return False
-    if x.dtype not in _WIDE or _as_stored(x.dtype) == x.dtype:
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    is_array = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return is_array and x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype and is_known(x)
 
 
-def _beyond(x) -> Any:
-    """Returns a number of `x` that is beyond the range of JAX's integers, or None."""
+def is_known(value) -> bool:
+    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+
+
+def _out_of_range(x) -> tuple[type[Exception], str] | None:
+    """Returns the error for a number of `x` that is beyond the range of JAX's integers, or None."""
     if isinstance(x, int):
-        info = np.iinfo(_as_stored(np.dtype(np.int64)))
-        return None if info.min <= x <= info.max else x
-    if not has_wide_integers(x):
+        dtype, ends = np.dtype(np.int64), (x,)
+    elif has_wide_integers(x) and x.size:
+        dtype, ends = x.dtype, (np.asarray(x).min(), np.asarray(x).max())
+    else:
         return None
-    info, numbers = np.iinfo(_as_stored(x.dtype)), np.asarray(x)
-    ends = (numbers.min(), numbers.max()) if numbers.size else ()
-    return next((number for number in ends if not info.min <= number <= info.max), None)
+    info = np.iinfo(_as_stored(dtype))
+    wanted = f"from {info.min} to {info.max} ({info.dtype})"
+    return next(
+        ((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None
+    )
 
 
 def _as_stored(dtype: np.dtype) -> np.dtype:

@@ -269,11 +269,15 @@ def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.where((x == m) | (x != x), position, last)
 
 
-def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
+def combine_parts(parts: Normalizer, temperature: jax.Array | None = None) -> Normalizer:
     """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
     m = largest(parts.m)
-    tops, temperature = at_limit(parts.m, m, temperature)
-    return Normalizer(m, jnp.sum(parts.d * jnp.exp((tops - shift(m)) / temperature), -1, keepdims=True))
+    if temperature is None:
+        below = parts.m - shift(m)
+    else:
+        tops, temperature = at_limit(parts.m, m, temperature)
+        below = (tops - shift(m)) / temperature
+    return Normalizer(m, jnp.sum(parts.d * jnp.exp(below), -1, keepdims=True))
 
 
 def largest(x: jax.Array) -> jax.Array:
@@ -282,12 +286,6 @@ def largest(x: jax.Array) -> jax.Array:
         return jnp.max(x, -1, keepdims=True)
     keys = sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
     return sort_keys.from_key(jnp.max(keys, -1, keepdims=True), x.dtype)
-
-
-def combine_shards(shards: Normalizer) -> Normalizer:
-    """Merges along the last axis, which stays with size 1: returns the normalizer of each row, from its shards'."""
-    m = largest(shards.m)
-    return Normalizer(m, jnp.sum(shards.d * jnp.exp(shards.m - shift(m)), -1, keepdims=True))
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:

@@ -87,9 +87,7 @@ def test_where_must_be_a_boolean_that_broadcasts(name, error, match, where):
 def test_online_refuses_bad_axes_and_dtypes(function):
     name = f"online.{function.__name__}"
     for axis in (2, -3):
-        with pytest.raises(
-            ValueError, match=rf"{name}: axis: axis {axis} is out of bounds for .* dimension 2"
-        ):
+        with pytest.raises(ValueError, match=rf"{name}: axis {axis} is out of bounds for .* dimension 2"):
             traced(function)(X, axis=axis)
     with pytest.raises(ValueError, match=rf"{name}: axis .* is out of bounds for 2 dimensions"):
         function(X, 2**70)
@@ -99,10 +97,11 @@ def test_online_refuses_bad_axes_and_dtypes(function):
         function(X, None)
 
 
-@pytest.mark.parametrize("where", [jnp.ones((2, 2, 3), bool), jnp.array([1, 0, 2])], ids=["rank", "integers"])
-def test_online_reduce_refuses_bad_masks_and_chunks(where):
-    with pytest.raises(ValueError, match="online.reduce: where must be boolean and broadcast to the shape"):
-        ps.online.reduce(X, where=where)
+def test_online_reduce_refuses_bad_masks_and_chunks():
+    with pytest.raises(ValueError, match=r"online.reduce: where of shape \(2, 2, 3\) does not broadcast to"):
+        ps.online.reduce(X, where=jnp.ones((2, 2, 3), bool))
+    with pytest.raises(ValueError, match="online.reduce: where must be None or boolean, got dtype int32"):
+        ps.online.reduce(X, where=jnp.array([1, 0, 2]))
     with pytest.raises(ValueError, match="online.reduce: chunk must be at least 1, got 0"):
         ps.online.reduce(X, chunk=0)
     with pytest.raises(TypeError, match=r"online.reduce: chunk must be an integer, got 2\.5"):

@@ -300,7 +300,7 @@ def test_settings_are_those_of_the_lowering():
     x = array(8, 64, dtype="float64", sharding=NamedSharding(MESH, P("v", None)))
     with jax.enable_x64(True):
         ((shapes, call),) = divided_calls(lowered(lambda x: ps.linear_logsumexp(x, jnp.ones((64, 8))), [x]))
-    module, *_ = partitioner._partition(shapes, [None] * len(shapes), call.encode())
+    module, *_ = partitioner._partition(tuple(shapes), (None,) * len(shapes), call.encode())
     with mlir.make_ir_context():
         assert "tensor<8x8xf64>" in str(mlir.ir.Module.parse(module))
 
@@ -347,9 +347,9 @@ def test_program_of_a_gpu(name, monkeypatch):
     assert_kernels_of_a_gpu(name, EXCHANGED.get(name, KERNELS[name]))
     if name in EXCHANGED:
         monkeypatch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
-        partitioner._program_of_device.cache_clear()
+        partitioner._partition.cache_clear()
         assert_kernels_of_a_gpu(name, KERNELS[name])
-        partitioner._program_of_device.cache_clear()
+        partitioner._partition.cache_clear()
 
 
 def assert_kernels_of_a_gpu(name, kernels):
@@ -359,11 +359,11 @@ def assert_kernels_of_a_gpu(name, kernels):
     modules = []
     for shapes, call in divided_calls(program):
         specs = [P(*({16: "b", 4096: "v", 16384: "v"}.get(n) for n in shape)) for shape, _ in shapes]
-        tiles = [
+        tiles = tuple(
             jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec)))
             for spec in specs
-        ]
-        module, *_ = partitioner._partition(shapes, tiles, call.encode())
+        )
+        module, *_ = partitioner._partition(tuple(shapes), tiles, call.encode())
         with mlir.make_ir_context():
             modules.append(str(mlir.ir.Module.parse(module)))
     assert modules

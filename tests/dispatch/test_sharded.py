@@ -201,8 +201,8 @@ def test_each_device_runs_kernels_on_its_part(op, how):
     text = lowered(f, x)
     if how == "auto":
         ((shapes, call),) = divided_calls(text)
-        tiles = [tiles_of((1, 8))] + [None] * (op in TOPK)  # the temperature is whole
-        module, _, _ = partitioner._partition(shapes, tiles, call.encode())
+        tiles = (tuple(map(tuple, tiles_of((1, 8)))), *[None] * (op in TOPK))  # the temperature is whole
+        module, _, _ = partitioner._partition(tuple(shapes), tiles, call.encode())
         with mlir.make_ir_context():
             text = str(ir.Module.parse(module))
     assert_kernels_of_parts(op, text)

@@ -367,7 +367,7 @@ def test_other_sums_are_refused(function):
 
 @pytest.mark.parametrize("where", ["a", [True, False, True]], ids=str)
 def test_reduce_refuses_masks_that_are_no_arrays(where):
-    with pytest.raises(TypeError, match="online.reduce: where must be a boolean array, got"):
+    with pytest.raises(TypeError, match="online.reduce: where must be an array or a scalar, got"):
         online.reduce(jnp.ones(3), where=where)
 
 

@@ -497,10 +497,10 @@ def by_lists():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
         jax.clear_caches()
-        partitioner._program_of_device.cache_clear()
+        partitioner._partition.cache_clear()
         yield
     jax.clear_caches()
-    partitioner._program_of_device.cache_clear()
+    partitioner._partition.cache_clear()
 
 
 @each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), fast=0)
@@ -552,11 +552,11 @@ def tokens(filters, how, impl, exchanged):
 def asked_once(op):
     """XLA gets the program of a device from a cache if a program has equal calls."""
     at, x = split("both", "auto"), logits().repeat(128, 1)
-    misses = [partitioner._program_of_device.cache_info().misses]
+    misses = [partitioner._partition.cache_info().misses]
     for calls in (1, 4):
         f = lambda xs: [ours(op, x + 1)[0] for x in xs]  # noqa: E731
         jax.jit(f).lower([at.place(x)] * calls).compile()
-        misses.append(partitioner._program_of_device.cache_info().misses)
+        misses.append(partitioner._partition.cache_info().misses)
     assert misses[0] < misses[1] == misses[2], misses
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal
+from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -54,11 +54,11 @@ def record(choice: Choice) -> None:
 
 def choose_unlisted(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
-    shard_call = call
-    if call.mesh_axes:
-        if call.operation.shard_operation is None:  # plain JAX, with sums over the mesh
+    shard_call, operation = call, call.operation
+    if call.mesh_axes and isinstance(operation, RowOperation):  # other kernels take mesh_axes= themselves
+        if operation.on_mesh is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
-        shard_call = call.of(call.operation.shard_operation)
+        shard_call = call.of(operation.shard_step or operation)
     reasons = []
     cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
@@ -85,10 +85,7 @@ def choose_if_able(call: Call, implementation: str | None) -> Choice:
 def _plan(name: str, call: Call, automatic: bool) -> Any:
     """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
 
-    Args:
-      name: the implementation.
-      call: what it should run.
-      automatic: whether the user named no implementation, so that a slower one is refused.
+    `automatic` says that the user named no implementation, so that a slower one is refused.
     """
     if name == "xla":
         return None

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch import linear_map
 from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.linear_map import LinearMap
-from pallas_softmax._src.dispatch.mesh_types import explicit_axes, share_cotangent, sum_cotangents
+from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, whole_rows
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
 from pallas_softmax._src.dispatch.vmap import as_rows
 
@@ -63,12 +61,8 @@ def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Stati
     """Returns the choices for a call and its derivatives.
 
     The gradient is chosen like the call. If a named implementation cannot run it, plain JAX does, unless the operation
-    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient.
-
-    Args:
-      call: the call.
-      implementation: the name that the user gave, or None.
-      **keywords: the static arguments of the operation.
+    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient. `keywords` are the static
+    arguments of the operation.
     """
     operation = call.row_operation
     assert operation.gradient is not None and operation.tangent is not None
@@ -157,7 +151,7 @@ def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tupl
     saved, without_limits = _without_limits(static, saved)
     dys = without_limits(dys)
     dxs = _derivative(static, static.gradient, saved, dys, plain)
-    if not operation.has_temperature:
+    if "temperature" not in operation.variables:
         return dxs
     logits, temperature, *_ = saved[0]
     dlogits, dt = dxs
@@ -171,37 +165,28 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
     operation = choice.call.row_operation
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
-    if not plain:
-        results = as_rows(choice, *saved, *arrays, **keywords)
-    else:
-        function = functools.partial(operation.plain, **keywords, mesh_axes=static.mesh_axes)
+    if plain:
+        function = functools.partial(operation.plain, mesh_axes=static.mesh_axes)
         if not static.operation.divided_by_xla:
             function = _on_whole_rows(function, logits_first=operation.is_gradient)
-        results = function(*saved, *arrays)
+        results = function(*saved, *arrays, **keywords)
+    else:
+        results = as_rows(choice, *saved, *arrays, **keywords)
     return results if isinstance(results, tuple) else (results,)
 
 
 def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
-    """Returns the plain map, which gathers rows that Explicit mesh axes divide: JAX cannot index along such axes.
+    """Returns a plain map of rows that Explicit mesh axes may divide: JAX cannot index along such axes.
 
-    Args:
-      function: the plain map. Its first argument begins with the logits.
-      logits_first: whether the first result has the shape of the logits, and so must be sharded like them.
+    `logits_first` says whether its first result has the shape of the logits, and so must be sharded like them.
     """
 
-    def on_whole_rows(*arrays):
-        sharding = jax.typeof(arrays[0][0]).sharding
-        if not explicit_axes(sharding.mesh) or sharding.spec[-1] is None:
-            return function(*arrays)
-
-        def gathered(array):
-            spec = jax.typeof(array).sharding.spec
-            return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P(*spec[:-1], None)))
-
-        results = function(*jax.tree.map(gathered, arrays))
-        if not logits_first:
+    def on_whole_rows(*arrays, **keywords):
+        whole = jax.tree.map(whole_rows, arrays)
+        results = function(*whole, **keywords)
+        logits = arrays[0][0]
+        if not logits_first or whole[0][0] is logits:
             return results
-        first, *others = results
-        return (jax.sharding.reshard(first, sharding), *others)
+        return (jax.sharding.reshard(results[0], jax.typeof(logits).sharding), *results[1:])
 
     return on_whole_rows

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def decode(
-    devices: int, arrays: Sequence[np.ndarray | None], ranks: Sequence[int]
+    devices: int, arrays: Sequence[Sequence[Sequence[int]] | None], ranks: Sequence[int]
 ) -> tuple[AbstractMesh, list[P]]:
     """Returns a mesh, and how each array is sharded on it.
 
@@ -28,11 +28,11 @@ def decode(
 
     Args:
       devices: the number of devices.
-      arrays: for each array, the index of each device's tile along each dimension, (dimensions, devices); None if the
+      arrays: for each array, the index of each device's tile along each dimension, [dimension][device]; None if the
         array is whole on each device.
       ranks: the number of dimensions of each array.
     """
-    tiles = [np.zeros((rank, devices), int) if of is None else of for of, rank in zip(arrays, ranks)]
+    tiles = [np.array(of or np.zeros((rank, devices)), int) for of, rank in zip(arrays, ranks)]
     sizes, axes = common_axes((devices,), tiles)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))

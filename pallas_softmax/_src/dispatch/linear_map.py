@@ -94,14 +94,6 @@ def apply(function: LinearMap, saved: list, linear) -> list:
     return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
 
 
-def _evaluate(*args, jaxpr, function, count):
-    return jaxpr_as_fun(jaxpr)(*args)
-
-
-def _abstract(*args, jaxpr, function, count):
-    return jaxpr.out_avals
-
-
 def _jvp(primals, tangents, *, jaxpr, function, count):
     """The tangent in the linear arrays is the map itself. The tangent in `saved` is a JVP of the plain map."""
     primals = list(primals)
@@ -149,8 +141,11 @@ def _batch(args, dims, *, jaxpr, function, count):
 linear_p.def_impl(
     lambda *args, jaxpr, function, count: _program(list(args[:count]), list(args[count:]), function=function)
 )
-linear_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+linear_p.def_abstract_eval(lambda *args, jaxpr, function, count: jaxpr.out_avals)
+mlir.register_lowering(
+    linear_p,
+    mlir.lower_fun(lambda *args, jaxpr, function, count: jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
+)
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch

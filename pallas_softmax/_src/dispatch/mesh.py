@@ -26,13 +26,7 @@ from pallas_softmax._src.dispatch.refusal import placeholder
 
 
 def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
-    """Runs a call on arrays that may be sharded.
-
-    Args:
-      choice: the call and its implementations.
-      keywords: the static arguments of the operation.
-      *arrays: its positional arguments, of one rank; the first has the full shape.
-    """
+    """Runs a call on arrays of one rank that may be sharded."""
     operation = choice.call.row_operation
     if choice.call.mesh_axes:
         return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
@@ -45,14 +39,10 @@ def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """Runs a call on one device's shard of the arrays, where mesh axes are bound.
+    """Runs a call on one device's shard of the arrays, where mesh axes are bound. `choice` is for the whole call.
 
-    Args:
-      choice: the choice for the user's whole call.
-      arrays: the device's shards.
-      keywords: the static arguments.
-      mesh_axes: the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
-        `lax.axis_index`.
+    `mesh_axes` are the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
+    `lax.axis_index`.
     """
     operation = choice.call.row_operation
     if not mesh_axes:
@@ -61,20 +51,13 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
         return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
 
     def run_step(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
-        return run_shard(choice, step or operation, arrays, keywords)
+        return run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
 
     return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
 
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on arrays that a mesh may divide.
-
-    Args:
-      division: how a mesh divides such calls.
-      choice: the call and its implementations.
-      arrays: its arguments.
-      keywords: its static arguments.
-    """
+    """Runs a call on arrays that a mesh may divide. `division` says how a mesh divides such calls."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)

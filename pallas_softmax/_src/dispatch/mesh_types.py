@@ -78,6 +78,14 @@ def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
     return P(*(of or None if carries else None for of, carries in zip(axes, full)))
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Returns `x`, gathered along its last dimension if Explicit mesh axes divide that."""
+    sharding = jax.typeof(x).sharding
+    if not explicit_axes(sharding.mesh) or not sharding.spec or sharding.spec[-1] is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*sharding.spec[:-1], None)))
+
+
 def axes_of_entry(entry) -> tuple[str, ...]:
     """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

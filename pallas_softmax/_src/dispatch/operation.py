@@ -74,14 +74,6 @@ class Operation:
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
-    @property
-    def shard_operation(self) -> "Operation | None":
-        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX.
-
-        The kernels of an operation that is not one on rows take mesh_axes= themselves.
-        """
-        return self
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RowOperation(Operation):
@@ -103,7 +95,7 @@ class RowOperation(Operation):
         plain JAX computes that gradient.
       on_mesh: what each device computes where a row is spread over devices:
         (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
-        kernel on a shard; pass None to run this same operation. If `on_mesh` is None, each device runs
+        kernel on a shard; None stands for the shard step. If `on_mesh` is None, each device runs
         `plain(..., mesh_axes=)`.
       shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
       whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
@@ -128,16 +120,6 @@ class RowOperation(Operation):
     whole_rows: bool = False
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
-
-    @property
-    def shard_operation(self) -> "RowOperation | None":
-        """As for `Operation`."""
-        return None if self.on_mesh is None else self.shard_step or self
-
-    @property
-    def has_temperature(self) -> bool:
-        """Whether there are derivatives in the logits and in a temperature, which divides them."""
-        return "temperature" in self.variables
 
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...]:

@@ -118,22 +118,6 @@ class _Divided(NamedTuple):
     gpu: tuple[str, str, int | None] | None
 
 
-class _Program(NamedTuple):
-    """The description of a custom call: the call, and what only lowering knows.
-
-    Attributes:
-      divided: the call.
-      devices: the number of devices.
-      platform: the platform that the call is lowered for.
-      versions: the results of `_versions`. `_partition` ignores them. They change the text, see `_versions`.
-    """
-
-    divided: _Divided
-    devices: int
-    platform: str
-    versions: tuple[str, str]
-
-
 def over_auto_axes(
     division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], dimensions: Dimensions
 ) -> Any:
@@ -175,8 +159,8 @@ def _lower(ctx, *values, whole, divided, rule, refusal, platform=None):
     if devices == 1:
         return mlir.lower_fun(jaxpr_as_fun(whole), multiple_results=True)(ctx, *values)
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
-    description = _Program(text.loads(divided), devices, platform, _versions())
-    return jax_internals.partitioned_call(ctx, TARGET, values, text.dumps(description), *rule)
+    description = text.dumps((text.loads(divided), devices, platform, _versions()))
+    return jax_internals.partitioned_call(ctx, TARGET, values, description, *rule)
 
 
 mlir.register_lowering(_divided_p, _lower)
@@ -188,7 +172,8 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 def _versions() -> tuple[str, str]:
     """Returns the version of JAX, and a digest of this package.
 
-    Without them, the persistent compilation cache would return what an older source compiled.
+    Nothing reads them in a text. Without them, the persistent compilation cache would return what an older source
+    compiled.
     """
     return jax.__version__, digest(Path(__file__).parents[2])
 
@@ -202,21 +187,14 @@ def digest(folder: Path) -> str:
     return sha256.hexdigest()[:16]
 
 
-def _partition(shapes: list, tiles: list, description: bytes) -> tuple[bytes, list, list]:
-    """Returns the program of one device, and the shardings of arguments and results.
-
-    XLA calls it, possibly in another process and without the context of the call. `description` is the text of a
-    `_Program`. `register_partitioner` documents the other arguments.
-    """
-    lists = tuple(None if each is None else (each.shape, each.dtype.str, each.tobytes()) for each in tiles)
-    return _program_of_device(tuple(shapes), lists, description)
-
-
 # XLA asks for each call of a program. Those of equal layers are equal.
 @functools.lru_cache(256)
-def _program_of_device(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
-    """Returns the result of `_partition`; an array of tiles is given as its shape, its dtype and its bytes."""
-    tiles = tuple(None if t is None else np.frombuffer(t[2], t[1]).reshape(t[0]) for t in tiles)
+def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
+    """Returns the program of one device, and the shardings of arguments and results.
+
+    XLA calls it, possibly in another process and without the context of the call. `description` is the text that
+    `_lower` makes. `register_partitioner` documents the other arguments.
+    """
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):
@@ -225,7 +203,8 @@ def _program_of_device(shapes: tuple, tiles: tuple, description: bytes) -> tuple
         assert numbers == [*range(len(leaves))]  # each array once, in order
         choice = choose_unlisted(divided.call, divided.requested)
         dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords)
-        mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
+        ranks = [leaf.ndim for leaf in leaves]
+        mesh, given = decode(devices, tiles, ranks)
         in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)
         arguments, results = ([NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs))
 
@@ -237,7 +216,7 @@ def _program_of_device(shapes: tuple, tiles: tuple, description: bytes) -> tuple
         wholes = jax.tree.leaves(dimensions.result_shapes)
         _check_results([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
-    return module, [*zip(arguments, _ranks(leaves))], [*zip(results, _ranks(wholes))]
+    return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]
 
 
 @contextlib.contextmanager
@@ -259,10 +238,6 @@ def _context_of(divided: _Divided):
 def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a device's shard."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
-
-
-def _ranks(arrays: list) -> list[int]:
-    return [a.ndim for a in arrays]
 
 
 def _check_results(expected: list, found: list) -> None:

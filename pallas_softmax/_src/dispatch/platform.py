@@ -23,12 +23,8 @@ from pallas_softmax._src.dispatch.refusal import placeholder
 def compiled(function: Callable, *static: str) -> Callable:
     """Returns the function as a program that is compiled even under `jax.disable_jit`.
 
-    The function binds an operation. Without a compilation, JAX would call the function again to evaluate that
-    operation, without end.
-
-    Args:
-      function: binds an operation that can only be lowered.
-      *static: the names of its static arguments.
+    The function binds an operation that can only be lowered. Without a compilation, JAX would call the function again
+    to evaluate that operation, without end. `static` are the names of its static arguments.
     """
     program = jax.jit(function, static_argnames=static)
 
@@ -40,13 +36,7 @@ def compiled(function: Callable, *static: str) -> Callable:
 
 
 def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on the arrays of one device by the implementation that was chosen for the platform.
-
-    Args:
-      choice: the call and its implementations.
-      arrays: the positional arguments of the operation.
-      keywords: its static arguments.
-    """
+    """Runs a call on the arrays of one device by the implementation that was chosen for the platform."""
     on_cuda, op = choice.required_cuda(), choice.call.operation
 
     def implementation(name: str) -> Callable:
@@ -91,13 +81,9 @@ mlir.register_lowering(
 
 
 def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs an operation on one device's part of the arrays. The choice is made anew for the shapes of that part.
+    """Runs the user's operation, or a step of it, on one device's part of the arrays.
 
-    Args:
-      choice: the choice for the user's whole call.
-      operation: the user's operation, or a step of it.
-      arrays: its positional arguments.
-      keywords: its static arguments.
+    `choice` is for the user's whole call. It is made anew for the shapes of that part.
     """
     x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
     vocab = math.prod(x.shape[a] for a in axes)
@@ -113,7 +99,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
         sorted=keywords.get("sorted", choice.call.sorted),
     )
-    is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
+    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
     choose = choose_unlisted if is_users else choose_if_able
     return by_platform(choose(call, choice.requested), arrays, keywords)
 

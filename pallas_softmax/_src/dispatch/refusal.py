@@ -4,6 +4,7 @@ So a call that needs a GPU can be traced on any machine; only a lowering for ano
 without forward mode can be differentiated in reverse mode, which transposes tangents and computes none.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,12 +18,7 @@ _refuse_p.multiple_results = True
 
 
 def placeholder(shapes: Any, reason: str) -> Any:
-    """Returns the results of an operation that raises when it is lowered.
-
-    Args:
-      shapes: shapes and dtypes of the results, a tree of `jax.ShapeDtypeStruct`s.
-      reason: the message of the error.
-    """
+    """Returns results of these shapes (`jax.ShapeDtypeStruct`s) of an operation that raises `reason` when lowered."""
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, _refuse_p.bind(reason=reason, shapes=tuple(leaves)))
 
@@ -45,6 +41,17 @@ def _refuse_lowering(ctx, *, reason, shapes):
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def constant(arrays: Any, reason: str) -> Any:
+    """Returns the arrays, a tree. To differentiate in them raises NotImplementedError with the reason."""
+    return arrays
+
+
+@constant.defjvp
+def _(reason, primals, tangents):
+    raise NotImplementedError(reason)
 
 
 _reverse_only_p = Primitive("pallas_softmax_reverse_only")

@@ -6,6 +6,9 @@
           platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
 
 The operations on a projection x @ w go the same way through `linear/vmap.py` and `linear/mesh.py`.
+
+All steps take a `Choice`, which is the call and its implementations; the positional arguments of the operation
+(`arrays`); and its static arguments (`keywords`). The first array has the full shape.
 """
 
 import dataclasses
@@ -24,24 +27,17 @@ from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.jax_internals import stage_constants
 
 
-def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
+def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
-
-    Args:
-      choice: the call and its implementations.
-      *arrays: the positional arguments of the operation, of equal rank; the first has the full shape.
-      axes: the reduced axes, for an operation that takes them.
-      **static: its other arguments.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
     choice.required_cuda()
-    keywords = static if axes is None else {"axes": axes, **static}
     with stage_constants():
         if is_visible(choice, arrays):
-            return by_platform(choice, arrays, keywords)
-        call = custom_vmap(functools.partial(over_mesh, choice, keywords))
+            return by_platform(choice, arrays, static)
+        call = custom_vmap(functools.partial(over_mesh, choice, static))
 
         @call.def_vmap
         def _(axis_size, in_batched, *arrays):
@@ -52,9 +48,9 @@ def as_rows(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, *
             leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
             objection = choice.call.objection or symbolic((axis_size,))
             batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
-            shifted = None if axes is None else tuple(a + 1 for a in axes)
+            shifted = {"axes": tuple(a + 1 for a in static["axes"])} if "axes" in static else {}
             batch_choice = choose_unlisted(batch, choice.requested)
-            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), **static | shifted)
             return out, jax.tree.map(lambda _: True, out)
 
         return call(*arrays)
@@ -64,10 +60,6 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
     """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
 
     Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
-
-    Args:
-      choice: the call and its implementations.
-      arrays: its arguments.
     """
     op = choice.call.row_operation
     if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:

@@ -113,11 +113,6 @@ class StagedRow:
         if walk.rest:
             pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
 
-    def wait(self, arrived) -> None:
-        """Waits until all steps have arrived."""
-        for i in range(self.walk.steps):
-            plgpu.barrier_wait(arrived.at[i])
-
     def sweep(self, take_step: Callable, state, first: int = 0):
         """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
 

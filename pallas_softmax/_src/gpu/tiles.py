@@ -37,7 +37,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
     thread,
     words,
 )
-from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 
 # About as many tiles as CTAs run at once. "Prefetching" in benchmarks/results/NOTES.md has the measurements.
@@ -167,7 +167,7 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
         pointer = utils.memref_ptr(ref)
         if column.shape:
             barrier = Program()
-            barrier += f"bar.warp.sync {WHOLE_WARP};"  # orders earlier writes of all lanes before this one
+            barrier.sync_warp()  # orders earlier writes of all lanes before this one
             emit_ptx(barrier, {})
         all_accesses = _accesses(shape, tile, width, row, column, held)
         for register, accesses in zip(value.registers.flat, all_accesses, strict=True):

@@ -47,28 +47,12 @@ def linear_logsumexp(
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
 
+    `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as
+    for `linear_cross_entropy`.
+
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
-      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
-        result is 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
-        of these tokens.
-      temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
-        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
-        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
-        NotImplementedError.
-      bias: (V,), of a floating dtype. Without softcap, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
-      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
-        transposed copy is made.
-      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V
-        bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
-        to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
-        all columns, and is the same on all devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
@@ -150,8 +134,9 @@ def linear_cross_entropy(
       transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
         transposed copy is made.
       workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store up to 4 D V bytes: see
-        `linear_logsumexp`.
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V
+        bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
+        to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
         all columns, and is the same on all devices.

@@ -148,10 +148,8 @@ def checked_call(
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
         " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
-    x, w = reverse_only(x, reason), reverse_only(w, reason)
-    bias, weights, probs = (
-        None if a is None else reverse_only(a, reason) for a in (bias, weights, tokens.label_probs)
-    )
+    variables = (x, w, bias, weights, tokens.label_probs)
+    x, w, bias, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
 
     def chosen(op: Operation) -> Choice:

@@ -34,16 +34,12 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
 
 
-def _without_labels(tokens: Tokens) -> Tokens:
-    labels = jnp.full(tokens.labels.shape[:1], -1, jnp.int32)
-    return tokens._replace(labels=vary_together(labels, tokens.labels)[0])
-
-
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
     """The `dlogits` of `ChunkFunctions`."""
     if tokens.several:
-        tokens = _without_labels(tokens)
-        # No row has a label. The kernel needs an array (rows,).
+        # No row has a label. The kernel needs arrays (rows,).
+        labels = vary_together(jnp.full(tokens.labels.shape[:1], -1, jnp.int32), tokens.labels)[0]
+        tokens = tokens._replace(labels=labels)
         coefficients = coefficients._replace(label_term=coefficients.exp_factor)
     return logit_gradients(x, w, bias, tokens, coefficients, head=head)
 
@@ -97,16 +93,13 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
-    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
+    columns = min(_GUESS_COLUMNS, head.vocab(w))
+    first_w = w[:columns] if head.transpose_w else w[:, :columns]
+    first_bias = None if bias is None else bias[:columns]
+    guess = jnp.max(xla_projection.logits(x, first_w, first_bias, tokens, head=head), 1)
     first = exponentials(normalizers.shift(largest(guess)))
     state = first, jnp.any(out_of_range(first[1]))
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
-
-
-def _first_columns(w, bias, head: Head):
-    columns = min(_GUESS_COLUMNS, head.vocab(w))
-    w = w[:columns] if head.transpose_w else w[:, :columns]
-    return w, None if bias is None else bias[:columns]
 
 
 def _merged_tiles(sums: RowSums, reference, tokens: Tokens, vocab: int) -> Statistics:

@@ -177,14 +177,14 @@ def _total_forward(static: Static, *primals):
     dprobs = static.label_cotangents(statistics, tokens, weights) if _probs_perturbed(*primals) else None
     value = weighted_sum(losses, weights)
     finite = jnp.isfinite(value)
+
+    def zeros(gradients):
+        return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
+
     # The gradients become 0 here, not in the backward. There, XLA can leave out the product with a cotangent of 1 only
     # if it is a constant.
-    saved = changed_if(~finite, _zeros, (*gradients, dweights, dprobs))
+    saved = changed_if(~finite, zeros, (*gradients, dweights, dprobs))
     return (value, formulas.logsumexp(statistics, tokens)), (saved, finite)
-
-
-def _zeros(gradients):
-    return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
 
 
 def _total_backward(static: Static, saved, cotangents):

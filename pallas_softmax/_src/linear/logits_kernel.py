@@ -76,19 +76,15 @@ def write_gradients(
 ) -> None:
     """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
     z, column = _logits(acc, place, inputs, head, vocab)
-    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
+    coefficients = jax.tree.map(
         lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
     )
-    if entropy_factor is None:
-        dz = exp_factor * jnp.exp(z - m)
-    else:
-        below = normalizers.distance(z, m)
-        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
-    if constant is not None:
-        dz = dz - jnp.where(column < vocab - place.column, constant, 0.0)
+    dz = coefficients.of_exponential(z)
+    if coefficients.constant is not None:
+        dz = dz - jnp.where(column < vocab - place.column, coefficients.constant, 0.0)
     dz = lax.cond(
         _has_labels(inputs.labels, place),
-        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), label_term, 0.0),
+        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), coefficients.label_term, 0.0),
         lambda: dz,
     )
     store(place, dz * _softcap_slope(z, place, inputs, head), dz_gmem)
@@ -138,54 +134,43 @@ class RowSums(NamedTuple):
 def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
-    Args:
-      x, w, bias, tokens: as in `gradients.ChunkFunctions`.
-      reference: float32 (rows,), or None.
-      head: the projection.
+    The reference is float32 (rows,), or None. The other arguments are as in `gradients.ChunkFunctions`.
 
     Returns:
       The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
       `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
-    rows, columns, cluster_rows = (
-        len(x),
-        w.shape[0 if head.transpose_w else 1],
-        plan_projection(len(x)).cluster_rows,
-    )
-    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), rounded_up(rows, cluster_rows)), jnp.float32)
+    rows, columns = len(x), w.shape[0 if head.transpose_w else 1]
+    padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
+    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     if tokens.several:
         count = number.shape[1] * tokens.labels.shape[1]
         sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
-    if reference is None:
-        return _launch(reduce_logits, "linear_statistics", x, w, bias, tokens, None, (sums, None), None, head)
-    stored = jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    results = sums, stored
-    return _launch(
-        reduce_logits, "linear_exponentials", x, w, bias, tokens, reference, results, x.dtype, head
-    )
+    name, stored = "linear_statistics", None
+    if reference is not None:
+        name, stored = "linear_exponentials", jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored, head)
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
-    """Returns the gradients that `Coefficients` describes, in the dtype of x.
+    """Returns the gradients that `Coefficients` describes, (rows, columns of w), 0 from column V on, in the dtype of x.
 
-    Args:
-      x, w, bias, tokens, coefficients: as in `gradients.ChunkFunctions`.
-      head: the projection.
-
-    Returns:
-      An array (rows, columns of w), 0 from column V on.
+    The arguments are as in `gradients.ChunkFunctions`.
     """
     dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
     name = "linear_logit_gradients"
-    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), x.dtype, head)[0]
+    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), dz, head)[0]
 
 
-def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged, head: Head):
-    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`."""
+def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, stored, head: Head):
+    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`.
+
+    `stored` is the one among them that has an element for each logit, or None.
+    """
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
@@ -194,7 +179,12 @@ def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, staged
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
-    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    options = {
+        "b_transposed": head.transpose_w,
+        "staged": stored and stored.dtype,
+        "tiling": tiling,
+        "name": name,
+    }
     return product(epilogue, x, w, (inputs, per_row), results, **options)
 
 

@@ -151,6 +151,13 @@ class Coefficients(NamedTuple):
     constant: jax.Array | None
     entropy_factor: jax.Array | None = None
 
+    def of_exponential(self, z):
+        """Returns the first term, the product with exp(z - m), for numbers that broadcast to the logits z."""
+        if self.entropy_factor is None:
+            return self.exp_factor * jnp.exp(z - self.m)
+        below = normalizers.distance(z, self.m)
+        return (self.exp_factor + self.entropy_factor * below) * jnp.exp(below)
+
 
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
     """Returns z (rows, V or more) at one or several columns of each row, and 0 for a column outside [0, vocab).

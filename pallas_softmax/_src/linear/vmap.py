@@ -8,9 +8,15 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.mesh import over_mesh
 from pallas_softmax._src.linear.operation import GRADIENTS
+
+_ONE_DERIVATIVE = (
+    "linear_cross_entropy, linear_log_probs, linear_logsumexp and linear_token_stats have first derivatives only;"
+    " for second ones compute the logits and call pallas_softmax.logsumexp or token_stats"
+)
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
@@ -20,19 +26,11 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
     statistics or winners run slice by slice as well.
 
-    Args:
-      choice: the call and its implementations.
-      *arrays: x, w, bias, and arrays with one number per token.
-      **static: the other arguments.
+    `arrays` are x, w, bias, and arrays with one number per token.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
-    with stage_constants():
-        return _as_tokens(choice, arrays, static)
-
-
-def _as_tokens(choice: Choice, arrays: tuple, static: dict[str, Any]) -> Any:
     choice.required_cuda()
 
     @custom_vmap
@@ -61,13 +59,6 @@ def _as_tokens(choice: Choice, arrays: tuple, static: dict[str, Any]) -> Any:
             out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
         return out, jax.tree.map(lambda _: True, out)
 
-    once = jax.custom_jvp(call)
-
-    @once.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            "linear_cross_entropy, linear_log_probs, linear_logsumexp and linear_token_stats have first derivatives"
-            " only; for second ones compute the logits and call pallas_softmax.logsumexp or token_stats"
-        )
-
-    return once(*arrays)
+    with stage_constants():
+        once: Any = constant(arrays, _ONE_DERIVATIVE)
+        return call(*once)

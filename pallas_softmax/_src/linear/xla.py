@@ -54,19 +54,13 @@ def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
 
 
 def _gradient(z, tokens: Tokens, coefficients, head: Head):
-    m, exp_factor, label_term, constant, entropy_factor = jax.tree.map(
-        lambda number: number[:, None], coefficients
-    )
-    z = jnp.where(m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
-    if entropy_factor is None:
-        dz = exp_factor * jnp.exp(z - m)
-    else:
-        below = normalizers.distance(z, m)
-        dz = (exp_factor + entropy_factor * below) * jnp.exp(below)
+    coefficients = jax.tree.map(lambda number: number[:, None], coefficients)
+    z = jnp.where(coefficients.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
+    dz = coefficients.of_exponential(z)
     if not tokens.several:
         at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
-        dz = dz - jnp.where(at_label, label_term, 0)
-    dz = dz if constant is None else dz - constant
+        dz = dz - jnp.where(at_label, coefficients.label_term, 0)
+    dz = dz if coefficients.constant is None else dz - coefficients.constant
     if head.softcap is None:
         return dz
     capped = z if tokens.temperature is None else z * tokens.divisor[:, None]

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import explicit_axes, vary_together
+from pallas_softmax._src.dispatch.mesh_types import vary_together, whole_rows
 from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.route.formulas import SCORES, Gate, Score
 from pallas_softmax._src.route.operation import ROUTE
 
@@ -109,7 +108,7 @@ def route(
     floating = jax.eval_shape(jnp.exp, x).dtype
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:  # floats hold them
         x = x.astype(floating)
-    x = _whole_rows(x)
+    x = whole_rows(x)
     experts = x.shape[axis]
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
@@ -136,14 +135,6 @@ def route(
     if factor is not None:
         weights = weights * _factor(name, factor).astype(weights.dtype)
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
-
-
-def _whole_rows(x: jax.Array) -> jax.Array:
-    """Returns the logits, gathered along the experts if Explicit mesh axes divide them."""
-    sharding = jax.typeof(x).sharding
-    if not explicit_axes(sharding.mesh) or not sharding.spec or sharding.spec[-1] is None:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*sharding.spec[:-1], None)))
 
 
 def _bias(name: str, bias, experts: int) -> jax.Array:
@@ -203,15 +194,4 @@ def _factor(name: str, scale) -> jax.Array:
         raise TypeError(f"{name}: scale must be a real number, got {scale.dtype.name}")
     if scale.shape:
         raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
-    return _constant(scale)
-
-
-@jax.custom_jvp
-def _constant(scale):
-    """Returns the scale. To differentiate in it raises."""
-    return scale
-
-
-@_constant.defjvp
-def _(primals, tangents):
-    raise NotImplementedError("route: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
+    return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")

@@ -19,7 +19,6 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
-from pallas_softmax._src.route.plan import winning_lanes
 from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
 
@@ -59,7 +58,7 @@ def route(
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
         if groups > 1:  # experts of the other groups get the lowest key
-            lanes = winning_lanes(plan, groups, top_groups)
+            lanes = max(1, plan.lanes * top_groups / groups)
             elements = _keep_groups(plan, groups, top_groups, elements, group_best)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
@@ -128,8 +127,9 @@ def _exponentials_in_jax(tile: Tile, score: Score, x):
 
 @twin(_exponentials_in_jax)
 def _exponentials(tile: Tile, score: Score, x):
-    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
-    e, m, d = scores_ptx.exponentials(tile, score, x)
+    """Returns e, m, d (see `scores_ptx.exponentials_program`) and the factor of e in the score, as tiles."""
+    program = scores_ptx.exponentials_program(tile, score)
+    e, m, d = tiles.insert_in_tile(program, x, "f32", {"e": tile, "m": None, "d": None})
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
 
 

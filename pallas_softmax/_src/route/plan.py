@@ -51,8 +51,3 @@ def _grouped_tile(experts: int, groups: int) -> Tile | None:
             return dataclasses.replace(row_tile(experts, vec, lanes), pieces=pieces)
         lanes *= 2
     return None
-
-
-def winning_lanes(tile: Tile, groups: int, top_groups: int) -> float:
-    """Returns the number of a row's lanes that may have winners."""
-    return max(1, tile.lanes * top_groups / groups)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.ptx.program import WHOLE_WARP, Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
@@ -27,16 +27,6 @@ LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**24
 LARGEST_EXPONENT = 126.0
 
 
-def exponentials(tile: Tile, score: Score, x):
-    """Returns e, m and d as float32 tiles, for a tile of float32 logits x, -inf beyond the row.
-
-    For "softmax", e is exp(x - m). For "sigmoid", e is exp(x), or large if that is large.
-    """
-    return tiles.insert_in_tile(
-        exponentials_program(tile, score), x, "f32", {"e": tile, "m": None, "d": None}
-    )
-
-
 def reciprocals(tile: Tile, x):
     """Returns 1 / x of a float32 tile, accurate to one unit in the last place; 0 if that is subnormal."""
     p = TileProgram(tile, tile.shape[1])
@@ -46,10 +36,11 @@ def reciprocals(tile: Tile, x):
 
 
 def exponentials_program(tile: Tile, score: Score) -> TileProgram:
-    """Returns the program of `exponentials`.
+    """Returns the program of the exponentials e and the normalizers (m, d) of the rows of a tile of float32 logits x.
 
-    <x{row}_{i}> has element i of a row of the thread, and <e{row}_{i}> gets its exponential. <m{row}> and <d{row}> get
-    the normalizer.
+    For "softmax", e is exp(x - m). For "sigmoid", e is exp(x), or large if that is large. <x{row}_{i}> has element i of
+    a row of the thread, -inf beyond the row, and <e{row}_{i}> gets its exponential. <m{row}> and <d{row}> get the
+    normalizer.
     """
     p, count = TileProgram(tile, tile.shape[1]), tile.steps * tile.vec
     rows = range(p.rows)
@@ -69,14 +60,14 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
         for row in rows:
             _subtract_largest(p, tile, score, xs[row], es[row], m[row], d[row])
     # Without this barrier, ptxas moves the loads of the bias to the top, and needs 20 more registers.
-    p += f"bar.warp.sync {WHOLE_WARP};"
+    p.sync_warp()
     return p
 
 
 def _subtract_largest(
     p: Program, tile: Tile, score: Score, xs: list[Value], es: list[Value], m: Value, d: Value
 ) -> None:
-    """Sets m to the largest logit of the row, d to the sum of exp(x - m), and e as `exponentials` says."""
+    """Sets m to the largest logit of the row, d to the sum of exp(x - m), and e as `exponentials_program` says."""
     p.set(m, _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs)))
     shift = p.select(m.equals(float("-inf")), 0.0, m)
     total = p.var(0.0, "f32")

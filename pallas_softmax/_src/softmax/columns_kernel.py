@@ -87,8 +87,8 @@ def _compute_strip(cta: "_Cta", turn) -> None:
         cta.write_constants(first, constants)  # for example logsumexp: one number per column
     else:
         cta.write(first, constants)  # for example softmax: the elements, from shared memory
-    if cta.plan.count > 1:
-        cta.wait_for_peers()
+    if cta.plan.count > 1:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
+        plgpu.barrier_wait(cta.refs.cluster_barrier)
 
 
 # --- Launches -----------------------------------------------------------------------------------------
@@ -268,13 +268,6 @@ class _Cta:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         return total
-
-    def wait_for_peers(self) -> None:
-        """Waits until all CTAs of the cluster have merged.
-
-        Until then a CTA must not exit, or overwrite `sent_smem`: a peer may still read it.
-        """
-        plgpu.barrier_wait(self.refs.cluster_barrier)
 
     # --- Results
 

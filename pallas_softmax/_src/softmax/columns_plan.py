@@ -180,16 +180,11 @@ def plan_columns(
             return plan
         if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * STRIP_BYTES // NARROW_STRIP_BYTES:
             continue  # with narrow strips, three CTAs fit
-        if turns := _turns(strips, capability):
+        turns = -(-strips // FULL_CLUSTERS)  # of each cluster, if each CTA fills a multiprocessor
+        if capability[0] == 9 and turns >= FEWEST_TURNS:
             slots = smem // (held // plan.slots)  # as many as fit
             return dataclasses.replace(plan, slots=min(slots, MAX_SLOTS), turns=turns)
     return None
-
-
-def _turns(strips: int, capability: tuple[int, int]) -> int:
-    """Returns how many strips each cluster takes in turns, if each CTA fills a multiprocessor; 0 for no turns."""
-    turns = -(-strips // FULL_CLUSTERS)
-    return turns if capability[0] == 9 and turns >= FEWEST_TURNS else 0
 
 
 def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:

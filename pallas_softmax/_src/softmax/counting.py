@@ -19,7 +19,6 @@ count equal elements after the label, which `overcount` subtracts.
 
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +46,9 @@ def add_step(part: Any, before, terms: list, i, size: int):
     """Returns the counts `before` of all threads, with step i of the part's body added. `terms` are its elements."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
-    return count_before(before, terms, walk.vec, label.column, label.wide_key)
+    numbers = {f"x{i}": x for i, x in enumerate(terms)} | {"count": before}
+    scalars = {"column": label.column, "key": label.wide_key}
+    return insert_ptx(count_program(len(terms), walk.vec), {}, scalars, numbers, {"new_count": "f32"})[0]
 
 
 @twin(lambda part: blocks.filled(0.0))
@@ -127,29 +128,15 @@ def _label_from(part: Any, element) -> Label:
 # --- Inline PTX
 
 
-def count_before(count: jax.Array, xs: list[jax.Array], vec: int, column, key) -> jax.Array:
-    """Returns each thread's `count` plus the number of its elements `xs` of a step that come before the label.
+def count_program(elements: int, vec: int) -> Program:
+    """Returns the program of `add_step`: it adds to <count> how many elements come before the label, for <new_count>.
 
     In the vector that holds the label, all equal elements count, unless the label is its first element.
 
-    Args:
-      count: float32 (128,).
-      xs: float32 (128,) each: `vec` neighbours of each thread, block by block. Fillings are
-        -inf, so they count if the label is -inf or -NaN. A NaN must have the bits that it has in the row.
-      vec: a power of two.
-      column: the label's column, counted from the start of the step; any int32.
-      key: the sort key of the label's logit in float32, more than the least int32.
-    """
-    operands = {f"x{i}": x for i, x in enumerate(xs)} | {"count": count}
-    scalars = {"column": column, "key": key}
-    (count,) = insert_ptx(count_program(len(xs), vec), {}, scalars, operands, {"new_count": "f32"})
-    return count
-
-
-def count_program(elements: int, vec: int) -> Program:
-    """Returns the program of `count_before`.
-
-    It reads <count>, <column>, <key>, and the elements <x0>, <x1>, ...; it writes <new_count>.
+    <x0>, <x1>, ...   the elements, float32: `vec` neighbours of each thread, block by block. Fillings are -inf, so they
+                      count if the label is -inf or -NaN. A NaN must have the bits that it has in the row
+    <column>          the label's column, counted from the start of the step; any int32
+    <key>             the sort key of the label's logit in float32, more than the least int32
     """
     p, stride = Program(), WARPGROUP * vec
     xs = [x.bits("s32") for x in p.operands("f32", *(f"x{i}" for i in range(elements)))]

@@ -1,7 +1,7 @@
 """softmax, log_softmax and logsumexp of rows that are spread over a mesh: the devices exchange two numbers per row.
 
-Each function runs on one device's shard, where the mesh axes are bound. `run_shard(operation, arrays, static)` runs the
-best kernel on the shard. `logsumexp` is the operation for that step.
+Each function runs on one device's shard, where the mesh axes are bound. `run_shard(None, arrays, static)` runs the best
+kernel of `logsumexp`, their shard step, on the shard.
 """
 
 import jax
@@ -14,26 +14,26 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.xla import log_normalized
 
 
-def softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
+def softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
     """Returns this device's shard of the softmax of whole rows."""
-    m, d = _normalizer(run_shard, step, x, where, axes, mesh_axes)
+    m, d = _normalizer(run_shard, x, where, axes, mesh_axes)
     return masked(jnp.exp(logits_of(x, where) - normalizers.shift(m)) / d, where, 0).astype(x.dtype)
 
 
-def log_softmax_on_mesh(run_shard, x, where, *, step, axes, mesh_axes):
+def log_softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
     """Returns this device's shard of the log_softmax of whole rows."""
-    return log_normalized(x, where, _normalizer(run_shard, step, x, where, axes, mesh_axes))
+    return log_normalized(x, where, _normalizer(run_shard, x, where, axes, mesh_axes))
 
 
 def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
     """Returns logsumexp of whole rows, and their normalizers."""
-    normalizer = _normalizer(run_shard, None, x, where, axes, mesh_axes)
+    normalizer = _normalizer(run_shard, x, where, axes, mesh_axes)
     return normalizers.log_of(normalizer).astype(x.dtype), normalizer
 
 
-def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
+def _normalizer(run_shard, x, where, axes, mesh_axes) -> Normalizer:
     """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
-    _, (m, d) = run_shard(step, (x, where), {"axes": axes})
+    _, (m, d) = run_shard(None, (x, where), {"axes": axes})
     return combine_shards(Normalizer(m, d), mesh_axes)[0]
 
 
@@ -46,7 +46,7 @@ def combine_shards(local: Normalizer, mesh_axes, *others):
     def merge(gathered, _):
         m, d, *others = gathered
         sums = [jnp.sum(a, -1, keepdims=True) for a in others]
-        return normalizers.combine_shards(Normalizer(m, d)), *sums
+        return normalizers.combine_parts(Normalizer(m, d)), *sums
 
     parts = tuple(a[..., None] for a in (*local, *others))
     return jax.tree.map(lambda a: a[..., 0], merge_over(mesh_axes, merge, parts, None))

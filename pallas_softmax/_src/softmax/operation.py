@@ -1,7 +1,6 @@
 """The operations softmax, log_softmax and logsumexp, and their derivatives, as objects."""
 
 import dataclasses
-import functools
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, RowOperation
 from pallas_softmax._src.softmax import mesh, xla
@@ -96,7 +95,7 @@ LOG_SOFTMAX = RowOperation(
     differentiable=("y",),
     saved=(("y",), "where"),
     gradient_needs_kernel=True,
-    on_mesh=functools.partial(mesh.log_softmax_on_mesh, step=LOGSUMEXP),
+    on_mesh=mesh.log_softmax_on_mesh,
     shard_step=LOGSUMEXP,
 )
 SOFTMAX = dataclasses.replace(
@@ -106,6 +105,6 @@ SOFTMAX = dataclasses.replace(
     kernels=_kernels("softmax"),
     gradient=SOFTMAX_GRAD,
     tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
-    on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
+    on_mesh=mesh.softmax_on_mesh,
     better_by_xla=fused_by_xla,
 )

@@ -96,7 +96,8 @@ class Part:
     def wait_for_body(self) -> None:
         """Waits until all steps of the body have arrived."""
         for arrived in self.refs.arrived:
-            self.body.wait(arrived)
+            for i in range(self.job.parts.walk.steps):
+                plgpu.barrier_wait(arrived.at[i])
 
     def free_slots(self) -> None:
         """If rows are taken in turns, lets the next row have the slots of this part, which was only read."""
@@ -237,13 +238,6 @@ class Part:
             total = reduction.combine_lanes(jax.tree.map(load_peer, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
-
-    def wait_for_peers(self) -> None:
-        """Waits until all CTAs of the cluster have merged.
-
-        Until then a CTA must not exit, or overwrite `sent_smem`: a peer may still read it.
-        """
-        plgpu.barrier_wait(self.refs.cluster_barrier)
 
     def combine_from_device_memory(self):
         """Returns the merged reductions of the row's parts, which the first launch wrote."""

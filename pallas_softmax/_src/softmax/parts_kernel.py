@@ -20,6 +20,7 @@ If the result is one number per row, plain JAX merges the reductions in place of
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,8 +53,8 @@ def _reduce_merge_write(part: Part) -> None:
         part.free_slots()
     else:
         part.write(total)  # for example softmax: the elements, from shared memory
-    if part.job.clustered:
-        part.wait_for_peers()
+    if part.job.clustered:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
+        plgpu.barrier_wait(part.refs.cluster_barrier)
 
 
 def compute_rows_in_turns(job: Job, refs: Refs) -> None:

@@ -4,7 +4,6 @@ Triton is an optional dependency. So the file of kernels, which imports Triton, 
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +25,28 @@ def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
     return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
 
 
-def softmax_rows(op: str, arrays: Sequence[jax.Array], where, axes, plan: Block | Long):
-    """Computes an operation over `axes` of the arrays: x for a forward, y and dy for a backward.
-
-    Returns an array like x. For logsumexp: (logsumexp, m, d), float32 arrays with size 1 along `axes`.
-    """
+def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ...]):
+    """Returns what the plain function of the operation named `op` returns; see `mosaic_gpu.softmax_rows`."""
+    arrays = [*jax.tree.leaves(x), *dy]
     folded, mask, unfold = fold(arrays, where, axes)
-    x = folded[-1]
-    rows, vocab = x.shape
-    mask_array, mask_constants = mask_arguments(mask, x)
-    inputs = folded[0], x, mask_array  # a forward has one array, which takes both places
+    last = folded[-1]
+    rows, vocab = last.shape
+    mask_array, mask_constants = mask_arguments(mask, last)
+    inputs = folded[0], last, mask_array  # a forward has one array, which takes both places
     constants = {"ROWS": rows, "V": vocab, "OP": op} | mask_constants
     if op == "logsumexp":
         out = jax.ShapeDtypeStruct((3, rows, 1), jnp.float32)
     else:
-        out = jax.ShapeDtypeStruct((rows, vocab), x.dtype)
+        out = jax.ShapeDtypeStruct((rows, vocab), last.dtype)
 
     if isinstance(plan, Block):
         result = _launch_block(plan, inputs, out, constants)
     else:
         result = _launch_long(plan, inputs, out, constants)
-    return tuple(map(unfold, result)) if op == "logsumexp" else unfold(result)
+    if op != "logsumexp":
+        return unfold(result)
+    lse, m, d = map(unfold, result)
+    return lse.astype(last.dtype), Normalizer(m, d)
 
 
 def _launch_block(plan: Block, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
@@ -87,23 +87,5 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
     return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
 
 
-def _forward(op: str, plan, x, where, *, axes):
-    return softmax_rows(op, (x,), where, axes, plan)
-
-
-def _logsumexp(plan, x, where, *, axes):
-    lse, m, d = softmax_rows("logsumexp", (x,), where, axes, plan)
-    return lse.astype(x.dtype), Normalizer(m, d)
-
-
-def _grad(op: str, plan, residuals, where, dy, *, axes):
-    return softmax_rows(op, (*residuals, dy), where, axes, plan)
-
-
-KERNELS = {
-    "softmax": Kernel(plan, functools.partial(_forward, "softmax"), checks.slower),
-    "log_softmax": Kernel(plan, functools.partial(_forward, "log_softmax"), checks.slower),
-    "logsumexp": Kernel(plan, _logsumexp, checks.slower),
-    "softmax_grad": Kernel(plan, functools.partial(_grad, "softmax_grad"), checks.slower),
-    "log_softmax_grad": Kernel(plan, functools.partial(_grad, "log_softmax_grad"), checks.slower),
-}
+_NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")
+KERNELS = {name: Kernel(plan, functools.partial(softmax_rows, name), checks.slower) for name in _NAMES}

@@ -151,15 +151,6 @@ def rows_kernel(
 
 
 @triton.jit
-def _combine_parts(normalizers_ptr, row, ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
-    """Loads the normalizers of a row's parts, (2, ROWS, PARTS), and returns the normalizer of the row."""
-    slot = tl.arange(0, SLOTS)
-    m = tl.load(normalizers_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
-    d = tl.load(normalizers_ptr + (ROWS + row) * PARTS + slot, mask=slot < PARTS, other=0.0)
-    return tl.reduce((m, d), 0, combine)
-
-
-@triton.jit
 def _write(
     a_ptr,
     b_ptr,
@@ -243,7 +234,10 @@ def long_kernel(
             _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, edge, at_edge, OP, WHERE)
             m, d = _absorb(m, d, term, OP, 0)
     else:
-        m, d = _combine_parts(normalizers_ptr, row, ROWS, PARTS, SLOTS)
+        slot = tl.arange(0, SLOTS)
+        m = tl.load(normalizers_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
+        d = tl.load(normalizers_ptr + (ROWS + row) * PARTS + slot, mask=slot < PARTS, other=0.0)
+        m, d = tl.reduce((m, d), 0, combine)
 
     if not WRITE:
         tl.store(out_ptr + row * PARTS + part, m)

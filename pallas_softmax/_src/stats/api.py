@@ -45,7 +45,7 @@ export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_sof
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the temperature, None if it is 1, and the labels."""
     name, labels = "token_stats", given["labels"]
-    t = arguments.known_scale(name, given["temperature"], given["logits"])
+    t = arguments.known_temperature(name, given["temperature"], given["logits"])
     return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
 
 

@@ -28,12 +28,11 @@ def _merged(local: RowStats, logits, where, temperature, labels, scaled: bool, m
     return finished(moments, temperature, label_logit, argmax, has_label)
 
 
-def ranked_stats_on_mesh(run_shard, logits, where, temperature, labels, *, step, scaled, mesh_axes):
-    """Returns the `RowStats` of whole rows, with the rank. `step` is the operation `counted_stats`."""
+def ranked_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
+    """Returns the `RowStats` of whole rows, with the rank. Its shard step is `counted_stats`."""
     keys, is_ranked = label_keys(labels, logits, where, mesh_axes)
     columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1]
-    arrays = logits, where, temperature, columns, keys
-    local = run_shard(step, arrays, {"scaled": scaled})
+    local = run_shard(None, (logits, where, temperature, columns, keys), {"scaled": scaled})
     merged = _merged(local, logits, where, temperature, labels, scaled, mesh_axes)
     return with_rank(merged._replace(rank=lax.psum(local.rank, mesh_axes)), is_ranked)
 

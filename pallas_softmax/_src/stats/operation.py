@@ -1,7 +1,6 @@
 """The statistics of each row that language models are trained and judged by, and their derivatives, as objects."""
 
 import dataclasses
-import functools
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.stats import mesh, xla
@@ -63,6 +62,6 @@ RANKED_STATS = dataclasses.replace(
     kernels=_kernels("ranked_stats"),
     result_names=(*TOKEN_STATS.result_names, "rank"),
     integers=("argmax", "rank"),
-    on_mesh=functools.partial(mesh.ranked_stats_on_mesh, step=COUNTED_STATS),
+    on_mesh=mesh.ranked_stats_on_mesh,
     shard_step=COUNTED_STATS,
 )

@@ -22,7 +22,7 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    return {"temperature": arguments.known_scale("fused_topk", given["temperature"], given["logits"])}
+    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
 
 
 @at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)

@@ -159,8 +159,9 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
     if vocab <= _max_block(op, is_16_bit, masked):
         return _block(vocab)
 
-    parts = _long_parts(rows, vocab)
-    # Few rows: programs are small, unless parts are long enough to fill the registers of larger programs.
+    # Few rows are cut into parts, so that their programs fill the GPU.
+    parts = 1 if rows > FEW_ROWS else min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
+    # Their programs are small, unless parts are long enough to fill the registers of larger programs.
     if parts > 1 and vocab > parts * DEEP_PART and not masked:
         return _long(vocab, parts, depth=4, width=4_096, warps=16)
     if parts > 1:
@@ -190,13 +191,6 @@ def _block(vocab: int) -> Block:
     return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
 
 
-def _long_parts(rows: int, vocab: int) -> int:
-    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
-    if rows > FEW_ROWS:
-        return 1
-    return min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
-
-
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
     """Returns the plan for long rows in at most `parts` parts, and in steps of depth x width elements."""
     length = _part_length(vocab, parts, depth * width)
@@ -213,18 +207,14 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     # Winning groups are read again, so their size has a limit.
     max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
-    parts = _slabs_parts(rows, vocab, k, slots)
+    # Few rows are cut into parts, so that their programs fill the GPU.
+    least = MIN_SLABS_PART if k <= FEW_WINNERS else MIN_SLABS_PART_SORTED
+    parts = max(1, min(vocab // least, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
     groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
     slab = groups * vec
     parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
     length = _part_length(vocab, parts, slab)
     return Slabs(-(-vocab // length), length, slots, groups, vec, _slabs_warps(groups, vec))
-
-
-def _slabs_parts(rows: int, vocab: int, k: int, slots: int) -> int:
-    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
-    least = MIN_SLABS_PART if k <= FEW_WINNERS else MIN_SLABS_PART_SORTED
-    return max(1, min(vocab // least, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
 
 
 def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:

@@ -11,14 +11,9 @@ writes
     ld.shared.b32 r0, [<address>+0];  setp.gt.f32 r1, r0, 0f00000000;  @!r1 bra end1;
     sub.rn.f32 r2, r0, 0f3F800000;  ex2.approx.ftz.f32 r3, r2;  st.shared.b32 [<address>+0], r3;  end1:
 
-Python runs once, while the text is written: a `for` unrolls, and an `if` chooses which text is written. Each thread
-decides on the GPU by `when`, `block`, `repeat`, `loop`, `each` and `select`, and by the argument `when` of loads,
-stores, `set` and `increase`.
-
-Arithmetic puts its result into a new register. Later, only `set`, `increase`, `update` and functions named `*_into`
-change a register. So a number that changes in a GPU loop must be a variable: `var` or `fresh` makes it before the loop,
-and these functions change it. `x = x + 1` would bind the name x to a new register, which the loop's next iteration does
-not read.
+Python runs once, while the text is written; docs/ptx.md has the rules that follow from this. A number that changes in a
+GPU loop must be a variable: `var` or `fresh` makes it before the loop. Only `set`, `increase`, `update` and functions
+named `*_into` change a register.
 """
 
 import contextlib
