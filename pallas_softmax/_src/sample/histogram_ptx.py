@@ -86,10 +86,6 @@ _LEAST_ERROR = 1e-4
 _SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
 _SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
-# Bounds on rounding errors at the end of a bucket. One operation errs by 2^-24 of its result: twice as much for the end
-# itself (a subtraction), 16 times for its distance from the largest element (a product and a quotient). 7 times the
-# least subnormal number is for products that lose bits there.
-_END_ERROR, _DISTANCE_ERROR, _SUBNORMAL_ERROR = 2.0**-23, 2.0**-20, 1e-44
 
 
 def expected_zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
@@ -156,10 +152,7 @@ def _end_of_zone(
     measure = p.select(bucket.equals(BUCKETS - 1), INF, measure)
     bucket = section * _SECTION + bucket_that_reaches(p, [measure], rest)[0]
     half = p.select(is_greatest, -0.5, 0.5, "f32")
-    distance = p.divide(p.convert(bucket, "f32") + half, buckets_per_unit)
-    end = p.top - distance
-    slack = p.absolute(end) * _END_ERROR + p.absolute(distance) * _DISTANCE_ERROR + _SUBNORMAL_ERROR
-    end = p.select(is_greatest, end + slack, p.max(end - slack, LEAST_FINITE))
+    end = p.max(p.top - p.divide(p.convert(bucket, "f32") + half, buckets_per_unit), LEAST_FINITE)
     is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
     return p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), end)
 
