@@ -63,8 +63,6 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         to find the cutoff, without a stride     <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
-    if stride is not None:
-        Noise.store(p)
     p.barrier()
     total, small_top_k, bound = arrival_ptx.arrive(p)
     p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
@@ -80,7 +78,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if stride is None:
             _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, total, Noise.load(p, stride))
+            _draw(p, kept, total, Noise.of_row(p, stride))
     return p
 
 

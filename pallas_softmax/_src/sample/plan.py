@@ -72,7 +72,6 @@ class Scratch(NamedTuple):
     picked: int = 2  # a result of one warp, for all warps to read
     listed: int = 1  # how many keys the list has, or would have if there were room
     threshold: int = 1  # the best sum with noise that the CTA knows of the row
-    noise: int = 4  # the words of the row's noise
     warps: int = RECORD_WORDS * MAX_WARPS  # numbers of each warp
     sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
     sections: int = 2 * SECTIONS  # two sums over each section of the histogram
