@@ -75,8 +75,9 @@ class Scratch(NamedTuple):
     warps: int = RECORD_WORDS * MAX_WARPS  # numbers of each warp
     sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
     sections: int = 2 * SECTIONS  # two sums over each section of the histogram
-    counters: int = 4 * MAX_CTAS  # numbers for each CTA
-    gathered: int = RECORD_WORDS * MAX_CTAS  # numbers of each CTA, fetched by one warp and read by all
+    gathered: int = (
+        RECORD_WORDS * MAX_CTAS
+    )  # numbers of each CTA, which one warp fetches or adds up, and all read
     # Numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over the row's keys; at last,
     # if there is room, the list of positions of each warp. `SamplePlan` has its size, and what follows.
     histogram: int = 0
