@@ -28,9 +28,8 @@ filter, and where the entry is looked for. "How sample searches" in docs/design.
     TOP_K          top_k entries                     in the row, by a histogram
     TOP_P          the share top_p of the kept mass  in the row, by a histogram
     TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
-    MIN_P          as many entries as min_p keeps    in the lists; only if min_p is stricter than the other filters
 
-After the loop, `_apply_min_p` applies min_p where it is still stricter than the other filters.
+After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 from pallas_softmax._src.sample.winner_ptx import Noise, WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
-TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
 
 _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
@@ -105,7 +104,7 @@ def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
 
 
 def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
-    """Applies the filters in turn to `kept`. min_p may remain, if the lists do not hold everything that is kept."""
+    """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
@@ -134,16 +133,12 @@ def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         p.set(bound, p.max(bound, arrival_ptx.bound_of_best(p)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
         zone_ptx.sweep_between(f, zone, *histogram_ptx.expected_zone(f, total))
-    with p.when(stage.equals(MIN_P)):
-        p.set(f.goal, zone_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
 
     from_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
-    is_stricter = zone.has_room & (p.mass(p.from_key(f.kept.key)) < p.min_p)
-    following = p.select(is_stricter & (from_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
-    following = p.select(by_mass & from_bound, TOP_P_REUSE, following)
+    following = p.select(by_mass & from_bound, TOP_P_REUSE, DONE, "u32")
     following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
     p.set(stage, p.select(overflow, stage + 1, following))
 
