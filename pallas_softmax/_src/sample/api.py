@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
-# Which numbers are accepted, and the same in words.
+# For each parameter, which numbers are accepted, and the same in words.
 _RANGES: dict[str, tuple[Callable, str]] = {
     "temperature": (lambda t: t >= 0, "0 or positive"),
     "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
@@ -154,7 +154,7 @@ def filter_logits(
 ) -> jax.Array:
     """Returns logits / temperature, with -inf where an entry is masked or the filters leave it out.
 
-    So its softmax is the distribution that `sample` draws from. The filters are those of `sample`. Another order of the
+    So its softmax is the distribution that `sample` draws from. The filters are as in `sample`. Another order of the
     filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
 
     Args:
