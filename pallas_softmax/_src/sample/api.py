@@ -1,6 +1,7 @@
 """sample and filter_logits: their contracts, their parameters as one number per row, and their derivatives."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, DRAW, SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, float_dtype
+from pallas_softmax._src.sample.rows import Cutoff, as_float
 from pallas_softmax._src.sample.xla import filtered
 
 _INT32_MAX = np.iinfo(np.int32).max
@@ -46,26 +47,25 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
+# For each parameter, which numbers are accepted, and the same in words.
+_RANGES: dict[str, tuple[Callable, str]] = {
+    "temperature": (lambda t: t >= 0, "0 or positive"),
+    "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
+    "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
+    "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+}
+
+
 def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
-
-    def known(name: str, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
-        value = given[name]
-        if value is None:
-            return None
-        return arguments.in_range(function, name, value, accepted, wanted, integer=integer)
-
-    temperature = arguments.in_range(
-        function, "temperature", given["temperature"], lambda t: t >= 0, "0 or positive"
-    )
-    return {
-        "temperature": arguments.normal_temperature(temperature, given["logits"]),
-        "top_k": known("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True),
-        "top_p": known("top_p", lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
-        "min_p": known("min_p", lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+    known = {
+        name: arguments.in_range(function, name, given[name], *of_name, integer=name == "top_k")
+        for name, of_name in _RANGES.items()
+        if given[name] is not None or name == "temperature"
     }
+    return known | {"temperature": arguments.normal_temperature(known["temperature"], given["logits"])}
 
 
 @at_once(
@@ -154,16 +154,14 @@ def filter_logits(
 ) -> jax.Array:
     """Returns logits / temperature, with -inf where an entry is masked or the filters leave it out.
 
-    So its softmax is the distribution that `sample` draws from. The filters and the arguments are as in `sample`.
-    Another order of the filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
+    So its softmax is the distribution that `sample` draws from. The filters are as in `sample`. Another order of the
+    filters is a composition, as in `filter_logits(filter_logits(x, min_p=m), top_p=p)`.
 
     Args:
       logits: real array of any shape with at least one dimension.
       axis: the axis of a row.
-      temperature: 0 or positive. At 0 the first entry of the row's order gets 0, and the others -inf.
-      top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
-      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
-      min_p: from 0 to 1; None or 0 filters nothing.
+      temperature, top_k, top_p, min_p: as for `sample`. At temperature 0 the first entry of the row's order gets 0, and
+        the others -inf.
       where: boolean, broadcastable to `logits`. A masked position gets -inf.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `sample`. The result
         is this device's shard.
@@ -206,7 +204,7 @@ def sample_for(
     mesh_axes = arguments.bound_mesh_axes(function, axis_name)
     length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    dtype = _wide(float_dtype(x))
+    dtype = jax.eval_shape(as_float, x).dtype
     parameters = _parameters(function, x, axis, **given)
     if noise.has_words(key, shape, dtype, mode):
         words = noise.words(key, shape, axis)
@@ -261,44 +259,31 @@ def _cutoff(call: Call, implementation: str | None, *arrays: Any) -> Cutoff:
     return Cutoff(*as_rows(choose(call, implementation), *jax.tree.map(lax.stop_gradient, arrays)))
 
 
-def _parameters(
-    function: str, x: jax.Array, axis: int, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None
-) -> list:
+def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
     The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
     to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
     """
-    wide = _wide(float_dtype(x))
+    given, wide = {"temperature": 1.0} | given, jax.eval_shape(as_float, x).dtype
 
-    def per_row(name: str, value) -> Any:
-        if value is None:
+    def per_row(name: str) -> Any:
+        if given.get(name) is None:
             return None
-        value = arguments.per_row(function, name, value, x.shape, axis)
-        return value if name == "top_k" else value.astype(wide)
+        value = arguments.per_row(function, name, given[name], x.shape, axis)
+        if name != "top_k":
+            return value.astype(wide)
+        if jnp.iinfo(value.dtype).max > _INT32_MAX:
+            value = jnp.clip(value, -2 if jnp.iinfo(value.dtype).min else 0, _INT32_MAX)  # -2 is out of range
+        return value.astype(jnp.int32)
 
-    t = per_row("temperature", temperature)
-    k, top_p, min_p = per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p)
-    good = t >= 0
-    if k is not None:
-        if jnp.iinfo(k.dtype).max > _INT32_MAX:
-            k = jnp.clip(k, -2 if jnp.iinfo(k.dtype).min else 0, _INT32_MAX)  # -2 is out of range
-        k = k.astype(jnp.int32)
-        good &= k >= -1
-        k = jnp.where(k > 0, k, _INT32_MAX)
-    if top_p is not None:
-        good &= (top_p >= 0) & (top_p <= _LARGEST_TOP_P)
-        top_p = jnp.minimum(top_p, 1)
-    if min_p is not None:
-        good &= (min_p >= 0) & (min_p <= 1)
-    tiny = jnp.finfo(wide).tiny
+    t, k, top_p, min_p = numbers = [per_row(name) for name in _RANGES]
+    in_range = [accepted(n) for n, (accepted, _) in zip(numbers, _RANGES.values()) if n is not None]
+    k = None if k is None else jnp.where(k > 0, k, _INT32_MAX)
+    top_p = None if top_p is None else jnp.minimum(top_p, 1)
+    tiny, good = jnp.finfo(wide).tiny, functools.reduce(operator.and_, in_range)
     t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
     return [t, k, top_p, min_p]
-
-
-def _wide(floating) -> np.dtype:
-    """Returns the dtype of the arithmetic."""
-    return floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:

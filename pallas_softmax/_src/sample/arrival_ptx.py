@@ -24,7 +24,7 @@ spread over all warps:
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import RECORD_WORDS, SCRATCH
+from pallas_softmax._src.sample.plan import SCRATCH
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 # The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. We have no
@@ -52,27 +52,23 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     # how many elements of each CTA must reach its bound
     share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
     share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)
-    largest, d = _over_warp(p, m, d)
-    bound = p.var(largest)
-    with p.when(small_top_k & (share_of_warp > 1)):
-        p.set(bound, _value_of_rank(p, m, share_of_warp, LANES))
-    own = p.word(SCRATCH.warps, p.warp, RECORD_WORDS)
-    p.store(own, largest, d, when=p.first_lane)
-    p.store(own, bound, offset=8, when=p.first_lane)
-    p.barrier()
-    with p.when(p.warp.equals(0)):
-        *each_warp, bounds = p.from_warps(["f32"] * 3, [-INF, 0, -INF])
-        p.store(p.word(SCRATCH.normalizer), *_over_warp(p, *each_warp), when=p.first_lane)
-        with p.when(small_top_k):
-            rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
-            bound = _value_of_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
-            p.store(p.word(SCRATCH.normalizer), bound, offset=8, when=p.first_lane)
+    rank_in_cta = p.select(share_of_warp > 1, p.warps, share_of_cta)
+    ranks = iter([(share_of_warp, LANES), (rank_in_cta, 1 << (p.warps - 1).bit_length())])
+
+    def reduce(values):
+        """Reduces over the lanes of a warp, and then over the warps."""
+        m, d, bounds = values
+        largest, d = _over_warp(p, m, d)
+        bound, (rank, count) = p.var(largest), next(ranks)
+        with p.when(small_top_k & (rank > 1)):
+            p.set(bound, _value_of_rank(p, bounds, rank, count))
+        return [largest, d, bound]
+
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
-    p.sync_cluster()
-    tops, d, bound, _ = p.from_ctas(p.word(SCRATCH.normalizer), ["f32"] * 4, [-INF, 0, INF, 0])
+    tops, d, bound = p.over_each_cta(reduce, [m, d, m], [-INF, 0, -INF], p.word(SCRATCH.normalizer))
     top, total = _over_warp(p, tops, d)
     p.top = top + 0.0  # +0 in place of -0
-    (bound,) = p.over_warp(["min"], [bound])
+    (bound,) = p.over_warp(["min"], [p.select(p.lane < p.ctas, bound, INF)])
     return total, small_top_k, bound
 
 

@@ -28,25 +28,26 @@ filter, and where the entry is looked for. "How sample searches" in docs/design.
     TOP_K          top_k entries                     in the row, by a histogram
     TOP_P          the share top_p of the kept mass  in the row, by a histogram
     TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
-    MIN_P          as many entries as min_p keeps    in the lists; only if min_p is stricter than the other filters
 
-After the loop, `_apply_min_p` applies min_p where it is still stricter than the other filters.
+After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
+from pallas_softmax._src.sample.noise_ptx import log
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
 from pallas_softmax._src.sample.winner_ptx import Noise, WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
-TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
 
-_NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
 _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
@@ -61,8 +62,6 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         to find the cutoff, without a stride     <key>, <index>, <logsumexp>, <log_mass>
     """
     p = RowProgram(plan, dtype)
-    if stride is not None:
-        Noise.store(p)
     p.barrier()
     total, small_top_k, bound = arrival_ptx.arrive(p)
     p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
@@ -70,10 +69,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
-        with p.when(p.thread.equals(0) & p.cta.equals(0)):
-            _write_nothing(p, stride)
-        if p.ctas > 1:
-            p.sync_cluster()  # no CTA exits while another one may read its shared memory
+        _write_nothing(p, stride)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, total, small_top_k, bound)
@@ -81,7 +77,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
         if stride is None:
             _write_cutoff(p, kept, total)
         else:
-            _draw(p, kept, total, Noise.load(p, stride))
+            _draw(p, kept, total, Noise.of_row(p, stride))
     return p
 
 
@@ -91,32 +87,24 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
     index, cta = WinnerSearch(p, noise, kept, last_tie).run()
-    if p.ctas > 1:
-        p += ARRIVE
-    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
-        log_prob = (p.element_at(index - p.origin) - p.top) * p.octaves_per_unit * LN2 - _log(p, total)
-        _write(p, index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
-    if p.ctas > 1:
-        p += WAIT  # no CTA exits while another one may read its shared memory
+    with _writes(p, cta) as write:
+        log_prob = (p.element_at(index - p.origin) - p.top) * p.octaves_per_unit * LN2 - log(p, total)
+        write(index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
 
 
 def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
-    if p.ctas > 1:
-        p += ARRIVE
     cta, last_tie, is_cut = find_last_tie(p, kept)
-    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+    with _writes(p, cta) as write:
         limit = p.select(p.top.equals(0.0), 0.0, p.tempered_top * INF)
-        logsumexp = p.select(p.temperature.equals(0.0), limit, p.tempered_top) + _log(p, total)
+        logsumexp = p.select(p.temperature.equals(0.0), limit, p.tempered_top) + log(p, total)
         index = p.select(is_cut, last_tie + p.origin, HIGHEST)
         key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
-        _write(p, key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
-    if p.ctas > 1:
-        p += WAIT  # no CTA exits while another one may read its shared memory
+        write(key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
 
 
 def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
-    """Applies the filters in turn to `kept`. min_p may remain, if the lists do not hold everything that is kept."""
+    """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
@@ -145,16 +133,12 @@ def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
         p.set(bound, p.max(bound, arrival_ptx.bound_of_best(p)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
         zone_ptx.sweep_between(f, zone, *histogram_ptx.expected_zone(f, total))
-    with p.when(stage.equals(MIN_P)):
-        p.set(f.goal, zone_ptx.number_from_min_p(p, zone))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
 
     from_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
-    is_stricter = zone.has_room & (p.mass(p.from_key(f.kept.key)) < p.min_p)
-    following = p.select(is_stricter & (from_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
-    following = p.select(by_mass & from_bound, TOP_P_REUSE, following)
+    following = p.select(by_mass & from_bound, TOP_P_REUSE, DONE, "u32")
     following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
     p.set(stage, p.select(overflow, stage + 1, following))
 
@@ -174,30 +158,34 @@ def _apply_min_p(p: RowProgram, kept: Kept) -> None:
         kept.all_down_to(least, mass)
 
 
-def _log(p: RowProgram, x: Value) -> Value:
-    """Returns log(x); near 1 by the same series as `normalizers.log_of_sum`."""
-    u = x - 1.0
-    series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
-    return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * LN2)
-
-
 def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
     """Returns the log of the kept share of the mass."""
-    return p.select(kept.key.equals(KEEP_ALL), 0.0, _log(p, p.min(p.divide(kept.mass, total), 1.0)))
+    return p.select(kept.key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, total), 1.0)))
 
 
 def _write_nothing(p: RowProgram, stride: int | None) -> None:
     """Writes the results of a row without a draw."""
     nan, nothing = p.var(_NAN, "f32"), p.top.equals(-INF) & p.temperature.equals(p.temperature)
-    if stride is None:
-        logsumexp = p.select(nothing, -INF, nan)
-        _write(p, key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
-    else:
-        _write(p, index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+    with _writes(p, 0) as write:
+        if stride is None:
+            logsumexp = p.select(nothing, -INF, nan)
+            write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
+        else:
+            write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
 
 
-def _write(p: RowProgram, **results: Value) -> None:
-    """Writes results of the row."""
-    offset = p.multiply_wide(p.operand("row", "u32"), 4)
-    for name, value in results.items():
-        p.store(p.operand(name, "u64") + offset, value, space="global")
+@contextlib.contextmanager
+def _writes(p: RowProgram, cta: Value | int) -> Iterator[Callable[..., None]]:
+    """Opens a block for one thread of a CTA, and yields write(name=value), which writes results of the row."""
+
+    def write(**results: Value) -> None:
+        offset = p.multiply_wide(p.operand("row", "u32"), 4)
+        for name, value in results.items():
+            p.store(p.operand(name, "u64") + offset, value, space="global")
+
+    if p.ctas > 1:
+        p += ARRIVE
+    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
+        yield write
+    if p.ctas > 1:
+        p += WAIT  # no CTA exits while another one may read its shared memory

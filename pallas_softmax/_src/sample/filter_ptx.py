@@ -1,8 +1,8 @@
 """The search for the last entry that a filter keeps: its goal, what is kept, and the search digit by digit.
 
-Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k and
-min_p, or a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. The measure
-of an entry is 1 or its mass, whichever the goal is:
+Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k, or
+a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. The measure of an
+entry is 1 or its mass, whichever the goal is:
 
     x                5    4    4    3    1          sorted; the temperature makes the masses powers of two
     number, up to    1    2    3    4    5          top_k = 3: the goal is 3, reached with the second 4

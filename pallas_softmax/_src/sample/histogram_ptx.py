@@ -18,10 +18,12 @@ A section is 32 or 64 neighbouring buckets. The CTAs exchange sums over sections
 
 from collections.abc import Callable
 
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.ptx.narrow import bucket_that_reaches
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, search_digits
 from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS, VALUE_BUCKETS
-from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 _THREAD_BUCKETS = 8  # buckets that a thread sums up
 
@@ -60,19 +62,15 @@ def _sum_sections(p: RowProgram, sum_up: Callable[[Value, list[Value]], list[Val
 
 
 def _section_that_reaches(p: RowProgram, goal: Value, at: Value) -> tuple[Value, Value]:
-    """Returns the section at which the sums reach a goal, and the measure before it. Each warp works alone.
+    """Returns the section at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
-    The sums over the sections start at word `at`.
+    The sums over the sections start at word `at`. The last bucket has all elements further away, so its section reaches
+    any goal.
     """
     at = p.word(0, at + p.lane * 2)
     each = [p.of_cta(at, cta, "f32", 2) for cta in range(p.ctas)]
     first, second = (p.reduce("add", column) for column in zip(*each))
-    before, upto = p.scan(first + second)
-    lane = p.first_that(upto >= goal)
-    before, first = p.shuffle(before, "idx", lane), p.shuffle(first, "idx", lane)
-    in_first = before + first >= goal
-    section = lane * 2 + p.select(in_first, 0, 1, "u32")
-    return section, p.select(in_first, before, before + first)
+    return bucket_that_reaches(p, [first, p.select(p.lane.equals(LANES - 1), INF, second)], goal)
 
 
 # --- By distance: float32 and float16
@@ -88,10 +86,6 @@ _LEAST_ERROR = 1e-4
 _SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
 _SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
-# Bounds on rounding errors at the end of a bucket. One operation errs by 2^-24 of its result: twice as much for the end
-# itself (a subtraction), 16 times for its distance from the largest element (a product and a quotient). 7 times the
-# least subnormal number is for products that lose bits there.
-_END_ERROR, _DISTANCE_ERROR, _SUBNORMAL_ERROR = 2.0**-23, 2.0**-20, 1e-44
 
 
 def expected_zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
@@ -150,19 +144,15 @@ def _end_of_zone(
     """
     p = f.p
     goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, total, is_greatest), f.goal)
-    section, before = _section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
+    section, rest = _section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
     bucket = section * _SECTION + p.lane
     address = p.word(SCRATCH.histogram, bucket)
     number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
-    # The last bucket also has all elements further away: for the least element of the zone it counts as empty.
-    number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
-    _, upto = p.scan(p.convert(number, "f32") * _measure_in_middle(f, octaves_per_bucket, bucket))
-    bucket = section * _SECTION + p.first_that(before + upto >= goal)
+    measure = p.convert(number, "f32") * _measure_in_middle(f, octaves_per_bucket, bucket)
+    measure = p.select(bucket.equals(BUCKETS - 1), INF, measure)
+    bucket = section * _SECTION + bucket_that_reaches(p, [measure], rest)[0]
     half = p.select(is_greatest, -0.5, 0.5, "f32")
-    distance = p.divide(p.convert(bucket, "f32") + half, buckets_per_unit)
-    end = p.top - distance
-    slack = p.absolute(end) * _END_ERROR + p.absolute(distance) * _DISTANCE_ERROR + _SUBNORMAL_ERROR
-    end = p.select(is_greatest, end + slack, p.max(end - slack, LEAST_FINITE))
+    end = p.max(p.top - p.divide(p.convert(bucket, "f32") + half, buckets_per_unit), LEAST_FINITE)
     is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
     return p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), end)
 
@@ -304,7 +294,7 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
     numbers, masses = SCRATCH.sections, SCRATCH.sections + SECTIONS
-    section, before = _section_that_reaches(p, f.goal, p.select(f.is_mass, masses, numbers, "u32"))
+    section, rest = _section_that_reaches(p, f.goal, p.select(f.is_mass, masses, numbers, "u32"))
     bucket = section * _VALUE_SECTION + p.lane * 2
     at = p.word(SCRATCH.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
@@ -313,10 +303,8 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
         * f.measure(_bounded_mass(p, _value(p, zero, bucket + i)), 1.0)
         for i, column in enumerate(zip(*numbers))
     )
-    lower, upto = p.scan(first + second)
-    lane = p.first_that(before + upto >= f.goal)
-    in_first = before + p.shuffle(lower + first, "idx", lane) >= f.goal
-    return section * _VALUE_SECTION + lane * 2 + p.select(in_first, 0, 1, "u32")
+    second = p.select((bucket + 1).equals(_LAST), INF, second)
+    return section * _VALUE_SECTION + bucket_that_reaches(p, [first, second], rest)[0]
 
 
 def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:
@@ -343,7 +331,7 @@ def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Va
         near_zero = [p.word(SCRATCH.histogram, p.min(one, _LAST)) for one in _buckets_near_zero(zero)]
         near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])
         sums = p.over_warp(["add"] * 3, [number, mass, equal])
-        p.store(p.word(SCRATCH.counters, cta, 4), *sums, near_zero, when=p.first_lane)
-    number, mass, equal, near_zero = p.from_counters(("f32", "f32", "u32", "u32"))
+        p.store(p.gathered(cta), *sums, near_zero, when=p.first_lane)
+    number, mass, equal, near_zero = p.from_gathered(("f32", "f32", "u32", "u32"), (0, 0, 0, 0))
     number, mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
     return f.measure(mass, number), mass, equal, p.convert(near_zero, "f32")

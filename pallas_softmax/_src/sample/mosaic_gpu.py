@@ -28,7 +28,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import Mask, fold_mask
@@ -42,11 +41,10 @@ from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import draw_ptx, xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
-from pallas_softmax._src.sample.row_ptx import HIGHEST
+from pallas_softmax._src.sample.row_ptx import HIGHEST, TINY
 from pallas_softmax._src.sample.rows import Cutoff
 from pallas_softmax._src.sample.winner_ptx import NOISE_OPERANDS
 
-_TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the least of `octaves_per_unit`
 # The results, by their names in the program.
 _OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
 _OF_DRAW = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
@@ -150,7 +148,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 
 def octaves_per_unit(temperature):
     """Returns log2(e) / temperature; temperature and result are at least the smallest normal float32."""
-    return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
+    return jnp.maximum(LOG2_E / jnp.maximum(temperature, TINY), TINY)
 
 
 def _run_twin(part: window_arrival.WindowPart, x_smem, params: Params, words, out, barrier, stride) -> None:

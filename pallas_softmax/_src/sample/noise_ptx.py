@@ -63,10 +63,10 @@ def one_plus_uniform(word: Value) -> Value:
 def gumbel(p: Program, one_plus_u: Value) -> Value:
     """Returns the noise of 1 + u."""
     u = p.max(one_plus_u - 1.0, _TINY)
-    return _log(p, _log(p, u) * -1.0) * -1.0
+    return log(p, log(p, u) * -1.0) * -1.0
 
 
-def _log(p: Program, x: Value) -> Value:
+def log(p: Program, x: Value) -> Value:
     """Returns log(x) of a positive normal number, accurate to one unit in the last place."""
     bits = x.bits("u32")
     exponent = (bits - _TWO_THIRDS) & _EXPONENT

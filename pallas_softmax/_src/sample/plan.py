@@ -4,6 +4,7 @@ A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -34,7 +35,6 @@ VALUE_BUCKETS = (
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
 RECORD_WORDS = 8  # words of the record of a warp in `Scratch.warps`, and of a CTA in `Scratch.gathered`
-VECTOR = ACCESS_BYTES // 4  # words that a thread loads at once
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
@@ -61,39 +61,27 @@ FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 
 
 class Scratch(NamedTuple):
-    """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words."""
+    """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words: multiples of 16 bytes."""
 
-    normalizer: int = (
-        4  # the largest element of the CTA, its mass relative to that, a bound for a small top_k
-    )
+    normalizer: int = 4  # the largest element of the CTA, its relative mass, a bound for a small top_k
     zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
     best: int = 4  # twice: the best sum with noise in the CTA, and its index
-    counted: int = 2  # sums over the CTA above a key, or a better bound for a small top_k
-    picked: int = 2  # a result of one warp, for all warps to read
-    listed: int = 1  # how many keys the list has, or would have if there were room
-    threshold: int = 1  # the best sum with noise that the CTA knows of the row
-    noise: int = 4  # the words of the row's noise
+    counted: int = 4  # sums over the CTA above a key, or a better bound for a small top_k
+    picked: int = 4  # a result of one warp, for all warps to read
+    listed: int = 4  # how many keys the list has, or would have if there were room
+    threshold: int = 4  # the best sum with noise that the CTA knows of the row
     warps: int = RECORD_WORDS * MAX_WARPS  # numbers of each warp
     sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
     sections: int = 2 * SECTIONS  # two sums over each section of the histogram
-    counters: int = 4 * MAX_CTAS  # numbers for each CTA
-    gathered: int = RECORD_WORDS * MAX_CTAS  # numbers of each CTA, fetched by one warp and read by all
+    gathered: int = (
+        RECORD_WORDS * MAX_CTAS
+    )  # numbers of each CTA, fetched or added up by one warp, read by all
     # Numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over the row's keys; at last,
     # if there is room, the list of positions of each warp. `SamplePlan` has its size, and what follows.
     histogram: int = 0
 
 
-def _first_words() -> Scratch:
-    """Returns the first word of each field. An access to n words starts at a multiple of n, up to 4 (16 bytes)."""
-    firsts, end = [], 0
-    for words in Scratch():
-        end += -end % min(words or VECTOR, VECTOR)
-        firsts.append(end)
-        end += words
-    return Scratch(*firsts)
-
-
-SCRATCH = _first_words()
+SCRATCH = Scratch(*itertools.accumulate(Scratch()[:-1], initial=0))  # the first word of each field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,10 +90,7 @@ class RowProgram(CtaProgram):
 
     def greatest(self, words: list[Value]) -> Value:
         """Returns the largest of the elements in words as a float; NaN if there is one."""
-        if self.elements.halves:
-            pairs = [word.bits(f"{self.elements.name}x2") for word in words]
-            words = [self.reduce("max.NaN", pairs).bits("s32")]
-        return self.reduce("max.NaN", self.floats(words))
+        return self.elements.best(self, words, None)[0]
 
     def sweep(self) -> Iterator[tuple[list[Value], Value]]:
         """Yields the next elements of a thread as words, and their address, in a GPU loop.
@@ -149,21 +146,21 @@ class RowProgram(CtaProgram):
         `at` is the address of the words in each CTA. This synchronizes the threads of the CTA. Only one warp fetches
         the words, since a CTA answers the requests of others one at a time.
         """
-        exists = self.lane < self.ctas
-        local = self.word(SCRATCH.gathered, self.lane, RECORD_WORDS)
         with self.when(self.warp.equals(0)):
+            exists = self.lane < self.ctas
             words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
-            self.store(local, *words, when=exists)
+            self.store(self.gathered(self.lane), *words, when=exists)
+        return self.from_gathered(kinds, neutral)
+
+    def gathered(self, cta: Value) -> Value:
+        """Returns the address of the words of a CTA that `from_gathered` returns."""
+        return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
+
+    def from_gathered(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns what `from_ctas` returns, once the words of each CTA are in this one. Synchronizes its threads."""
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
-        self.load_into(out, local, when=exists)
-        return out
-
-    def from_counters(self, kinds: Sequence[str]) -> list[Value]:
-        """Returns the words of SCRATCH.counters for each CTA, in the lane with its number. Synchronizes the CTA."""
-        self.barrier()
-        out = [self.var(0, kind) for kind in kinds]
-        self.load_into(out, self.word(SCRATCH.counters, self.lane, 4), when=self.lane < self.ctas)
+        self.load_into(out, self.gathered(self.lane), when=self.lane < self.ctas)
         return out
 
     # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions

@@ -121,12 +121,7 @@ def is_kept(logits, where, key, index, indices):
 
 def as_float(logits):
     """Returns the logits in the dtype of the arithmetic."""
-    return normalizers.widen(logits.astype(float_dtype(logits)))
-
-
-def float_dtype(logits):
-    """Returns the floating dtype that JAX promotes the logits to."""
-    return jax.eval_shape(jnp.exp, logits).dtype
+    return normalizers.widen(logits.astype(jax.eval_shape(jnp.exp, logits).dtype))
 
 
 def elements(logits, where):

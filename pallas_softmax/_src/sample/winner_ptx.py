@@ -110,14 +110,9 @@ class Noise:
     stride: int
 
     @staticmethod
-    def store(p: RowProgram) -> None:
-        """Puts the operands into shared memory, so that they take no registers before the draw."""
-        p.store(p.word(SCRATCH.noise), *p.operands("u32", *NOISE_OPERANDS), when=p.thread.equals(0))
-
-    @staticmethod
-    def load(p: RowProgram, stride: int) -> "Noise":
-        """Returns the noise that `store` has put into shared memory."""
-        key0, key1, high, low = p.load_vector(p.word(SCRATCH.noise), "u32", 4)
+    def of_row(p: RowProgram, stride: int) -> "Noise":
+        """Returns the noise of the operands."""
+        key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(p.origin.bits("u32"), stride, p.join(low, high))
         excess = p.select(p.origin < 0, stride, 0, "u32")

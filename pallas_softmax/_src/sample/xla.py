@@ -39,7 +39,7 @@ from pallas_softmax._src.sample.rows import (
     tempered,
     totals_of_rows,
 )
-from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tangent
+from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard, topk_grad, topk_tangent
 
 # The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
 # takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
@@ -291,8 +291,7 @@ def _drawn_as_winner(residuals, where, mesh_axes):
     temperature = jnp.where(has_draw & (temperature != 0), temperature, 1)
     if mesh_axes:
         in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)
-        at_index = jnp.take_along_axis(x, in_shard, -1, mode="fill", fill_value=0)
-        drawn = lax.psum(jnp.where(own, at_index, 0), mesh_axes)
+        drawn = lax.psum(jnp.where(own, at_or_zero(x, in_shard), 0), mesh_axes)
     else:
         drawn = jnp.take_along_axis(x, jnp.maximum(index, 0), -1)  # -1: no draw
     excess = jnp.maximum(-log_probs - 60, 0)

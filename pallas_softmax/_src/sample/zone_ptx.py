@@ -243,14 +243,6 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
     f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
 
 
-def number_from_min_p(p: RowProgram, zone: Zone) -> Value:
-    """Returns how many listed keys have at least the mass min_p, as a float; all must be in one list."""
-    number = p.var(0, "u32")
-    with _each_key(p, p.lane, zone.number, LANES) as (key, _):
-        p.increase(number, 1, p.mass(p.from_key(key)) >= p.min_p)
-    return p.convert(p.over_lanes("add", number), "f32")
-
-
 def _copy_lists(p: RowProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
     """Copies the keys of all CTAs to one list, with a mass for each."""
     with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
@@ -344,5 +336,5 @@ def _sums_of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) 
             p.increase(units_above, units, key > last)
             p.increase(equal, 1, key.equals(last))
         sums = p.over_warp(["add", "add"], [units_above, equal])
-        p.store(p.word(SCRATCH.counters, cta, 4), *sums, when=p.first_lane)
-    return p.from_counters(("u32", "u32"))
+        p.store(p.gathered(cta), *sums, when=p.first_lane)
+    return p.from_gathered(("u32", "u32"), (0, 0))

@@ -319,25 +319,17 @@ def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Val
     number = p.multiply_wide(row, winners) + p.convert(first, "u64")
     for start in range(0, each, LOADED_AT_ONCE):
         turns = range(start, min(start + LOADED_AT_ONCE, each))
-        for is_listed, key, index in _load_winners(p, number, turns, n):
+        own = number + p.convert(p.thread, "u64") << 2  # bytes
+        listed = [p.thread + i * WARPGROUP < n for i in turns]
+        keys, indices = (
+            [
+                p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+                for i, is_listed in zip(turns, listed)
+            ]
+            for at in p.operands("u64", "keys", "indices")
+        )
+        for is_listed, key, index in zip(listed, keys, indices):
             with p.when(is_listed & (key >= bound)):
                 entry = p.take_from(counts, 1)
                 p.store(p.at(candidates, entry, CANDIDATE_BYTES), candidate_of(p, key, index))
     p.barrier()
-
-
-def _load_winners(p: CtaProgram, first: Value, turns: range, n: Value) -> list[tuple[Value, Value, Value]]:
-    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
-
-    Returns for each turn whether there is such a winner, and its key and index.
-    """
-    own = first + p.convert(p.thread, "u64") << 2  # bytes
-    listed = [p.thread + i * WARPGROUP < n for i in turns]
-    keys, indices = (
-        [
-            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
-            for i, is_listed in zip(turns, listed)
-        ]
-        for at in p.operands("u64", "keys", "indices")
-    )
-    return list(zip(listed, keys, indices))

@@ -63,7 +63,7 @@ MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a m
 
 # A compact window is used only if it lets a second CTA share the multiprocessor; otherwise it is no faster.
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
-MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `find_bound`
+MIN_POSITIONS = 1_024  # at least, so that each thread has 16 bytes of its list of candidates, for `clear`
 REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions: half of the default, so that two CTAs fit
 
 # The merging CTA sorts winners in registers: up to 32 winners of 8 bytes in each of its 128 threads.

@@ -89,45 +89,37 @@ def lowest_value(dtype):
     return infinite if np.isinf(infinite) else jnp.finfo(dtype).min
 
 
-def _kept_winners(residuals, where, lengths):
-    """Returns which winners are not masked, on a mesh among the winners in the shard; None if all are."""
-    operand, indices = residuals
-    kept = None if lengths is None else indices < lengths
-    if where is None:
-        return kept
-    kept_by_where = jnp.take_along_axis(
-        jnp.broadcast_to(where, operand.shape), indices, -1, mode="fill", fill_value=False
-    )
-    return kept_by_where if kept is None else kept_by_where & kept
-
-
 def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
     """Returns (dx,): the cotangents g at the winners, except for masked ones, and 0 elsewhere.
 
     The residuals are the operand, for its shape alone, and the winners' indices in the whole row.
     """
-    operand, indices, lengths = _in_own_shard(residuals, lengths, mesh_axes)
-    g = masked(g, _kept_winners((operand, indices), where, lengths), 0)
-    return (put(jnp.zeros_like(operand, operand.dtype), indices, g),)
+    operand, _ = residuals
+    indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
+    return (put(jnp.zeros_like(operand, operand.dtype), indices, masked(g, kept, 0)),)
 
 
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
-    operand, indices, lengths = _in_own_shard(residuals, lengths, mesh_axes)
-    dvalues = jnp.take_along_axis(dx, indices, -1, mode="fill", fill_value=0)
-    dvalues = masked(dvalues, _kept_winners((operand, indices), where, lengths), 0)
+    indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
+    dvalues = masked(at_or_zero(dx, indices), kept, 0)
     return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
 
 
-def _in_own_shard(residuals, lengths, mesh_axes):
-    """Returns the residuals and the lengths, with indices and lengths that count in this device's shard of each row."""
+def _winners_in_shard(residuals, where, lengths, mesh_axes):
+    """Returns the winners' indices in this device's shard of each row, and which winners are not masked; None if all.
+
+    `where` is for the shard, and `lengths` are for the whole rows.
+    """
     operand, indices = residuals
-    if not mesh_axes:
-        return operand, indices, lengths
-    vocab = operand.shape[-1]
-    first = lax.axis_index(mesh_axes) * vocab
-    indices, _ = indices_in_shard(indices, vocab, mesh_axes)
-    return operand, indices, None if lengths is None else lengths - first
+    if mesh_axes and lengths is not None:
+        lengths = lengths - lax.axis_index(mesh_axes) * operand.shape[-1]
+    indices, _ = indices_in_shard(indices, operand.shape[-1], mesh_axes)
+    kept = None if lengths is None else indices < lengths
+    if where is None:
+        return indices, kept
+    kept_by_where = at_or_zero(jnp.broadcast_to(where, operand.shape), indices)
+    return indices, kept_by_where if kept is None else kept_by_where & kept
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
@@ -166,16 +158,10 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     """
     logits, temperature, m, d, indices = residuals
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
-    own = None  # which winners lie in this device's shard of the row
-    if mesh_axes:
-        indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
-
-    def at_winners(a):
-        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
-
-    kept = None if where is None else at_winners(jnp.broadcast_to(where, logits.shape))
+    indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
+    kept = None if where is None else at_or_zero(jnp.broadcast_to(where, logits.shape), indices)
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
-    scaled_won, p_won = _scaled_and_softmax(at_winners(x), kept, m, d, temperature)
+    scaled_won, p_won = _scaled_and_softmax(at_or_zero(x, indices), kept, m, d, temperature)
     g = masked(masked(g, own, 0), kept, 0).astype(x.dtype)
     direct = g if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - sum_over(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
@@ -201,23 +187,17 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     """
     logits, temperature, m, d, indices = residuals
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
-    own = None
-    if mesh_axes:
-        indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
-
-    def at_winners(a):
-        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
-
+    indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     # 0 also where x is -inf, if the temperature is constant.
     by_temperature = jnp.where(dt == 0, 0, scaled * dt)
     ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
     mean = sum_over(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
-    dlog_p = at_winners(ds) - mean
-    p_won = at_winners(p)
+    dlog_p = at_or_zero(ds, indices) - mean
+    p_won = at_or_zero(p, indices)
     dvalues = dlog_p if log else jnp.where(p_won == 0, 0, p_won * dlog_p)
     if where is not None:
-        dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
+        dvalues = masked(dvalues, at_or_zero(jnp.broadcast_to(where, logits.shape), indices), 0)
     dvalues = masked(dvalues, own, 0)
     dvalues = lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
     return dvalues if dtype is None else dvalues.astype(dtype), d * mean
@@ -237,12 +217,20 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 def indices_in_shard(indices, vocab: int, mesh_axes):
     """Converts indices of the row to indices of this device's shard of `vocab` elements; returns also which lie in it.
 
-    The others become different indices beyond the shard, where `put` puts nothing.
+    The others become different indices beyond the shard, where `put` puts nothing. Without mesh axes all lie in it: the
+    second result is None.
     """
+    if not mesh_axes:
+        return indices, None
     indices = indices - lax.axis_index(mesh_axes) * vocab
     own = (indices >= 0) & (indices < vocab)
     beyond = vocab + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     return jnp.where(own, indices, beyond), own
+
+
+def at_or_zero(x, indices):
+    """Returns the elements at indices of the last axis; 0 for indices beyond it."""
+    return jnp.take_along_axis(x, indices, -1, mode="fill", fill_value=0)
 
 
 def put(x, indices, values):
