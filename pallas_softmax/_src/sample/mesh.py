@@ -78,11 +78,10 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
         has_draw, drawn = drawn >= 0, jnp.maximum(drawn, 0)
 
-        def largest(_):
-            return jnp.max(logits_of(as_float(logits), where), -1, keepdims=True) != -jnp.inf
-
-        # A shard without a draw is bad, or it only has -inf. Its largest logit tells; it is computed only if needed.
-        bad = ~has_draw & lax.cond(jnp.all(has_draw), lambda _: ~has_draw, largest, None)
+        # A shard without a draw is bad, or it only has -inf: its largest logit tells. It is computed even if all shards
+        # have a draw. XLA for GPUs does so in spite of a `lax.cond`, whose condition would take two more kernels.
+        largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
+        bad = ~has_draw & (largest != -jnp.inf)
         # The mass of the shard relative to the drawn logit.
         d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
         noise = gumbel_at(in_shard, drawn, stride)
