@@ -78,8 +78,8 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
         has_draw, drawn = drawn >= 0, jnp.maximum(drawn, 0)
 
-        # A shard without a draw is bad, or it only has -inf: its largest logit tells. It is computed even if all shards
-        # have a draw. XLA for GPUs does so in spite of a `lax.cond`, whose condition would take two more kernels.
+        # A shard without a draw is bad, or it only has -inf: its largest logit tells. A `lax.cond` would only add
+        # kernels: XLA for GPUs computes the largest logit anyway.
         largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
         bad = ~has_draw & (largest != -jnp.inf)
         # The mass of the shard relative to the drawn logit.
