@@ -14,6 +14,7 @@ functions. Other languages restate ⊕; a change must be repeated there:
                  topk/triton_kernels.py       `topk_kernel`: the logits of a step; `_combine_lanes`: all lanes
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +31,10 @@ LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
 # Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
 CHUNK = 2**16
+
+# So many numbers of a row are reduced by elementwise operations, which XLA fuses with those around them. On a GPU, each
+# reduction would be a kernel of its own. Rows that are spread over devices have so many shards.
+_FEW = 8
 
 # exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
 _FAR = -1e4
@@ -270,22 +275,45 @@ def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
 
 
 def combine_parts(parts: Normalizer, temperature: jax.Array | None = None) -> Normalizer:
-    """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
+    """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature).
+
+    A temperature of None is 1.
+    """
     m = largest(parts.m)
-    if temperature is None:
-        below = parts.m - shift(m)
-    else:
-        tops, temperature = at_limit(parts.m, m, temperature)
-        below = (tops - shift(m)) / temperature
-    return Normalizer(m, jnp.sum(parts.d * jnp.exp(below), -1, keepdims=True))
+
+    def d_of(part: Normalizer) -> jax.Array:
+        if temperature is None:
+            return part.d * jnp.exp(part.m - shift(m))
+        tops, divisor = at_limit(part.m, m, temperature)
+        return part.d * jnp.exp((tops - shift(m)) / divisor)
+
+    return Normalizer(m, reduced(operator.add, map(d_of, few(parts))))
 
 
 def largest(x: jax.Array) -> jax.Array:
     """Returns the maximum along the last axis, (..., 1), of subnormal numbers too: XLA for CPUs takes them for 0."""
     if jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.max(x, -1, keepdims=True)
-    keys = sort_keys.key(jnp.where(jnp.isnan(x), jnp.nan, x))
-    return sort_keys.from_key(jnp.max(keys, -1, keepdims=True), x.dtype)
+        return reduced(jnp.maximum, few(x))
+    keys = (sort_keys.key(jnp.where(jnp.isnan(part), jnp.nan, part)) for part in few(x))
+    return sort_keys.from_key(reduced(jnp.maximum, keys), x.dtype)
+
+
+_REDUCTIONS = {operator.add: jnp.sum, jnp.maximum: jnp.max, jnp.minimum: jnp.min}
+
+
+def few(arrays: Any) -> list:
+    """Returns a tree of arrays (..., n) as n trees of arrays (..., 1), or as one tree if n is large."""
+    n = jax.tree.leaves(arrays)[0].shape[-1]
+    if not isinstance(n, int) or not 0 < n <= _FEW:
+        return [arrays]
+    leaves, tree = jax.tree.flatten(arrays)
+    return [tree.unflatten([a[..., i : i + 1] for a in leaves]) for i in range(n)]
+
+
+def reduced(join: Callable, parts: Iterable[jax.Array]) -> jax.Array:
+    """Returns the sum, maximum or minimum of what `few` returned, (..., 1). `join` takes two elements."""
+    joined = functools.reduce(join, parts)
+    return joined if joined.shape[-1] == 1 else _REDUCTIONS[join](joined, -1, keepdims=True)
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:

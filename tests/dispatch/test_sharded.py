@@ -16,7 +16,7 @@ from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src import sort_keys
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch import finer_mesh as decode
 from pallas_softmax._src.dispatch import partitioner
 from pallas_softmax._src.topk import mesh as topk_mesh
@@ -79,6 +79,28 @@ def test_float16_is_widened_in_order():
     order = np.argsort(np.asarray(sort_keys.key(jax.numpy.asarray(x))), kind="stable")
     assert (np.diff(np.asarray(sort_keys.key(wide), np.int64)[order]) > 0).all()
     np.testing.assert_array_equal(wide, x.astype(np.float32))
+
+
+@pytest.mark.slow
+def test_few_shards_merge_like_many():
+    """Few shards are merged by elementwise operations. With empty shards added, reductions give the same results."""
+    rng = np.random.default_rng(0)
+    m, d = rng.normal(size=(2, 6, 8)).astype(np.float32) * 4
+    m[0, 3], m[1, 5], m[2], m[3, ::2], m[4, 1] = np.nan, np.inf, -np.inf, -np.inf, 2**-140
+    d = np.where(m == -np.inf, 0, np.exp(d)).astype(np.float32)
+    temperature = np.asarray([[1], [0.5], [1], [0], [0], [2]], np.float32)
+    few = normalizers.Normalizer(m, d)
+    many = normalizers.Normalizer(
+        *(np.pad(a, ((0, 0), (0, 3)), constant_values=v) for a, v in ((m, -np.inf), (d, 0)))
+    )
+    assert len(normalizers.few(few)) == 8
+    assert len(normalizers.few(many)) == 1
+    merged = (normalizers.combine_parts(parts, temperature) for parts in (few, many))
+    for got, expected in zip(*merged):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    for join in normalizers._REDUCTIONS:
+        few_sum, many_sum = (normalizers.reduced(join, parts) for parts in (normalizers.few(d), [d]))
+        np.testing.assert_allclose(few_sum, many_sum, rtol=1e-6)
 
 
 def tiles_of(dims, iota=None, order=None, replicas=1):

@@ -130,6 +130,31 @@ for how, layout, reduction in itertools.product(HOW, LAYOUTS, ("mean", None)):
         SLOW.add(name)
 
 
+def not_finite(how, layout):
+    """The gradients of a mean that is not finite are 0 on all devices, whichever device has the bad number."""
+    mesh, specs = mesh_of(how), LAYOUTS[layout]
+    x, w, labels, bias = linear.arrays(N, D, V, "float32", bias=True)
+
+    def loss(x, w, bias, labels, axis_name=None):
+        return ps.linear_cross_entropy(x, w, labels, bias=bias, axis_name=axis_name)
+
+    f = jax.jit(jax.value_and_grad(mapped(loss, how, layout, mesh, specs, P(), jax.lax.pmean), (0, 1, 2)))
+    nan, inf, label = (np.array(a) for a in (x, bias, labels))
+    nan[N - 1, 2], inf[labels[0]], label[N // 2] = np.nan, -np.inf, V
+    for arrays in ((nan, w, bias, labels), (x, w, inf, labels), (x, w, bias, label)):
+        with jax.set_mesh(mesh):
+            value, grads = f(*lay(arrays, mesh, specs))
+        assert not np.isfinite(value)
+        assert not any(np.any(np.asarray(g)) for g in grads)
+
+
+for how, layout in itertools.product(("auto", "explicit"), LAYOUTS):
+    CHECKS[f"not_finite-{how}-{layout}"] = functools.partial(not_finite, how, layout)
+    SLOW.add(f"not_finite-{how}-{layout}")
+CHECKS["not_finite-shard_map-columns"] = functools.partial(not_finite, "shard_map", "columns")
+SLOW.add("not_finite-shard_map-columns")
+
+
 def features(check_vma):
     """All options of a loss, and the other two functions, agree with one device if all devices share the columns."""
     devices = next(n for n in (8, 4, 2) if n <= jax.device_count())

@@ -131,14 +131,22 @@ def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Arr
     return cotangent if not mesh_axes or is_tracked(mesh_axes) else cotangent / lax.axis_size(mesh_axes)
 
 
-def rounded_sum(x: jax.Array, dtype: Any, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the sum over the devices, taken in the dtype of `x` and then rounded to `dtype`, on all of them."""
+def rounded_sum(
+    x: jax.Array,
+    dtype: Any,
+    mesh_axes: tuple[str, ...],
+    changed: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """Returns the sum over the devices, taken in the dtype of `x`, `changed`, and rounded to `dtype`, on all of them.
+
+    `changed` works element by element.
+    """
     divisible = [i for i, n in enumerate(x.shape) if n % lax.axis_size(mesh_axes) == 0]
     if x.dtype == dtype or not divisible:
-        return lax.psum(x, mesh_axes).astype(dtype)
+        return changed(lax.psum(x, mesh_axes)).astype(dtype)
     # Three quarters of the bytes of an all-reduce of float32 numbers: rounded numbers come back.
     axis = divisible[0]
-    part = lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True).astype(dtype)
+    part = changed(lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)).astype(dtype)
     to = "invarying" if is_tracked(mesh_axes) else "varying"
     return lax.all_gather(part, mesh_axes, axis=axis, tiled=True, to=to)
 

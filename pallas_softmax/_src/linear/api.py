@@ -308,7 +308,7 @@ def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, r
     if x.dtype == jnp.float16:
         results: Any = derivatives.per_token(static, x, w, bias, tokens)
         losses, logsumexp = results
-        losses = derivatives.weighted_sum(differentiable_if_finite(losses), weights)
+        losses = formulas.weighted_sum(differentiable_if_finite(losses), weights)
         total = differentiable_if_finite(losses)
     else:
         results: Any = derivatives.total(static, x, w, bias, tokens, weights)

@@ -17,7 +17,6 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.in_place import changed_if
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.vmap import as_tokens
 
@@ -52,21 +51,8 @@ class Static(NamedTuple):
         return as_tokens(choice, *arrays, **keywords)
 
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
-        """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
-
-        With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another function is then NaN, so that
-        its log-prob is NaN, as in `log_softmax`.
-        """
-        if tokens.labels is None:
-            return formulas.logsumexp(statistics, tokens)
-        losses = formulas.losses(statistics, tokens, self.vocab)
-        valid = (tokens.labels >= 0) & (tokens.labels < self.vocab)
-        if tokens.label_probs is not None:
-            valid = jnp.all(valid | (tokens.label_probs == 0), -1)
-        d = statistics.normalizer.d
-        if self.function != "linear_cross_entropy":  # d is NaN with a logit of +inf
-            valid = valid & formulas.like_labels(d == d, losses)
-        return jnp.where(valid, losses, jnp.nan)
+        """As `losses.token_losses`."""
+        return formulas.token_losses(self.function, statistics, tokens, self.vocab)
 
     def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array:
         """Returns the gradient of sum(weights * losses) in label_probs; 0 where it is not finite."""
@@ -161,12 +147,9 @@ def total(static: Static, x, w, bias, tokens: Tokens, weights):
     times the saved gradient is NaN. The derivatives of a sum that is not finite are 0.
     """
     statistics = static.run(static.forward, x, w, bias, tokens)
-    return weighted_sum(static.losses(statistics, tokens), weights), formulas.logsumexp(statistics, tokens)
-
-
-def weighted_sum(losses, weights):
-    """Returns the sum of weights * losses without the losses of weight 0."""
-    return jnp.sum(formulas.product(jnp.where(weights == 0, 0, losses), weights))
+    return formulas.weighted_sum(static.losses(statistics, tokens), weights), formulas.logsumexp(
+        statistics, tokens
+    )
 
 
 def _total_forward(static: Static, *primals):
@@ -175,16 +158,12 @@ def _total_forward(static: Static, *primals):
     losses = static.losses(statistics, tokens)
     dweights = jnp.where(weights == 0, 0, losses) if primals[4].perturbed else None
     dprobs = static.label_cotangents(statistics, tokens, weights) if _probs_perturbed(*primals) else None
-    value = weighted_sum(losses, weights)
+    value = formulas.weighted_sum(losses, weights)
     finite = jnp.isfinite(value)
-
-    def zeros(gradients):
-        return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
-
-    # The gradients become 0 here, not in the backward. There, XLA can leave out the product with a cotangent of 1 only
-    # if it is a constant.
-    saved = changed_if(~finite, zeros, (*gradients, dweights, dprobs))
-    return (value, formulas.logsumexp(statistics, tokens)), (saved, finite)
+    # The operation returned gradients of 0 if the sum is not finite. They are not made 0 in the backward: there, XLA
+    # can leave out the product with a cotangent of 1 only if it is a constant.
+    dweights, dprobs = jax.tree.map(lambda g: jnp.where(finite, g, 0), (dweights, dprobs))
+    return (value, formulas.logsumexp(statistics, tokens)), ((*gradients, dweights, dprobs), finite)
 
 
 def _total_backward(static: Static, saved, cotangents):

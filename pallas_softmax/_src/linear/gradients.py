@@ -324,6 +324,9 @@ def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale,
     factor = jnp.ones_like(weights, shape=weightless.shape) if factor is None else factor
 
     dx_rows = jnp.where(weightless[:, None], 0, layer.dx(dz, factor * scale))
+    if layer.mesh_axes and not layer.partial_dx:
+        # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors.
+        dx_rows, dz, x = lax.optimization_barrier((dx_rows, dz, x))
     x_factor = factor * scale if product else factor
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
     head = layer.head

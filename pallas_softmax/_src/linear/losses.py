@@ -178,6 +178,33 @@ def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
     return tokens.at_0(limit, normalizers.log_of(statistics.normalizer))
 
 
+def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
+    """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
+
+    With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another function is then NaN, so that
+    its log-prob is NaN, as in `log_softmax`.
+
+    Args:
+      function: the public function.
+      statistics, tokens, vocab: as for `losses`.
+    """
+    if tokens.labels is None:
+        return logsumexp(statistics, tokens)
+    each = losses(statistics, tokens, vocab)
+    valid = (tokens.labels >= 0) & (tokens.labels < vocab)
+    if tokens.label_probs is not None:
+        valid = jnp.all(valid | (tokens.label_probs == 0), -1)
+    d = statistics.normalizer.d
+    if function != "linear_cross_entropy":  # d is NaN with a logit of +inf
+        valid = valid & like_labels(d == d, each)
+    return jnp.where(valid, each, jnp.nan)
+
+
+def weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the sum of weights * losses without the losses of weight 0."""
+    return jnp.sum(product(jnp.where(weights == 0, 0, losses), weights))
+
+
 def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns logsumexp(z) - z[label] of each row, with label smoothing, label_probs and z_loss.
 

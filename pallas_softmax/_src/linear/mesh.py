@@ -17,20 +17,23 @@ Explicit mesh axes go through `jax.shard_map`, Auto ones through XLA's partition
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, rounded_sum
+from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, rounded_sum, vary_together
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
 from pallas_softmax._src.dispatch.partitioner import Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
-from pallas_softmax._src.linear.losses import Head
+from pallas_softmax._src.linear.in_place import changed_if
+from pallas_softmax._src.linear.losses import Head, Statistics, token_losses, weighted_sum
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 
@@ -135,16 +138,50 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
     keywords |= {"partial_dw": bool(layout.tokens), "partial_dx": any(layout.dx)}
     *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
-    dx = unflattened(dx)
-    dx = _sum_dx(dx, layout).astype(x.dtype) if any(layout.dx) else dx
-    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0)
+    finite = _is_finite(call.function, flat, statistics[0], keywords["head"], layout) if statistics else True
+    if layout == _Layout():
+        gradients = _zeros_unless(finite, (unflattened(dx), dw, dbias))
+        return *jax.tree.map(unflattened, statistics), *gradients
+
+    # Each host would wait for a condition. Where devices have partial sums, they select in the pass that rounds.
+    def kept(gradient):
+        if finite is True or gradient is None:
+            return gradient
+        condition, gradient = vary_together(finite, gradient)
+        return jnp.where(condition, gradient, 0)
+
+    dx = kept(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
+    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, kept)
     if bias is not None and layout.tokens:
         dbias = lax.psum(dbias, layout.tokens).astype(bias.dtype)
-    return *jax.tree.map(unflattened, statistics), dx, dw, dbias
+    return *jax.tree.map(unflattened, statistics), dx, dw, kept(dbias)
+
+
+def _is_finite(
+    function: str, arrays: tuple, statistics: Statistics, head: Head, layout: _Layout
+) -> jax.Array:
+    """Returns whether the weighted sum of the losses of all tokens is finite. If not, its gradients are 0."""
+    _, w, _, tokens, weights = arrays
+    vocab = head.vocab(w) * (lax.axis_size(layout.columns) if layout.columns else 1)
+    total = weighted_sum(token_losses(function, statistics, tokens, vocab), weights)
+    return jnp.isfinite(lax.psum(total, layout.tokens) if layout.tokens else total)
+
+
+def _zeros_unless(finite, gradients: tuple) -> tuple:
+    """Returns the gradients, or zeros: by a condition, which on one device takes less time than to select."""
+    if finite is True:
+        return gradients
+
+    def zeros(gradients):
+        return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
+
+    return changed_if(~finite, zeros, gradients)
 
 
 def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     """Returns a device's rows of the sum of dx over the devices that hold the columns of a row."""
+    if not any(layout.dx):
+        return dx
     if others := tuple(axis for axis in layout.columns if axis not in sum(layout.dx, ())):
         dx = lax.psum(dx, others)
     for i, axes in enumerate(layout.dx):
@@ -153,7 +190,7 @@ def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     return dx
 
 
-def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int) -> jax.Array:
+def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, changed: Callable) -> jax.Array:
     """Returns a device's part of the sum of dw over the devices that hold tokens, rounded to the dtype.
 
     Args:
@@ -161,6 +198,7 @@ def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int) -> jax.Array:
       dtype: the dtype of w.
       layout: the mesh axes.
       depth: the dimension of dw that is D.
+      changed: changes the elements of the sum.
     """
     for axis in layout.dw:
         if axis in layout.tokens:
@@ -169,7 +207,7 @@ def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int) -> jax.Array:
             size = dw.shape[depth] // lax.axis_size(axis)
             dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(axis) * size, size, depth)
     others = tuple(axis for axis in layout.tokens if axis not in layout.dw)
-    return rounded_sum(dw, dtype, others) if others else dw.astype(dtype)
+    return rounded_sum(dw, dtype, others, changed) if others else changed(dw).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

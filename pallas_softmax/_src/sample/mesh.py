@@ -17,7 +17,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import logits_of, mask_at
-from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.normalizers import Normalizer, few, reduced
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -78,11 +78,10 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
         has_draw, drawn = drawn >= 0, jnp.maximum(drawn, 0)
 
-        def largest(_):
-            return jnp.max(logits_of(as_float(logits), where), -1, keepdims=True) != -jnp.inf
-
-        # A shard without a draw is bad, or it only has -inf. Its largest logit tells; it is computed only if needed.
-        bad = ~has_draw & lax.cond(jnp.all(has_draw), lambda _: ~has_draw, largest, None)
+        # A shard without a draw is bad, or it only has -inf: its largest logit tells. A `lax.cond` would only add
+        # kernels: XLA for GPUs computes the largest logit anyway.
+        largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
+        bad = ~has_draw & (largest != -jnp.inf)
         # The mass of the shard relative to the drawn logit.
         d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
         noise = gumbel_at(in_shard, drawn, stride)
@@ -161,13 +160,20 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         perturbed, index, x, tops, d = gathered
         floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
         float_tops, float_x = jnp.split(floats, 2, -1)
-        m = jnp.max(float_tops, -1, keepdims=True)
+        m = reduced(jnp.maximum, few(float_tops))
         total = normalizers.combine_parts(Normalizer(float_tops, d), divisor_of(temperature, m)).d
-        totals = totals_of(jnp.max(as_float(tops), -1, keepdims=True), m, total, temperature)
-        rank = jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
-        first = jnp.where(rank == jnp.max(rank, -1, keepdims=True), index, NOWHERE)
-        at = jnp.argmin(first, -1, keepdims=True)
-        index, log_probs = drawn_results(*(jnp.take_along_axis(a, at, -1) for a in (index, float_x)), totals)
+        totals = totals_of(reduced(jnp.maximum, map(as_float, few(tops))), m, total, temperature)
+        shards = few((perturbed, index, x, float_x))
+        ranks = [
+            jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
+            for perturbed, _, x, _ in shards
+        ]
+        best = reduced(jnp.maximum, ranks)
+        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
+        index = reduced(jnp.minimum, firsts)
+        # An index is of one shard only. A row without a draw has no results, whatever its x.
+        xs = (jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards))
+        index, log_probs = drawn_results(index, reduced(jnp.maximum, xs), totals)
         # log_mass: a greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
         return index, log_probs, jnp.where(totals.greedy | (index < 0), log_probs, 0)
 

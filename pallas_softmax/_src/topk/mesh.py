@@ -71,7 +71,8 @@ def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keyw
 
     def merged(gathered, temperature):
         won, position, *parts = gathered
-        lists = won, _kept(position, masks), jnp.maximum(position, ~position), tuple(parts), temperature
+        kept, position = _kept(position, masks), jnp.maximum(position, ~position) if masks else position
+        lists = won, kept, position, tuple(parts), temperature
         if list_length < keywords["k"]:  # kernels merge lists of k winners only
             return merge.plain(*lists, **keywords)
         return run_shard(merge, lists, keywords)
