@@ -7,7 +7,7 @@ from pallas_softmax._src import folding, sort_keys
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import select_kernel
 from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import select_program
+from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import ptx
 from tests.support.calls import DTYPES
 from tests.support.kernels import INTERPRET
@@ -73,7 +73,7 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
             "mask_row": np.asarray(mask.row(row)),
         }
     bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
-    program = select_program(plan, x.dtype, mask is not None, bits)
+    program = program_of(plan, x.dtype, mask is not None, bits)
     memory = np.full((len(row), plan.smem_bytes), 0xCD, "u1")
     machine = ptx.Machine(program, memory, plan.threads, operands, rng, clusters=rows)
     machine.run()

@@ -22,7 +22,7 @@ from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import select_program
+from pallas_softmax._src.topk.select_row_ptx import program_of
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -104,5 +104,5 @@ def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None
     if mask_row is not None:
         refs["mask"], numbers["mask_row"] = mask_gmem, mask_row
     fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
-    program = select_program(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
+    program = program_of(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

@@ -78,9 +78,19 @@ class SelectPlan:
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
     thread_bytes: int = THREAD_BYTES  # of a block
+    whole: bool = False  # whether a CTA holds the row in registers
 
     turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
-    scratch_bytes = histogram + 4 * BUCKETS + ACCESS_BYTES
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets of a round."""
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.whole else BUCKETS
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch. Keys in no bucket have one for each lane."""
+        return self.histogram + 4 * self.buckets + 4 * LANES
 
     @property
     def threads(self) -> int:

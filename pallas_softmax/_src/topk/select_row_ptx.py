@@ -1,0 +1,192 @@
+"""The selection from a row that a CTA holds in registers: its bound is the last key that wins, so it needs no list.
+
+    read      each thread has some vectors of the row, as distances from the highest key: the best element is the least
+    search    a histogram of the distances finds the one that k elements reach. The first round covers the distances up
+              to `_GUESS` from the best element, so that 16-bit rows usually take one round, and float32 rows take two
+    ties      if more than k elements reach it: the counts of ties in each vector tell the last vector whose ties win
+    append    the winners, in the order of the row
+
+A histogram has a bucket for each vector, so that the search for ties is a round like the others.
+"""
+
+import functools
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
+
+# Distances of the first round: 8 binades.
+_GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
+
+
+class RowProgram(SelectProgram):
+    """The program. `cut` is the last vector whose ties with the last winner win."""
+
+    def __init__(self, plan, dtype, fill):
+        super().__init__(plan, dtype, False, fill)
+        self.each_thread = plan.buckets // plan.threads
+        self.histogram = self.scratch + plan.histogram
+        # A short row has fewer vectors in each thread, not fewer threads.
+        self.used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        self.thread_first = self.warp * (self.used * LANES) + self.lane
+        self.cut = self.var(0, "u32")
+        self.pair = "u16x2" if self.element.halves else "u32"
+
+    def floor_of(self, vector: Value) -> Value:
+        return self.floor + self.select(vector > self.cut, 1, 0, "s32")
+
+    def vectors_of(self, words):
+        """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
+        for j in range(self.loads):
+            with self.when(self.used > j):
+                yield words[4 * j : 4 * j + 4], self.thread_first + LANES * j
+
+    def flip(self, words, to_distance: bool):
+        """Turns elements into distances from the highest key, or distances into keys."""
+        for word in words:
+            if to_distance:
+                sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
+                self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
+            else:
+                self.update(word, "xor", self.element.flip)
+
+    def read_row(self) -> list[Value]:
+        """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
+        words = [self.fresh("s32") for _ in range(4 * self.loads)]
+        vectors = [self.thread_first + LANES * j for j in range(self.loads)]
+        with self.block() as done:
+            with self.when((self.whole_from.equals(0)) & (self.used * self.plan.threads <= self.whole_to)):
+                for word in words:
+                    self.set(word, -1)
+                for j, vector in enumerate(vectors):
+                    own = words[4 * j : 4 * j + 4]
+                    self.load_into(own, self.vector(vector), when=self.used > j, space="global")
+                done()
+            self.read_checked(words, [self.select(self.used > j, v, self.end) for j, v in enumerate(vectors)])
+        self.flip(words, True)
+        return words
+
+    def clear(self) -> None:
+        """Clears the thread's buckets."""
+        own = self.at(self.histogram, self.thread, 4 * self.each_thread)
+        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
+            self.store(own, 0, 0, 0, 0, offset=first)
+
+    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
+        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
+
+        The first three are of no use if the last is less than the rank. Clears the histogram.
+        """
+        own = self.load_vector(self.at(self.histogram, self.thread, 4 * self.each_thread), "u32", self.each_thread)
+        self.clear()
+        before, upto = self.scan(self.reduce("add", own))
+        lower, total = self.scan_warps(upto)
+        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
+        with self.when((start < rank) & (rank <= lower + upto)):
+            bucket, rest, inside = (self.var(0, "u32") for _ in range(3))
+            for i, count in enumerate(own):
+                reaches = (start < rank) & (rank <= start + count)
+                self.set(bucket, self.thread * self.each_thread + i, when=reaches)
+                self.set(rest, rank - start, when=reaches)
+                self.set(inside, count, when=reaches)
+                self.increase(start, count)
+            self.store(picked, bucket, rest, inside, 0)
+        self.barrier()
+        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
+        return bucket, rest, inside, total
+
+    def search(self, words) -> None:
+        """Sets the floor and the cut, so that k elements win. Turns the words into keys."""
+        highest, halves = 0xFFFF if self.element.halves else 0xFFFFFFFF, self.element.halves
+        best = self.reduce("min", [word.bits(self.pair) for word in words]).bits("u32")
+        if halves:
+            best = self.min(best & 0xFFFF, best >> 16)
+        (bests,) = self.of_warps([self.over_lanes("min", best)], self.scratch + self.plan.extremes, lane=0)
+        low = self.var(self.reduce("min", bests))
+        extent = self.var(self.min(highest - low, _GUESS[self.element.name] - 1))
+        rank, inside = self.var(self.plan.k, "u32"), self.var(0, "u32")
+        garbage, log2_buckets = self.lane + self.plan.buckets, self.plan.buckets.bit_length() - 1
+        with self.loop() as leave:
+            shift = self.max(self.highest_bit(extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+            shift = self.select(extent.equals(0), 0, shift)
+            minus = (0 - low) & highest
+            if halves:
+                minus = minus | minus << 16
+            for own, _ in self.vectors_of(words):
+                for word in own:
+                    distance = self.op("add", self.pair, word.bits(self.pair), minus.bits(self.pair)).bits("u32")
+                    for x in ((distance & 0xFFFF, distance >> 16) if halves else (distance,)):
+                        self.add_to(self.at(self.histogram, self.min(x >> shift, garbage), 4), 1)
+            self.barrier()
+            bucket, rest, count, total = self.pick(rank)
+            with self.block() as done:
+                with self.when(total < rank):  # the first round only
+                    self.update(rank, "sub", total)
+                    self.increase(low, extent + 1)
+                    self.set(extent, highest - low)
+                    done()
+                self.set(rank, rest)
+                self.set(inside, count)
+                above = bucket << shift
+                self.increase(low, above)
+                self.set(extent, self.min(extent - above, (self.var(1, "u32") << shift) - 1))
+                leave(extent.equals(0) | inside.equals(rank))
+        least = self.var(low + extent)
+        self.set(self.cut, -1)
+        with self.when(inside.differs(rank) & least.differs(highest)):
+            self.cut_ties(words, least, rank)
+        key = least.bits("s32") ^ self.element.magnitude
+        key = key << 16 >> 16 if halves else key
+        self.set(self.floor, self.max(key, self.lowest + 1) - 1)
+        
+    def cut_ties(self, words, distance: Value, rank: Value) -> None:
+        """Sets the cut, so that `rank` of the ties at a distance win. In the vector there, later ties lose."""
+        both = (distance | distance << 16 if self.element.halves else distance).bits("s32")
+        for own, vector in self.vectors_of(words):
+            if self.element.halves:
+                differ = [self.min((word ^ both).bits("u16x2"), 0x10001) for word in own]
+                sums = self.reduce("add", differ).bits("u32")
+                ties = 8 - (sums & 0xFFFF) - (sums >> 16)
+            else:
+                ties = self.var(0, "u32")
+                for word in own:
+                    self.increase(ties, 1, when=word.equals(both))
+            self.store(self.at(self.histogram, vector, 4), ties)
+        self.barrier()
+        cut, rest, *_ = self.pick(rank)
+        self.set(self.cut, cut)
+        for own, vector in self.vectors_of(words):
+            with self.when(vector.equals(cut)):
+                number = self.var(0, "u32")
+                for word in own:
+                    for shift in (16, 0) if self.element.halves else (0,):
+                        tie = (word << shift ^ both << 16) >> 16 if self.element.halves else word ^ both
+                        tie = tie.equals(0)
+                        self.increase(number, 1, when=tie)
+                        one = 1 if shift or not self.element.halves else 1 << 16
+                        self.increase(word, one, when=tie & (number > rest))
+
+    def select_row(self) -> None:
+        """Lists the winners."""
+        self.clear()
+        words = self.read_row()
+        with self.when(self.length > self.plan.k):
+            self.search(words)
+        self.flip(words, False)
+        at = self.var(0, "u32")
+        before, upto = self.count(words, at)
+        lower, added = self.scan_warps(self.total(upto))
+        self.append(words, at, lower, before, upto)
+        self.set(self.n, added)
+        self.barrier()
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(plan, dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program of a plan."""
+    if not plan.whole:
+        return select_program(plan, dtype, masked, fill)
+    p = RowProgram(plan, dtype, fill)
+    p.select_row()
+    p.write_results()
+    return p
