@@ -13,6 +13,7 @@ import functools
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
 
 # Distances of the first round: 8 binades.
@@ -20,20 +21,18 @@ _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
 
 class RowProgram(SelectProgram):
-    """The program. `cut` is the last vector whose ties with the last winner win."""
+    """The program. Elements at a distance below `limit` win, and those at it in vectors before `cut`."""
 
     def __init__(self, plan, dtype, fill):
         super().__init__(plan, dtype, False, fill)
+        self.highest_distance = self.element.all_ones
         self.each_thread = plan.buckets // plan.threads
         self.histogram = self.scratch + plan.histogram
         # A short row has fewer vectors in each thread, not fewer threads.
         self.used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
-        self.cut = self.var(0, "u32")
+        self.cut, self.limit = self.var(0, "u32"), self.var(self.highest_distance, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
-
-    def floor_of(self, vector: Value) -> Value:
-        return self.floor + self.select(vector > self.cut, 1, 0, "s32")
 
     def vectors_of(self, words):
         """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
@@ -97,7 +96,7 @@ class RowProgram(SelectProgram):
 
     def search(self, words) -> None:
         """Sets the floor and the cut, so that k elements win. Turns the words into keys."""
-        highest, halves = 0xFFFF if self.element.halves else 0xFFFFFFFF, self.element.halves
+        highest, halves = self.highest_distance, self.element.halves
         best = self.reduce("min", [word.bits(self.pair) for word in words]).bits("u32")
         if halves:
             best = self.min(best & 0xFFFF, best >> 16)
@@ -131,20 +130,19 @@ class RowProgram(SelectProgram):
                 self.increase(low, above)
                 self.set(extent, self.min(extent - above, (self.var(1, "u32") << shift) - 1))
                 leave(extent.equals(0) | inside.equals(rank))
-        least = self.var(low + extent)
-        self.set(self.cut, -1)
-        with self.when(inside.differs(rank) & least.differs(highest)):
-            self.cut_ties(words, least, rank)
-        key = least.bits("s32") ^ self.element.magnitude
-        key = key << 16 >> 16 if halves else key
-        self.set(self.floor, self.max(key, self.lowest + 1) - 1)
-        
+        self.set(self.limit, low + extent)
+        with self.when(self.limit.differs(highest)):
+            self.set(self.cut, -1)
+            with self.when(inside.differs(rank)):
+                self.cut_ties(words, self.limit, rank)
+
     def cut_ties(self, words, distance: Value, rank: Value) -> None:
         """Sets the cut, so that `rank` of the ties at a distance win. In the vector there, later ties lose."""
         both = (distance | distance << 16 if self.element.halves else distance).bits("s32")
+        ones = self.var(0x10001, "u16x2")
         for own, vector in self.vectors_of(words):
             if self.element.halves:
-                differ = [self.min((word ^ both).bits("u16x2"), 0x10001) for word in own]
+                differ = [self.min((word ^ both).bits("u16x2"), ones) for word in own]
                 sums = self.reduce("add", differ).bits("u32")
                 ties = 8 - (sums & 0xFFFF) - (sums >> 16)
             else:
@@ -154,7 +152,7 @@ class RowProgram(SelectProgram):
             self.store(self.at(self.histogram, vector, 4), ties)
         self.barrier()
         cut, rest, *_ = self.pick(rank)
-        self.set(self.cut, cut)
+        self.set(self.cut, cut + 1)
         for own, vector in self.vectors_of(words):
             with self.when(vector.equals(cut)):
                 number = self.var(0, "u32")
@@ -166,18 +164,64 @@ class RowProgram(SelectProgram):
                         one = 1 if shift or not self.element.halves else 1 << 16
                         self.increase(word, one, when=tie & (number > rest))
 
+    def limit_of(self, vector: Value) -> Value:
+        """Returns the distance that elements of a vector must be below."""
+        limit = self.limit + self.select(vector < self.cut, 1, 0, "u32")
+        return limit << 16 if self.element.halves else limit
+
+    def distances(self, words):
+        """Yields the distances of elements, above other bits."""
+        for word in words:
+            if self.element.halves:
+                yield (word << 16).bits("u32")
+            yield word.bits("u32")
+
+    def list_winners(self, words) -> None:
+        """Lists the winners, in the order of threads."""
+        winners = self.var(0, "u32")
+        for j, (own, vector) in enumerate(self.vectors_of(words)):
+            limit = self.limit_of(vector)
+            for i, distance in enumerate(self.distances(own)):
+                self.update(winners, "or", 1 << j * self.vec + i, when=distance < limit)
+        before, upto = self.scan(self.count_ones(winners))
+        lower, added = self.scan_warps(upto)
+        entry = self.var(self.entry(lower + before))
+        self.flip(words, False)
+        for j, (own, vector) in enumerate(self.vectors_of(words)):
+            index = self.index(vector)
+            for i, distance in enumerate(self.distances(own)):
+                wins = (winners & 1 << j * self.vec + i).differs(0)
+                self.store(entry, distance, index + i, when=wins)
+                self.increase(entry, ENTRY_BYTES, when=wins)
+        self.set(self.n, added)
+        self.barrier()
+
     def select_row(self) -> None:
         """Lists the winners."""
         self.clear()
         words = self.read_row()
         with self.when(self.length > self.plan.k):
             self.search(words)
-        self.flip(words, False)
-        at = self.var(0, "u32")
-        before, upto = self.count(words, at)
-        lower, added = self.scan_warps(self.total(upto))
-        self.append(words, at, lower, before, upto)
-        self.set(self.n, added)
+        self.list_winners(words)
+        with self.when(self.n < self.plan.k):
+            self.fill_list(words)
+
+    def fill_list(self, words) -> None:
+        """Fills the list up to k entries, by the lowest indices that it lacks."""
+        first = self.var(self.n)
+        with self.when(self.n.differs(self.length)):  # elements of the lowest key
+            at = self.var(0, "u32")
+            before, upto = self.count(words, at, True)
+            lower, added = self.scan_warps(self.total(upto))
+            self.append(words, at, self.n + lower, before, upto, True)
+            self.set(self.n, self.min(self.n + added, self.plan.k))
+            self.barrier()
+        for start, has_index in ((first, True), (self.n, False)):
+            with self.each(start + self.thread, self.plan.k, self.plan.threads) as number:
+                self.store(self.entry(number), self.var(self.fill_word, "s32"))
+                if not has_index:
+                    self.store(self.entry(number), number, offset=4)
+        self.set(self.n, self.plan.k)
         self.barrier()
 
 

@@ -1,0 +1,43 @@
+"""PTX instructions of a warp per row, by stage."""
+import sys,functools,numpy as np,jax.numpy as jnp
+from tests.topk.select import *
+from tests.support import ptx
+from pallas_softmax._src.topk import select_row_ptx as R
+from pallas_softmax._src.topk.select_plan import plan_selection
+from tests.support.plans import HOPPER
+def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","cut_ties","pick","clear","count","append","scan_warps","write_results","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
+    R.program_of.cache_clear(); R.select_program.cache_clear()
+    marks=[]; saved={}
+    for n in names:
+        cls=next(c for c in R.RowProgram.__mro__ if n in vars(c)); f=vars(cls)[n]; saved[n]=(cls,f)
+        def w(self,*a,_f=f,_n=n,**k):
+            s=len(self.lines); out=_f(self,*a,**k); marks.append((_n,s,len(self.lines),self)); return out
+        setattr(cls,n,w)
+    p=R.program_of(plan,x.dtype,False,int(np.array(-np.inf,x.dtype).view(f"u{x.itemsize}"))<<32-8*x.itemsize)
+    for n,(cls,f) in saved.items(): setattr(cls,n,f)
+    at=[0]
+    for line in p.lines: at.append(at[-1]+len(ptx._parse(line+"\n")[0]))
+    cnt=np.zeros(at[-1]+1,int); go=ptx.Machine._go
+    def _go(self,group,a,stop):
+        s=self.steps; go(self,group,a,stop); d=self.steps-s
+        cnt[a:a+d]+=len(np.unique(group//32))
+    ptx.Machine._go=_go
+    try: machine_launch(x[None],None,None if length is None else np.array([length]),plan.k,plan,np.array(-np.inf,x.dtype))
+    finally: ptx.Machine._go=go
+    R.program_of.cache_clear(); R.select_program.cache_clear()
+    # exclusive
+    owner=np.full(len(cnt),-1); 
+    order=sorted([m for m in marks if m[3] is p],key=lambda m:-(m[2]-m[1]))
+    labels=[]
+    for i,(n,s,e,_) in enumerate(order): owner[at[s]:at[e]]=i; labels.append(n)
+    out={}
+    for i,n in enumerate(labels): out[n]=out.get(n,0)+int(cnt[owner==i].sum())
+    out["rest"]=int(cnt[owner==-1].sum())
+    return int(cnt.sum()),out
+if __name__=="__main__":
+    for k,dtype in ((2048,"bfloat16"),(512,"bfloat16"),(2048,"float32"),(512,"float32")):
+        x=np.random.default_rng(0).standard_normal(8192).astype(jnp.dtype(dtype))
+        old=plan_selection(4096,8192,k,dtype,HOPPER)
+        if len(sys.argv)>1: print(dtype,k,"old",*stages(old,dtype,x),flush=True)
+        wg=2
+        print(dtype,k,"new",*stages(SelectPlan(8192,k,1,wg,k,1,8192*x.itemsize//wg//128,True),dtype,x),flush=True)
