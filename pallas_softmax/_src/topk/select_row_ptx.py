@@ -29,16 +29,18 @@ class RowProgram(SelectProgram):
         self.each_thread = plan.buckets // plan.threads
         self.histogram = self.scratch + plan.histogram
         # A short row has fewer vectors in each thread, not fewer threads.
-        self.used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        self.used = self.shuffle(used, "idx", 0)  # hides the number from ptxas, which would hold more in registers
         self.thread_first = self.warp * (self.used * LANES) + self.lane
         self.cut, self.limit = self.var(0, "u32"), self.var(self.highest_distance, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words):
         """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
+        first = self.shuffle(self.thread_first, "bfly", 0)  # the same, hidden from ptxas
         for j in range(self.loads):
             with self.when(self.used > j):
-                yield words[4 * j : 4 * j + 4], self.thread_first + LANES * j
+                yield words[4 * j : 4 * j + 4], first + LANES * j
 
     def flip(self, words, to_distance: bool):
         """Turns elements into distances from the highest key, or distances into keys."""
@@ -53,43 +55,48 @@ class RowProgram(SelectProgram):
         """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
         words = [self.fresh("s32") for _ in range(4 * self.loads)]
         vectors = [self.thread_first + LANES * j for j in range(self.loads)]
+        for word in words:
+            self.set(word, -1)
         with self.block() as done:
             with self.when((self.whole_from.equals(0)) & (self.used * self.plan.threads <= self.whole_to)):
-                for word in words:
-                    self.set(word, -1)
                 for j, vector in enumerate(vectors):
                     own = words[4 * j : 4 * j + 4]
                     self.load_into(own, self.vector(vector), when=self.used > j, space="global")
                 done()
-            self.read_checked(words, [self.select(self.used > j, v, self.end) for j, v in enumerate(vectors)])
+            for own, vector in self.vectors_of(words):
+                self.read_checked(own, [vector])
         self.flip(words, True)
         return words
 
+    def own_buckets(self) -> Value:
+        """Returns the address of the thread's buckets."""
+        return self.at(self.histogram, self.thread, 4 * self.each_thread)
+
     def clear(self) -> None:
         """Clears the thread's buckets."""
-        own = self.at(self.histogram, self.thread, 4 * self.each_thread)
         for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
-            self.store(own, 0, 0, 0, 0, offset=first)
+            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
 
     def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
         """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
 
         The first three are of no use if the last is less than the rank. Clears the histogram.
         """
-        own = self.load_vector(self.at(self.histogram, self.thread, 4 * self.each_thread), "u32", self.each_thread)
-        self.clear()
-        before, upto = self.scan(self.reduce("add", own))
+        def own():
+            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
+
+        before, upto = self.scan(self.reduce("add", own()))
         lower, total = self.scan_warps(upto)
         picked, start = self.scratch + self.plan.picked, self.var(before + lower)
         with self.when((start < rank) & (rank <= lower + upto)):
-            bucket, rest, inside = (self.var(0, "u32") for _ in range(3))
-            for i, count in enumerate(own):
-                reaches = (start < rank) & (rank <= start + count)
-                self.set(bucket, self.thread * self.each_thread + i, when=reaches)
-                self.set(rest, rank - start, when=reaches)
-                self.set(inside, count, when=reaches)
-                self.increase(start, count)
+            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
+            for count in own():
+                self.increase(upto, count)
+                self.set(start, upto, when=upto < rank)
+                self.increase(bucket, 1, when=upto < rank)
+            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
             self.store(picked, bucket, rest, inside, 0)
+        self.clear()
         self.barrier()
         bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
         return bucket, rest, inside, total
@@ -178,19 +185,21 @@ class RowProgram(SelectProgram):
 
     def list_winners(self, words) -> None:
         """Lists the winners, in the order of threads."""
-        winners = self.var(0, "u32")
+        masks = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             limit = self.limit_of(vector)
             for i, distance in enumerate(self.distances(own)):
-                self.update(winners, "or", 1 << j * self.vec + i, when=distance < limit)
-        before, upto = self.scan(self.count_ones(winners))
+                word, bit = divmod(j * self.vec + i, LANES)
+                self.update(masks[word], "or", 1 << bit, when=distance < limit)
+        before, upto = self.scan(self.reduce("add", [self.count_ones(mask) for mask in masks]))
         lower, added = self.scan_warps(upto)
         entry = self.var(self.entry(lower + before))
         self.flip(words, False)
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
             for i, distance in enumerate(self.distances(own)):
-                wins = (winners & 1 << j * self.vec + i).differs(0)
+                word, bit = divmod(j * self.vec + i, LANES)
+                wins = (masks[word] & 1 << bit).differs(0)
                 self.store(entry, distance, index + i, when=wins)
                 self.increase(entry, ENTRY_BYTES, when=wins)
         self.set(self.n, added)
@@ -204,24 +213,29 @@ class RowProgram(SelectProgram):
             self.search(words)
         self.list_winners(words)
         with self.when(self.n < self.plan.k):
-            self.fill_list(words)
+            self.fill_list()
 
-    def fill_list(self, words) -> None:
+    def fill_list(self) -> None:
         """Fills the list up to k entries, by the lowest indices that it lacks."""
-        first = self.var(self.n)
-        with self.when(self.n.differs(self.length)):  # elements of the lowest key
-            at = self.var(0, "u32")
-            before, upto = self.count(words, at, True)
-            lower, added = self.scan_warps(self.total(upto))
-            self.append(words, at, self.n + lower, before, upto, True)
-            self.set(self.n, self.min(self.n + added, self.plan.k))
+        k = self.plan.k
+        with self.each(self.n + self.thread, k, self.plan.threads) as number:
+            self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
+        with self.when(self.n.differs(self.length)):
+            with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
+                index = self.load(self.entry(number), "u32", offset=4)
+                self.add_to(self.at(self.histogram, index >> 5, 4), self.var(1, "u32") << (index & (LANES - 1)))
             self.barrier()
-        for start, has_index in ((first, True), (self.n, False)):
-            with self.each(start + self.thread, self.plan.k, self.plan.threads) as number:
-                self.store(self.entry(number), self.var(self.fill_word, "s32"))
-                if not has_index:
-                    self.store(self.entry(number), number, offset=4)
-        self.set(self.n, self.plan.k)
+            words = self.load_vector(self.own_buckets(), "u32", self.each_thread)
+            before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
+            lower, _ = self.scan_warps(upto)
+            number, index = self.var(self.n + lower + before), self.var(self.thread * (LANES * self.each_thread))
+            for word in words:
+                with self.each(0, LANES) as bit:
+                    lacks = (word >> bit & 1).equals(0) & (number < k)
+                    self.store(self.entry(number), index, offset=4, when=lacks)
+                    self.increase(number, 1, when=lacks)
+                    self.increase(index, 1)
+        self.set(self.n, k)
         self.barrier()
 
 
