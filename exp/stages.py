@@ -5,7 +5,7 @@ from tests.support import ptx
 from pallas_softmax._src.topk import select_row_ptx as R
 from pallas_softmax._src.topk.select_plan import plan_selection
 from tests.support.plans import HOPPER
-def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","cut_ties","pick","clear","count","append","scan_warps","write_results","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
+def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","first_ties","bits_of","list_winners","pick","clear","count","append","scan_warps","write_list","complete_list","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
     R.program_of.cache_clear(); R.select_program.cache_clear()
     marks=[]; saved={}
     for n in names:

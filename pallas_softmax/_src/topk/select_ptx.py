@@ -326,27 +326,36 @@ class SelectProgram(ListProgram):
 
     # --- The results
 
-    def write_results(self) -> None:
-        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
-        k, itemsize = self.plan.k, self.element.itemsize
-        with self.when(self.n > k):
+    def flip(self, words: list[Value]) -> list[Value]:
+        """Returns elements as keys, or keys as elements."""
+        kind = "s16x2" if self.element.halves else "s32"
+        return [word ^ (word.bits(kind).sign().bits("s32") & self.element.flip) for word in words]
+
+    def complete_list(self) -> None:
+        """Keeps the k best entries of the list, or adds fillings up to k entries."""
+        with self.when(self.n > self.plan.k):
             self.compact_list()
-        with self.each(self.n + self.thread, k, self.plan.threads) as number:
+        with self.each(self.n + self.thread, self.plan.k, self.plan.threads) as number:
             self.store(self.entry(number), self.var(self.fill_word, "s32"), self.missing(number - self.n))
         self.barrier()
+
+    def write_list(self) -> None:
+        """Writes the values and indices of a list of k entries."""
+        k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
         width = math.gcd(k, 4)  # entries of a thread at once
         with self.each(self.thread * width, k, self.plan.threads * width) as number:
             entries = self.load_vector(self.entry(number), "s32", 2 * width)
-            keys = entries[::2]
+            words = entries[::2]
             if self.element.halves and width > 1:
-                pairs = [self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in zip(keys[::2], keys[1::2])]
-                bits = [x ^ (x.bits("s16x2").sign().bits("s32") & self.element.flip) for x in pairs]
+                pairs = zip(words[::2], words[1::2])
+                bits = self.flip([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
             elif self.element.halves:
-                bits = [self.convert(self.element.key(keys[0] >> 16).bits("u32"), "u16")]
+                (word,) = self.flip(words)
+                bits = [self.convert(word.bits("u32") >> 16, "u16")]
             else:
-                bits = [self.element.key(key) for key in keys]
+                bits = self.flip(words)
             self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
 
@@ -380,7 +389,8 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
         p.set(p.floor, p.lowest)  # the bound was too high
         p.set(p.n, 0)
     with p.when(p.part.equals(0)):
-        p.write_results()
+        p.complete_list()
+        p.write_list()
     return p
 
 

@@ -21,7 +21,7 @@ _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
 
 class RowProgram(SelectProgram):
-    """The program. Elements at a distance below `limit` win, and those at it in vectors before `cut`."""
+    """The program. Elements at a distance below `limit` win, and the first `ties` of those at it."""
 
     def __init__(self, plan, dtype, fill):
         super().__init__(plan, dtype, False, fill)
@@ -32,7 +32,7 @@ class RowProgram(SelectProgram):
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
         self.used = self.shuffle(used, "idx", 0)  # hides the number from ptxas, which would hold more in registers
         self.thread_first = self.warp * (self.used * LANES) + self.lane
-        self.cut, self.limit = self.var(0, "u32"), self.var(self.highest_distance, "u32")
+        self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words):
@@ -41,15 +41,6 @@ class RowProgram(SelectProgram):
         for j in range(self.loads):
             with self.when(self.used > j):
                 yield words[4 * j : 4 * j + 4], first + LANES * j
-
-    def flip(self, words, to_distance: bool):
-        """Turns elements into distances from the highest key, or distances into keys."""
-        for word in words:
-            if to_distance:
-                sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
-                self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
-            else:
-                self.update(word, "xor", self.element.flip)
 
     def read_row(self) -> list[Value]:
         """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
@@ -65,7 +56,9 @@ class RowProgram(SelectProgram):
                 done()
             for own, vector in self.vectors_of(words):
                 self.read_checked(own, [vector])
-        self.flip(words, True)
+        for word in words:
+            sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
+            self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
         return words
 
     def own_buckets(self) -> Value:
@@ -102,7 +95,7 @@ class RowProgram(SelectProgram):
         return bucket, rest, inside, total
 
     def search(self, words) -> None:
-        """Sets the floor and the cut, so that k elements win. Turns the words into keys."""
+        """Sets the limit and the number of ties, so that k elements win."""
         highest, halves = self.highest_distance, self.element.halves
         best = self.reduce("min", [word.bits(self.pair) for word in words]).bits("u32")
         if halves:
@@ -137,44 +130,11 @@ class RowProgram(SelectProgram):
                 self.increase(low, above)
                 self.set(extent, self.min(extent - above, (self.var(1, "u32") << shift) - 1))
                 leave(extent.equals(0) | inside.equals(rank))
+        with self.when(inside.equals(rank)):  # all of the range win
+            self.set(rank, 0)
+            self.set(extent, self.min(extent, highest - 1 - low) + 1)
         self.set(self.limit, low + extent)
-        with self.when(self.limit.differs(highest)):
-            self.set(self.cut, -1)
-            with self.when(inside.differs(rank)):
-                self.cut_ties(words, self.limit, rank)
-
-    def cut_ties(self, words, distance: Value, rank: Value) -> None:
-        """Sets the cut, so that `rank` of the ties at a distance win. In the vector there, later ties lose."""
-        both = (distance | distance << 16 if self.element.halves else distance).bits("s32")
-        ones = self.var(0x10001, "u16x2")
-        for own, vector in self.vectors_of(words):
-            if self.element.halves:
-                differ = [self.min((word ^ both).bits("u16x2"), ones) for word in own]
-                sums = self.reduce("add", differ).bits("u32")
-                ties = 8 - (sums & 0xFFFF) - (sums >> 16)
-            else:
-                ties = self.var(0, "u32")
-                for word in own:
-                    self.increase(ties, 1, when=word.equals(both))
-            self.store(self.at(self.histogram, vector, 4), ties)
-        self.barrier()
-        cut, rest, *_ = self.pick(rank)
-        self.set(self.cut, cut + 1)
-        for own, vector in self.vectors_of(words):
-            with self.when(vector.equals(cut)):
-                number = self.var(0, "u32")
-                for word in own:
-                    for shift in (16, 0) if self.element.halves else (0,):
-                        tie = (word << shift ^ both << 16) >> 16 if self.element.halves else word ^ both
-                        tie = tie.equals(0)
-                        self.increase(number, 1, when=tie)
-                        one = 1 if shift or not self.element.halves else 1 << 16
-                        self.increase(word, one, when=tie & (number > rest))
-
-    def limit_of(self, vector: Value) -> Value:
-        """Returns the distance that elements of a vector must be below."""
-        limit = self.limit + self.select(vector < self.cut, 1, 0, "u32")
-        return limit << 16 if self.element.halves else limit
+        self.set(self.ties, self.select(self.limit.differs(highest), rank, 0))  # the lowest key never wins
 
     def distances(self, words):
         """Yields the distances of elements, above other bits."""
@@ -183,23 +143,47 @@ class RowProgram(SelectProgram):
                 yield (word << 16).bits("u32")
             yield word.bits("u32")
 
-    def list_winners(self, words) -> None:
-        """Lists the winners, in the order of threads."""
-        masks = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
-        for j, (own, vector) in enumerate(self.vectors_of(words)):
-            limit = self.limit_of(vector)
+    def bits_of(self, words, relation: str) -> list[Value]:
+        """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
+        bits = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
+        limit = self.limit << 16 | (0xFFFF if relation == "le" else 0) if self.element.halves else self.limit
+        for j, (own, _) in enumerate(self.vectors_of(words)):
             for i, distance in enumerate(self.distances(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
-                self.update(masks[word], "or", 1 << bit, when=distance < limit)
-        before, upto = self.scan(self.reduce("add", [self.count_ones(mask) for mask in masks]))
+                self.update(bits[word], "or", 1 << bit, when=self.compare(distance, relation, limit))
+        return bits
+
+    def first_ties(self, words, winners: list[Value]) -> None:
+        """Adds the first ties at the limit to the winners."""
+        ties = [upto ^ below for upto, below in zip(self.bits_of(words, "le"), winners)]
+        fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
+        masks = [((1 << self.vec) - 1) << bit for _, bit in fields]
+        for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
+            self.store(self.at(self.histogram, vector, 4), self.count_ones(ties[word] & mask))
+        self.barrier()
+        cut, rest, *_ = self.pick(self.ties)
+        for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
+            self.update(ties[word], "and", 0xFFFFFFFF ^ mask, when=vector > cut)
+            with self.when(vector.equals(cut)):
+                with self.loop() as leave:
+                    own = ties[word] & mask
+                    leave(self.count_ones(own) <= rest)
+                    self.update(ties[word], "xor", self.var(1, "u32") << self.highest_bit(own))
+        for own, more in zip(winners, ties):
+            self.update(own, "or", more)
+
+    def list_winners(self, words, winners: list[Value]) -> None:
+        """Lists the winners, in the order of threads."""
+        before, upto = self.scan(self.reduce("add", [self.count_ones(bits) for bits in winners]))
         lower, added = self.scan_warps(upto)
         entry = self.var(self.entry(lower + before))
-        self.flip(words, False)
+        for word in words:
+            self.update(word, "xor", self.element.flip)  # the key
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
             for i, distance in enumerate(self.distances(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
-                wins = (masks[word] & 1 << bit).differs(0)
+                wins = (winners[word] & 1 << bit).differs(0)
                 self.store(entry, distance, index + i, when=wins)
                 self.increase(entry, ENTRY_BYTES, when=wins)
         self.set(self.n, added)
@@ -211,7 +195,10 @@ class RowProgram(SelectProgram):
         words = self.read_row()
         with self.when(self.length > self.plan.k):
             self.search(words)
-        self.list_winners(words)
+        winners = self.bits_of(words, "lt")
+        with self.when(self.ties > 0):
+            self.first_ties(words, winners)
+        self.list_winners(words, winners)
         with self.when(self.n < self.plan.k):
             self.fill_list()
 
@@ -246,5 +233,5 @@ def program_of(plan, dtype, masked: bool, fill: int | None) -> SelectProgram:
         return select_program(plan, dtype, masked, fill)
     p = RowProgram(plan, dtype, fill)
     p.select_row()
-    p.write_results()
+    p.write_list()
     return p
