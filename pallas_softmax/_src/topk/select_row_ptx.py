@@ -48,14 +48,14 @@ class RowProgram(SelectProgram):
         vectors = [self.thread_first + LANES * j for j in range(self.loads)]
         for word in words:
             self.set(word, -1)
-        with self.block() as done:
-            with self.when((self.whole_from.equals(0)) & (self.used * self.plan.threads <= self.whole_to)):
-                for j, vector in enumerate(vectors):
-                    own = words[4 * j : 4 * j + 4]
-                    self.load_into(own, self.vector(vector), when=self.used > j, space="global")
-                done()
+        whole = self.max((self.whole_to - self.whole_from).bits("s32"), 0).bits("u32")
+        for j, (own, vector) in enumerate(zip(_fours(words), vectors)):
+            is_whole = (self.used > j) & (vector - self.whole_from < whole)
+            self.load_into(own, self.vector(vector), when=is_whole, space="global")
+        with self.when(whole.differs(self.vectors)):
             for own, vector in self.vectors_of(words):
-                self.read_checked(own, [vector])
+                with self.when((vector - self.whole_from >= whole) & (vector < self.vectors)):
+                    self.read_elements(own, self.vector(vector), self.index(vector))
         for word in words:
             sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
             self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
@@ -94,47 +94,60 @@ class RowProgram(SelectProgram):
         bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
         return bucket, rest, inside, total
 
-    def search(self, words) -> None:
-        """Sets the limit and the number of ties, so that k elements win."""
-        highest, halves = self.highest_distance, self.element.halves
-        best = self.reduce("min", [word.bits(self.pair) for word in words]).bits("u32")
+    def search(self, words: list[Value]) -> None:
+        """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
+
+        A round counts the elements in buckets of 2^shift distances from `low` on. Elements beyond the buckets are
+        counted in words of their lanes, which nothing reads. Better elements than `low` are at greater distances than
+        the others, since distances wrap around.
+        """
+        highest, halves, pair = self.highest_distance, self.element.halves, self.pair
+        # The range of some elements decides on the first buckets.
+        best = self.reduce("min", [word.bits(pair) for word in words]).bits("u32")
+        worst = self.reduce("max", [word.bits(pair) for word in words[::4]]).bits("u32")
         if halves:
-            best = self.min(best & 0xFFFF, best >> 16)
-        (bests,) = self.of_warps([self.over_lanes("min", best)], self.scratch + self.plan.extremes, lane=0)
+            best, worst = self.min(best & 0xFFFF, best >> 16), self.max(worst & 0xFFFF, worst >> 16)
+        of_warp = [self.over_lanes("min", best), self.over_lanes("max", worst)]
+        bests, worsts = self.of_warps(of_warp, self.scratch + self.plan.extremes, lane=0)
         low = self.var(self.reduce("min", bests))
-        extent = self.var(self.min(highest - low, _GUESS[self.element.name] - 1))
-        rank, inside = self.var(self.plan.k, "u32"), self.var(0, "u32")
-        garbage, log2_buckets = self.lane + self.plan.buckets, self.plan.buckets.bit_length() - 1
+        extent = self.min(self.reduce("max", worsts) - low, _GUESS[self.element.name] - 1)
+        log2_buckets = self.plan.buckets.bit_length() - 1
+
+        def shift_of(extent):
+            return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+
+        shift, rank = self.var(shift_of(extent)), self.var(self.plan.k, "u32")
         with self.loop() as leave:
-            shift = self.max(self.highest_bit(extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
-            shift = self.select(extent.equals(0), 0, shift)
-            minus = (0 - low) & highest
-            if halves:
-                minus = minus | minus << 16
-            for own, _ in self.vectors_of(words):
-                for word in own:
-                    distance = self.op("add", self.pair, word.bits(self.pair), minus.bits(self.pair)).bits("u32")
-                    for x in ((distance & 0xFFFF, distance >> 16) if halves else (distance,)):
-                        self.add_to(self.at(self.histogram, self.min(x >> shift, garbage), 4), 1)
-            self.barrier()
-            bucket, rest, count, total = self.pick(rank)
+            self.count_buckets(words, low, shift)
+            bucket, rest, inside, total = self.pick(rank)
             with self.block() as done:
-                with self.when(total < rank):  # the first round only
+                with self.when(total < rank):  # at most in the first round
                     self.update(rank, "sub", total)
-                    self.increase(low, extent + 1)
-                    self.set(extent, highest - low)
+                    self.increase(low, self.var(self.plan.buckets, "u32") << shift)
+                    self.set(shift, shift_of(highest - low))
                     done()
                 self.set(rank, rest)
-                self.set(inside, count)
-                above = bucket << shift
-                self.increase(low, above)
-                self.set(extent, self.min(extent - above, (self.var(1, "u32") << shift) - 1))
-                leave(extent.equals(0) | inside.equals(rank))
-        with self.when(inside.equals(rank)):  # all of the range win
+                self.increase(low, bucket << shift)
+                all_win = inside.equals(rank)
+                leave(all_win | shift.equals(0))
+                self.set(shift, self.max((shift - log2_buckets).bits("s32"), 0).bits("u32"))
+        with self.when(all_win):
             self.set(rank, 0)
-            self.set(extent, self.min(extent, highest - 1 - low) + 1)
-        self.set(self.limit, low + extent)
-        self.set(self.ties, self.select(self.limit.differs(highest), rank, 0))  # the lowest key never wins
+            self.increase(low, self.var(1, "u32") << shift)
+        self.set(self.limit, low)
+        self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
+
+    def count_buckets(self, words: list[Value], low: Value, shift: Value) -> None:
+        """Adds the elements to the histogram."""
+        minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
+        if self.element.halves:
+            minus = minus | minus << 16
+        for own, _ in self.vectors_of(words):
+            for word in own:
+                distance = self.op("add", self.pair, word.bits(self.pair), minus.bits(self.pair)).bits("u32")
+                for x in (distance & 0xFFFF, distance >> 16) if self.element.halves else (distance,):
+                    self.add_to(self.at(self.histogram, self.min(x >> shift, others), 4), 1)
+        self.barrier()
 
     def distances(self, words):
         """Yields the distances of elements, above other bits."""
@@ -224,6 +237,11 @@ class RowProgram(SelectProgram):
                     self.increase(index, 1)
         self.set(self.n, k)
         self.barrier()
+
+
+def _fours(words: list[Value]) -> list[list[Value]]:
+    """Returns the words of each vector."""
+    return [words[i : i + 4] for i in range(0, len(words), 4)]
 
 
 @functools.lru_cache(maxsize=16)
