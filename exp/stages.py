@@ -5,7 +5,7 @@ from tests.support import ptx
 from pallas_softmax._src.topk import select_row_ptx as R
 from pallas_softmax._src.topk.select_plan import plan_selection
 from tests.support.plans import HOPPER
-def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","first_ties","bits_of","list_winners","pick","clear","count","append","scan_warps","write_list","complete_list","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
+def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","count_buckets","first_ties","fill_list","bits_of","list_winners","pick","clear","count","append","scan_warps","write_list","complete_list","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
     R.program_of.cache_clear(); R.select_program.cache_clear()
     marks=[]; saved={}
     for n in names:
@@ -34,10 +34,11 @@ def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","fir
     for i,n in enumerate(labels): out[n]=out.get(n,0)+int(cnt[owner==i].sum())
     out["rest"]=int(cnt[owner==-1].sum())
     return int(cnt.sum()),out
+LEN=[int(sys.argv[2])] if len(sys.argv)>2 else []
 if __name__=="__main__":
     for k,dtype in ((2048,"bfloat16"),(512,"bfloat16"),(2048,"float32"),(512,"float32")):
         x=np.random.default_rng(0).standard_normal(8192).astype(jnp.dtype(dtype))
         old=plan_selection(4096,8192,k,dtype,HOPPER)
-        if len(sys.argv)>1: print(dtype,k,"old",*stages(old,dtype,x),flush=True)
-        wg=2
-        print(dtype,k,"new",*stages(SelectPlan(8192,k,1,wg,k,1,8192*x.itemsize//wg//128,True),dtype,x),flush=True)
+        if sys.argv[1:2]==["old"]: print(dtype,k,"old",*stages(old,dtype,x,*LEN),flush=True)
+        wg=1 if x.itemsize==2 else 2
+        print(dtype,k,"new",*stages(SelectPlan(8192,k,1,wg,k,1,8192*x.itemsize//wg//128,True),dtype,x,*LEN),flush=True)

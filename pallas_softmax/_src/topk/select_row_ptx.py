@@ -110,15 +110,17 @@ class RowProgram(SelectProgram):
         of_warp = [self.over_lanes("min", best), self.over_lanes("max", worst)]
         bests, worsts = self.of_warps(of_warp, self.scratch + self.plan.extremes, lane=0)
         low = self.var(self.reduce("min", bests))
-        extent = self.min(self.reduce("max", worsts) - low, _GUESS[self.element.name] - 1)
+        extent = self.var(self.reduce("max", worsts) - low)
+        # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
+        self.update(extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * self.plan.k // 4)
         log2_buckets = self.plan.buckets.bit_length() - 1
 
         def shift_of(extent):
             return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")
 
-        shift, rank = self.var(shift_of(extent)), self.var(self.plan.k, "u32")
+        shift, rank, few = self.var(shift_of(extent)), self.var(self.plan.k, "u32"), self.var(False, "pred")
         with self.loop() as leave:
-            self.count_buckets(words, low, shift)
+            self.count_buckets(words, low, shift, few, extent)
             bucket, rest, inside, total = self.pick(rank)
             with self.block() as done:
                 with self.when(total < rank):  # at most in the first round
@@ -130,6 +132,8 @@ class RowProgram(SelectProgram):
                 self.increase(low, bucket << shift)
                 all_win = inside.equals(rank)
                 leave(all_win | shift.equals(0))
+                self.set(extent, (self.var(1, "u32") << shift) - 1)
+                self.set(few, inside < LANES)
                 self.set(shift, self.max((shift - log2_buckets).bits("s32"), 0).bits("u32"))
         with self.when(all_win):
             self.set(rank, 0)
@@ -137,16 +141,24 @@ class RowProgram(SelectProgram):
         self.set(self.limit, low)
         self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
 
-    def count_buckets(self, words: list[Value], low: Value, shift: Value) -> None:
-        """Adds the elements to the histogram."""
+    def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
+        """Adds the elements to the histogram; if they are few, those up to the distance `extent` from `low`."""
         minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
-        if self.element.halves:
-            minus = minus | minus << 16
-        for own, _ in self.vectors_of(words):
-            for word in own:
-                distance = self.op("add", self.pair, word.bits(self.pair), minus.bits(self.pair)).bits("u32")
-                for x in (distance & 0xFFFF, distance >> 16) if self.element.halves else (distance,):
-                    self.add_to(self.at(self.histogram, self.min(x >> shift, others), 4), 1)
+        minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
+        for skips in (True, False):
+            with self.when(few if skips else ~few):
+                for own, _ in self.vectors_of(words):
+                    with self.block() as done:
+                        far = [self.op("add", self.pair, word.bits(self.pair), minus) for word in own]
+                        if skips:
+                            least = self.reduce("min", far).bits("u32")
+                            if self.element.halves:
+                                least = self.min(least & 0xFFFF, least >> 16)
+                            done(least > extent)
+                        for x in far:
+                            x = x.bits("u32")
+                            for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
+                                self.add_to(self.at(self.histogram, self.min(distance >> shift, others), 4), 1)
         self.barrier()
 
     def distances(self, words):
