@@ -28,6 +28,8 @@ def run(rows,v,k,dtype,variants,kind="normal",lengths=None,label=""):
     def make():
         x=jax.random.normal(key,(rows,v),jnp.float32)
         if kind=="band": x=1+jnp.abs(x)*2.0**-12
+        if kind=="shifted": x=x+1000
+        if kind=="scaled": x=x*1e-3
         if kind=="constant": x=x*0+1.5
         if kind=="cauchy": x=jax.random.cauchy(key,(rows,v))**3
         return x.astype(dt)

@@ -39,6 +39,7 @@ MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
+HELD_BYTES = 32_768  # of a row that a CTA holds in registers
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
 
 # A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
@@ -134,6 +135,15 @@ def plan_selection(
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
+    row_bytes = vocab * itemsize + (ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0)
+    if row_bytes <= HELD_BYTES and not masked:
+        threads = MANY_WARPGROUPS * WARPGROUP if rows <= 2 * MULTIPROCESSORS else WARPGROUP
+        while threads * LONE_THREAD_BYTES < row_bytes:
+            threads *= 2
+        thread_bytes = LEAST_THREAD_BYTES
+        while threads * thread_bytes < row_bytes:
+            thread_bytes *= 2
+        return SelectPlan(vocab, k, 1, threads // WARPGROUP, -(-k // LANES) * LANES, 1, thread_bytes, True)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
