@@ -110,6 +110,11 @@ def kept_of(x, where=None, lengths=None):
     return kept if lengths is None else kept & (np.arange(x.shape[1]) < np.asarray(lengths)[:, None])
 
 
+def offset_of(plan):
+    """Returns where rows start, in elements after a multiple of 16 bytes. Registers may have no room for an offset."""
+    return 0 if plan.whole and plan.vocab % 8 == 0 else 3
+
+
 LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
 # One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
 PLANS = [
@@ -124,6 +129,10 @@ PLANS = [
     (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"),
     (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
     (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
+    # Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
+    (SelectPlan(8192, 2048, 1, 1, 2048, 1, 128, True), "bfloat16"),
+    (SelectPlan(4096, 512, 1, 4, 512, 1, 32, True), "float32"),
+    (SelectPlan(7001, 700, 1, 2, 704, 1, 128, True), "float16"),
 ]
 
 
