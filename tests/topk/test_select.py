@@ -72,7 +72,9 @@ def test_masked_program(plan, dtype, kind):
         mask = rng.random(v) < share if kind != "length" else None
         length = length if kind != "mask" else None
         x = rows[name]
-        values, indices, _ = machine_select(plan, x, mask=mask, length=length, offset=offset_of(plan), fill=fill)
+        values, indices, _ = machine_select(
+            plan, x, mask=mask, length=length, offset=offset_of(plan), fill=fill
+        )
         (kept,) = kept_of(x[None], mask, None if length is None else [length])
         assert_selected(values, indices, x, k, kept, fill, name)
 

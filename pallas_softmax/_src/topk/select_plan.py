@@ -37,7 +37,6 @@ MIN_VOCAB = 2_048  # elements of a row
 #     4096 x 8,192, 2048, bfloat16                                           71.1                   73.8       77.3
 MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
-SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
 HELD_BYTES = 32_768  # of a row that a CTA holds in registers
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
@@ -47,7 +46,6 @@ MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
 LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
 MASKED_THREAD_ELEMENTS = 16  # at most; a mask takes registers for each element
 LEAST_CAPACITY = 2_048  # entries of a list, at least
-BUCKETS = 256  # of a round of `narrow`
 PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
 # The sample should have this many of the k best, so that it bounds them well.
@@ -86,7 +84,7 @@ class SelectPlan:
     @property
     def buckets(self) -> int:
         """Number of buckets of a round."""
-        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.whole else BUCKETS
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES)
 
     @property
     def scratch_bytes(self) -> int:
@@ -151,8 +149,6 @@ def plan_selection(
         ctas = 1
     few = rows * ctas <= MULTIPROCESSORS
     warpgroups = MANY_WARPGROUPS if few else FEW_WARPGROUPS
-    if itemsize == 2 and not few and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
-        warpgroups = 1
     thread_bytes = LONE_THREAD_BYTES if rows * ctas <= 2 * MULTIPROCESSORS else THREAD_BYTES
     most = vocab * itemsize // (ctas * warpgroups * WARPGROUP)  # more would make a block longer than a part
     while thread_bytes > max(most, LEAST_THREAD_BYTES):

@@ -260,9 +260,7 @@ class SelectProgram(ListProgram):
         """Returns the key that elements of a vector must exceed."""
         return self.floor
 
-    def count(
-        self, words: Sequence[Value], at: Value, ties: bool = False
-    ) -> tuple[list[Value], list[Value]]:
+    def count(self, words: Sequence[Value], at: Value, ties: bool = False) -> tuple[list[Value], list[Value]]:
         """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
 
         The numbers have `fields` fields for as many vectors of a thread: 4 with 8 bits, or 2 with 16 bits.
@@ -369,8 +367,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
         p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
-    with p.when(p.warp.equals(0)):
-        p.clear_histogram()
+    p.clear()
     p.barrier()
     with p.when(p.length > plan.capacity):
         p.sample()

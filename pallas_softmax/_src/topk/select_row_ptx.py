@@ -11,7 +11,7 @@ A histogram has a bucket for each vector, so that the search for ties is a round
 
 import functools
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
@@ -26,11 +26,11 @@ class RowProgram(SelectProgram):
     def __init__(self, plan, dtype, fill):
         super().__init__(plan, dtype, False, fill)
         self.highest_distance = self.element.all_ones
-        self.each_thread = plan.buckets // plan.threads
-        self.histogram = self.scratch + plan.histogram
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
-        self.used = self.shuffle(used, "idx", 0)  # hides the number from ptxas, which would hold more in registers
+        self.used = self.shuffle(
+            used, "idx", 0
+        )  # hides the number from ptxas, which would hold more in registers
         self.thread_first = self.warp * (self.used * LANES) + self.lane
         self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
@@ -60,39 +60,6 @@ class RowProgram(SelectProgram):
             sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
             self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
         return words
-
-    def own_buckets(self) -> Value:
-        """Returns the address of the thread's buckets."""
-        return self.at(self.histogram, self.thread, 4 * self.each_thread)
-
-    def clear(self) -> None:
-        """Clears the thread's buckets."""
-        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
-            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
-
-    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
-        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
-
-        The first three are of no use if the last is less than the rank. Clears the histogram.
-        """
-        def own():
-            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
-
-        before, upto = self.scan(self.reduce("add", own()))
-        lower, total = self.scan_warps(upto)
-        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
-        with self.when((start < rank) & (rank <= lower + upto)):
-            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
-            for count in own():
-                self.increase(upto, count)
-                self.set(start, upto, when=upto < rank)
-                self.increase(bucket, 1, when=upto < rank)
-            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
-            self.store(picked, bucket, rest, inside, 0)
-        self.clear()
-        self.barrier()
-        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
-        return bucket, rest, inside, total
 
     def search(self, words: list[Value]) -> None:
         """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
@@ -158,7 +125,9 @@ class RowProgram(SelectProgram):
                         for x in far:
                             x = x.bits("u32")
                             for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
-                                self.add_to(self.at(self.histogram, self.min(distance >> shift, others), 4), 1)
+                                self.add_to(
+                                    self.at(self.histogram, self.min(distance >> shift, others), 4), 1
+                                )
         self.barrier()
 
     def distances(self, words):
@@ -235,12 +204,17 @@ class RowProgram(SelectProgram):
         with self.when(self.n.differs(self.length)):
             with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
                 index = self.load(self.entry(number), "u32", offset=4)
-                self.add_to(self.at(self.histogram, index >> 5, 4), self.var(1, "u32") << (index & (LANES - 1)))
+                self.add_to(
+                    self.at(self.histogram, index >> 5, 4), self.var(1, "u32") << (index & (LANES - 1))
+                )
             self.barrier()
             words = self.load_vector(self.own_buckets(), "u32", self.each_thread)
             before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
             lower, _ = self.scan_warps(upto)
-            number, index = self.var(self.n + lower + before), self.var(self.thread * (LANES * self.each_thread))
+            number, index = (
+                self.var(self.n + lower + before),
+                self.var(self.thread * (LANES * self.each_thread)),
+            )
             for word in words:
                 with self.each(0, LANES) as bit:
                     lacks = (word >> bit & 1).equals(0) & (number < k)
