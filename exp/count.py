@@ -1,7 +1,11 @@
 """PTX instructions of a warp per row, by the machine; and ptxas's report."""
-import sys,numpy as np,jax,jax.numpy as jnp
-from tests.topk.select import *
+import jax.numpy as jnp
+import numpy as np
+
 from tests.support import ptx
+from tests.topk.select import *
+
+
 def count(plan,dtype,x,length=None):
     tot={"n":0}; go=ptx.Machine._go
     def _go(self,group,at,stop):

@@ -1,4 +1,6 @@
-import re,sys
+import re
+import sys
+
 f,n0=sys.argv[1],int(sys.argv[2]); lines=[l.rstrip("\n") for l in open(f)]
 code=[(i,l) for i,l in enumerate(lines) if re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s",l)]
 i,l=code[n0]; col=l.index("// |")

@@ -1,4 +1,6 @@
-import re,sys
+import re
+import sys
+
 for f in sys.argv[1:]:
     n=0; m=0; out=[]; ops=[]
     for line in open(f):

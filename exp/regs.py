@@ -1,10 +1,17 @@
-import sys,jax,re
+import re
+import sys
+
+import jax
+
 sys.path.insert(0,"/work/shared/tools/mosaic_ptx")
+
 from mosaic_ptx import compile_kernels
-from tests.topk.select import *
-from pallas_softmax._src.topk.select_plan import plan_selection
+
+from pallas_softmax._src.topk.select_plan import plan_selection, whole_plan
 from tests.support.plans import HOPPER
-import subprocess,tempfile
+from tests.topk.select import *
+
+
 def report(k,dtype,plan,lengths=False,save=None):
     f=lambda x,l=None: select_kernel.select_rows(x,None,l,k,plan,sorted=False)
     args=[jax.ShapeDtypeStruct((4096,plan.vocab),dtype)]+([jax.ShapeDtypeStruct((4096,),"int32")] if lengths else [])
@@ -21,5 +28,5 @@ if __name__=="__main__":
         for wg in (1,2,4):
             tb=8192*isz//(wg*128)
             if tb>128 or tb<32: continue
-            report(k,dtype,SelectPlan(8192,k,1,wg,k,1,tb,True),save=f"/tmp/{dtype}{wg}")
-            report(k,dtype,SelectPlan(8192,k,1,wg,k,1,tb,True),True)
+            report(k,dtype,whole_plan(8192,k,wg,tb),save=f"/tmp/{dtype}{wg}")
+            report(k,dtype,whole_plan(8192,k,wg,tb),True)

@@ -1,11 +1,17 @@
 """PTX instructions of a warp per row, by stage."""
-import sys,functools,numpy as np,jax.numpy as jnp
-from tests.topk.select import *
-from tests.support import ptx
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
 from pallas_softmax._src.topk import select_row_ptx as R
-from pallas_softmax._src.topk.select_plan import plan_selection
+from pallas_softmax._src.topk.select_plan import plan_selection, whole_plan
+from tests.support import ptx
 from tests.support.plans import HOPPER
-def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","count_buckets","first_ties","fill_list","bits_of","list_winners","pick","clear","count","append","scan_warps","write_list","complete_list","missing","find","last_key","compact_list","sample","stream","visit","read_keys")):
+from tests.topk.select import *
+
+
+def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","count_buckets","first_ties","fill_list","bits_of","list_winners","append_few","append_many","pick","clear","count","append","scan_warps","write_list","write_results","missing","find","last_key","compact","sample","stream","visit","read_keys")):
     R.program_of.cache_clear(); R.select_program.cache_clear()
     marks=[]; saved={}
     for n in names:
@@ -26,7 +32,7 @@ def stages(plan,dtype,x,length=None,names=("select_row","read_row","search","cou
     finally: ptx.Machine._go=go
     R.program_of.cache_clear(); R.select_program.cache_clear()
     # exclusive
-    owner=np.full(len(cnt),-1); 
+    owner=np.full(len(cnt),-1)
     order=sorted([m for m in marks if m[3] is p],key=lambda m:-(m[2]-m[1]))
     labels=[]
     for i,(n,s,e,_) in enumerate(order): owner[at[s]:at[e]]=i; labels.append(n)
@@ -41,4 +47,4 @@ if __name__=="__main__":
         old=plan_selection(4096,8192,k,dtype,HOPPER)
         if sys.argv[1:2]==["old"]: print(dtype,k,"old",*stages(old,dtype,x,*LEN),flush=True)
         wg=1 if x.itemsize==2 else 2
-        print(dtype,k,"new",*stages(SelectPlan(8192,k,1,wg,k,1,8192*x.itemsize//wg//128,True),dtype,x,*LEN),flush=True)
+        print(dtype,k,"new",*stages(whole_plan(8192,k,wg,8192*x.itemsize//wg//128),dtype,x,*LEN),flush=True)

@@ -1,15 +1,23 @@
-import sys,time,functools,numpy as np,jax,jax.numpy as jnp
-from tests.topk.select import *
-from pallas_softmax._src.topk.select_plan import plan_selection
+import functools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.support.contenders import Call
+from benchmarks.support.timing import _device_times, interleave
 from exp.base import select_kernel as base_kernel
 from exp.base.select_plan import plan_selection as base_plan
-from benchmarks.support.timing import interleave,_device_times
-from benchmarks.support.contenders import Call
+from pallas_softmax._src.topk.select_plan import plan_selection, whole_plan
+from tests.topk.select import *
+
 T0=time.time(); LIMIT=float(sys.argv[1]) if len(sys.argv)>1 else 1e9
 CPU="cpu" in sys.argv
 HOPPER=(9,0)
 def whole(v,k,dtype,wg):
-    return SelectPlan(v,k,1,wg,max(k,32)+31&~31,1,v*jnp.dtype(dtype).itemsize//wg//128,True)
+    return whole_plan(v,k,wg,v*jnp.dtype(dtype).itemsize//wg//128)
 @functools.cache
 def jitted(plan,k,has):
     m=base_kernel if "base" in type(plan).__module__ else select_kernel

@@ -1,4 +1,5 @@
 from exp.turn import *
+
 rng=np.random.default_rng(0)
 L=rng.integers(0,8193,4096).astype("int32")
 for k,dtype in ((2048,"bfloat16"),(512,"float32"),(512,"bfloat16"),(2048,"float32")):

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from exp.base.select_plan import SelectPlan
+from exp.base.select_ptx import select_program
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from exp.base.select_plan import SelectPlan
-from exp.base.select_ptx import select_program
 from pallas_softmax._src.topk.xla import TopK
 
 

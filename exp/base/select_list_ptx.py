@@ -8,13 +8,13 @@ comes after a compacted list wins only if its key is greater than the least key 
 from collections.abc import Callable
 from typing import Any
 
+from exp.base.select_plan import BUCKETS, SelectPlan
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sort_keys import lowest_key
-from exp.base.select_plan import BUCKETS, SelectPlan
 
 ENTRY_BYTES = 8
 _LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype

@@ -30,11 +30,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from exp.base.select_list_ptx import ENTRY_BYTES, ListProgram
+from exp.base.select_plan import PREFETCHED, SelectPlan
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
 from pallas_softmax._src.gpu.ptx.values import Value
-from exp.base.select_list_ptx import ENTRY_BYTES, ListProgram
-from exp.base.select_plan import PREFETCHED, SelectPlan
 
 _LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once

@@ -6,7 +6,7 @@ import numpy as np
 from pallas_softmax._src import folding, sort_keys
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import select_kernel
-from pallas_softmax._src.topk.select_plan import SelectPlan
+from pallas_softmax._src.topk.select_plan import SelectPlan, whole_plan
 from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import ptx
 from tests.support.calls import DTYPES
@@ -130,9 +130,9 @@ PLANS = [
     (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
     (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
     # Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
-    (SelectPlan(8192, 2048, 1, 1, 2048, 1, 128, True), "bfloat16"),
-    (SelectPlan(4096, 512, 1, 4, 512, 1, 32, True), "float32"),
-    (SelectPlan(7001, 700, 1, 2, 704, 1, 128, True), "float16"),
+    (whole_plan(8192, 2048, 1, 128), "bfloat16"),
+    (whole_plan(4096, 512, 4, 32), "float32"),
+    (whole_plan(7001, 900, 2, 128), "float16"),
 ]
 
 

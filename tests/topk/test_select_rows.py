@@ -9,7 +9,7 @@ import pytest
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mosaic_gpu, select_kernel
-from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan
+from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan, whole_plan
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.gpu import assert_top_k
@@ -69,7 +69,7 @@ def random_whole_plan(rng, dtype):
     )
     v = most if rng.random() < 0.5 else int(rng.integers(8, most - 8))
     k = int(np.exp(rng.uniform(0, np.log(min(v, MAX_SELECTED) + 1))))
-    return SelectPlan(v, k, 1, warpgroups, -(-k // 32) * 32, 1, thread_bytes, True)
+    return whole_plan(v, k, warpgroups, thread_bytes)
 
 
 def spoiled(rng, mode, x):

@@ -201,8 +201,11 @@ class ListProgram(CtaProgram):
         found, *_ = self.find(visit, ~self.n.bits("s32"), self.var(-1, "s32"), rank, rank)
         return ~found.least()
 
-    def compact_list(self) -> None:
-        """Keeps the k best of more than k entries, in their order, and raises the floor."""
+    def compact(self, put: Callable[..., None]) -> None:
+        """Passes the k best of more than k entries to put(number, word, index, when), in the same order.
+
+        `number` is the entry's new place, not after its old one. All threads have read the entries up to there.
+        """
         found, above, reach = self.last_key()
         # Entries of the least key win up to number `last`.
         least, last = found.least(), self.var(self.n.bits("s32"))
@@ -227,11 +230,14 @@ class ListProgram(CtaProgram):
             lower, all_ = self.scan_warps(self.reduce("add", [count for *_, count in entries]))
             to = kept + lower
             for word, index, wins, of_warp, count in entries:  # now all have read their entries
-                place = self.entry(to + self.count_ones(of_warp & lower_lanes))
-                self.store(place, word, index, when=wins)
+                put(to + self.count_ones(of_warp & lower_lanes), word, index, when=wins)
                 to = to + count
             self.increase(kept, all_)
         self.set(self.floor, self.max(self.floor, least >> 16 if self.element.halves else least))
+
+    def compact_list(self) -> None:
+        """Keeps the k best of more than k entries, and raises the floor."""
+        self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
         self.barrier()
         self.set(self.n, self.plan.k)
 

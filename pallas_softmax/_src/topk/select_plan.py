@@ -39,6 +39,7 @@ MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
 HELD_BYTES = 32_768  # of a row that a CTA holds in registers
+HELD_OF_MANY = 8_192  # elements of such a row, if there are many
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
 
 # A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
@@ -101,6 +102,16 @@ class SelectPlan:
         return LANES * self.thread_bytes // itemsize
 
     @property
+    def few(self) -> bool:
+        """Whether the winners of a row in registers are so few that threads visit these rather than all elements."""
+        return 8 * self.k <= self.vocab
+
+    @property
+    def list_entries(self) -> int:
+        """Entries of the list of a row in registers. A copy of the row may follow."""
+        return -(-self.k // LANES) * LANES
+
+    @property
     def room(self) -> int:
         """Number of entries that a CTA lists of its part. CTA 0 of a cluster then has room for k more."""
         return self.capacity - (self.k if self.ctas > 1 else 0)
@@ -126,6 +137,13 @@ class SelectPlan:
         return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
 
 
+def whole_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
+    """Returns a plan of rows in registers, with these bytes of a row in each thread."""
+    plan = SelectPlan(vocab, k, 1, warpgroups, 0, 1, thread_bytes, True)
+    copy = plan.threads * thread_bytes // 8 if plan.few else 0
+    return dataclasses.replace(plan, capacity=plan.list_entries + copy)
+
+
 def plan_selection(
     rows: int, vocab: int, k: int, dtype, capability: tuple[int, int], masked: bool = False
 ) -> SelectPlan | None:
@@ -134,14 +152,15 @@ def plan_selection(
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
     row_bytes = vocab * itemsize + (ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0)
-    if row_bytes <= HELD_BYTES and not masked:
-        threads = MANY_WARPGROUPS * WARPGROUP if rows <= 2 * MULTIPROCESSORS else WARPGROUP
+    few_rows = rows <= 2 * MULTIPROCESSORS
+    if row_bytes <= HELD_BYTES and not masked and (few_rows or vocab <= HELD_OF_MANY):
+        threads = MANY_WARPGROUPS * WARPGROUP if few_rows else WARPGROUP
         while threads * LONE_THREAD_BYTES < row_bytes:
             threads *= 2
         thread_bytes = LEAST_THREAD_BYTES
         while threads * thread_bytes < row_bytes:
             thread_bytes *= 2
-        return SelectPlan(vocab, k, 1, threads // WARPGROUP, -(-k // LANES) * LANES, 1, thread_bytes, True)
+        return whole_plan(vocab, k, threads // WARPGROUP, thread_bytes)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1

@@ -26,7 +26,6 @@ result is exact for every row; rows in unusual orders take more time.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,7 +37,6 @@ from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
 from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
 
 _LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
-_UPPER_HALVES = 0x7632  # the upper halves of two words
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
 
 
@@ -221,7 +219,7 @@ class SelectProgram(ListProgram):
             if ties:
                 leave(self.n >= self.plan.k)
             self.read_keys(words, at)
-            before, upto = self.count(words, at, ties)
+            before, upto = self.count(words, ties)
             lower, added = self.scan_warps(self.total(upto))
             with self.block() as done:
                 if not ties:
@@ -235,15 +233,13 @@ class SelectProgram(ListProgram):
         if ties:
             self.update(self.n, "min", self.plan.k)
 
-    def comparisons(
-        self, words: Sequence[Value], floor: Value, ties: bool, *, again: bool
-    ) -> list[Callable[[], Value]]:
+    def comparisons(self, words: Sequence[Value], ties: bool, *, again: bool) -> list[Callable[[], Value]]:
         """Returns a function for each element, which returns whether it is above the floor, or equal to it if `ties`.
 
         `again` compares by other instructions. Otherwise ptxas keeps the results of the first time in registers.
         """
         halves, comparisons = self.element.halves, []
-        limit = floor << 16 | 0xFFFF if halves else floor
+        limit = self.floor << 16 | 0xFFFF if halves else self.floor
         if again and not ties:
             limit = limit + 1  # does not overflow if any element is above the limit
         for word in words:
@@ -256,11 +252,7 @@ class SelectProgram(ListProgram):
                 comparisons.append(functools.partial(compare, limit))
         return comparisons
 
-    def floor_of(self, vector: Value) -> Value:
-        """Returns the key that elements of a vector must exceed."""
-        return self.floor
-
-    def count(self, words: Sequence[Value], at: Value, ties: bool = False) -> tuple[list[Value], list[Value]]:
+    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[list[Value], list[Value]]:
         """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
 
         The numbers have `fields` fields for as many vectors of a thread: 4 with 8 bits, or 2 with 16 bits.
@@ -268,8 +260,7 @@ class SelectProgram(ListProgram):
         counts = [self.var(0, "u32") for _ in range(-(-self.loads // self.fields))]
         for j in range(self.loads):
             one = 1 << j % self.fields * (32 // self.fields)
-            floor = self.floor_of(at + self.thread_first + LANES * j)
-            for compare in self.comparisons(words[4 * j : 4 * j + 4], floor, ties, again=False):
+            for compare in self.comparisons(words[4 * j : 4 * j + 4], ties, again=False):
                 self.increase(counts[j // self.fields], one, when=compare())
         before, upto = zip(*map(self.scan, counts))
         return [*before], [*upto]
@@ -296,12 +287,12 @@ class SelectProgram(ListProgram):
         for j in range(self.loads):
             entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
             with self.when(self.field(own, j).differs(0)):
-                vector, floor = words[4 * j : 4 * j + 4], self.floor_of(at + self.thread_first + LANES * j)
+                vector = words[4 * j : 4 * j + 4]
                 elements = [
                     x for word in vector for x in ((word << 16, word) if self.element.halves else (word,))
                 ]
                 for i, (word, compare) in enumerate(
-                    zip(elements, self.comparisons(vector, floor, ties, again=True))
+                    zip(elements, self.comparisons(vector, ties, again=True))
                 ):
                     is_listed = compare()
                     self.store(entry, word, index + i, when=is_listed & (entry < end) if ties else is_listed)
@@ -316,7 +307,7 @@ class SelectProgram(ListProgram):
                 self.compact_list()
                 self.read_keys(words, at)  # again, since registers are few
             with self.when(self.warp.equals(turn)):
-                before, upto = self.count(words, at)
+                before, upto = self.count(words)
                 self.append(words, at, self.n, before, upto)
                 self.store(of_turn, self.total(upto), when=self.lane.equals(LANES - 1))
             self.barrier()
@@ -324,38 +315,28 @@ class SelectProgram(ListProgram):
 
     # --- The results
 
-    def flip(self, words: list[Value]) -> list[Value]:
-        """Returns elements as keys, or keys as elements."""
-        kind = "s16x2" if self.element.halves else "s32"
-        return [word ^ (word.bits(kind).sign().bits("s32") & self.element.flip) for word in words]
-
-    def complete_list(self) -> None:
-        """Keeps the k best entries of the list, or adds fillings up to k entries."""
-        with self.when(self.n > self.plan.k):
-            self.compact_list()
-        with self.each(self.n + self.thread, self.plan.k, self.plan.threads) as number:
-            self.store(self.entry(number), self.var(self.fill_word, "s32"), self.missing(number - self.n))
-        self.barrier()
-
-    def write_list(self) -> None:
-        """Writes the values and indices of a list of k entries."""
+    def write_results(self) -> None:
+        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
         k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
-        width = math.gcd(k, 4)  # entries of a thread at once
-        with self.each(self.thread * width, k, self.plan.threads * width) as number:
-            entries = self.load_vector(self.entry(number), "s32", 2 * width)
-            words = entries[::2]
-            if self.element.halves and width > 1:
-                pairs = zip(words[::2], words[1::2])
-                bits = self.flip([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
-            elif self.element.halves:
-                (word,) = self.flip(words)
-                bits = [self.convert(word.bits("u32") >> 16, "u16")]
-            else:
-                bits = self.flip(words)
-            self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
-            self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
+
+        def put(number, word, index, when=None):
+            # The key of a key has the bits of the element.
+            bits = self.element.key(word >> 16 if self.element.halves else word)
+            value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
+            self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
+            self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
+
+        with self.block() as done:
+            with self.when(self.n > k):
+                self.compact(put)
+                done()
+            with self.each(self.thread, self.n, self.plan.threads) as number:
+                put(number, *self.load_vector(self.entry(number), "s32", 2))
+            with self.each(self.n + self.thread, k, self.plan.threads) as number:
+                index = self.missing(number - self.n)
+                put(number, self.var(self.fill_word, "s32"), index)
 
 
 @functools.lru_cache(maxsize=16)
@@ -386,8 +367,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
         p.set(p.floor, p.lowest)  # the bound was too high
         p.set(p.n, 0)
     with p.when(p.part.equals(0)):
-        p.complete_list()
-        p.write_list()
+        p.write_results()
     return p
 
 

@@ -10,13 +10,15 @@ A histogram has a bucket for each vector, so that the search for ties is a round
 """
 
 import functools
+import math
 
-from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
 
 # Distances of the first round: 8 binades.
+_UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
 
@@ -173,6 +175,15 @@ class RowProgram(SelectProgram):
         entry = self.var(self.entry(lower + before))
         for word in words:
             self.update(word, "xor", self.element.flip)  # the key
+        if self.plan.few:
+            self.append_few(words, winners, entry)
+        else:
+            self.append_many(words, winners, entry)
+        self.set(self.n, added)
+        self.barrier()
+
+    def append_many(self, words, winners: list[Value], entry: Value) -> None:
+        """Writes the thread's winners, from an entry on, element by element."""
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
             for i, distance in enumerate(self.distances(own)):
@@ -180,8 +191,27 @@ class RowProgram(SelectProgram):
                 wins = (winners[word] & 1 << bit).differs(0)
                 self.store(entry, distance, index + i, when=wins)
                 self.increase(entry, ENTRY_BYTES, when=wins)
-        self.set(self.n, added)
-        self.barrier()
+
+    def append_few(self, words, winners: list[Value], entry: Value) -> None:
+        """Writes the thread's winners, from an entry on, bit by bit, from a copy of the row after the list."""
+        row = self.list + ENTRY_BYTES * self.plan.list_entries
+        for own, vector in self.vectors_of(words):
+            self.store(self.at(row, vector, ACCESS_BYTES), *own)
+        first = self.index(self.thread_first)
+        for number, bits in enumerate(winners):
+            with self.loop() as leave:
+                leave(bits.equals(0))
+                bit = self.highest_bit(bits)
+                self.update(bits, "xor", self.var(1, "u32") << bit)
+                place = bit & (self.vec - 1)
+                index = self.multiply_add(bit - place + number * LANES, LANES, first + place)
+                at = self.at(row, index + self.lead, self.element.itemsize)
+                if self.element.halves:
+                    word = self.convert(self.load(at, "u16"), "u32") << 16
+                else:
+                    word = self.load(at, "u32")
+                self.store(entry, word, index)
+                self.increase(entry, ENTRY_BYTES)
 
     def select_row(self) -> None:
         """Lists the winners."""
@@ -223,6 +253,31 @@ class RowProgram(SelectProgram):
                     self.increase(index, 1)
         self.set(self.n, k)
         self.barrier()
+
+    def elements(self, keys: list[Value]) -> list[Value]:
+        """Returns elements, given words of their keys."""
+        kind = "s16x2" if self.element.halves else "s32"
+        return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
+
+    def write_list(self) -> None:
+        """Writes the values and indices of a list of k entries."""
+        k, itemsize = self.plan.k, self.element.itemsize
+        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
+        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
+        width = math.gcd(k, 4)  # entries of a thread at once
+        with self.each(self.thread * width, k, self.plan.threads * width) as number:
+            entries = self.load_vector(self.entry(number), "s32", 2 * width)
+            words = entries[::2]
+            if self.element.halves and width > 1:
+                pairs = zip(words[::2], words[1::2])
+                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
+            elif self.element.halves:
+                (word,) = self.elements(words)
+                bits = [self.convert(word.bits("u32") >> 16, "u16")]
+            else:
+                bits = self.elements(words)
+            self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
+            self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
 
 
 def _fours(words: list[Value]) -> list[list[Value]]:
