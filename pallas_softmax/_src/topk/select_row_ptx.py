@@ -1,45 +1,52 @@
-"""The selection from a row that a CTA holds in registers: its bound is the last key that wins, so it needs no list.
+"""The selection from a row that a CTA holds in registers. It finds the last winner exactly, without a sample.
 
-    read      each thread has some vectors of the row, as distances from the highest key: the best element is the least
-    search    a histogram of the distances finds the one that k elements reach. The first round covers the distances up
-              to `_GUESS` from the best element, so that 16-bit rows usually take one round, and float32 rows take two
-    ties      if more than k elements reach it: the counts of ties in each vector tell the last vector whose ties win
-    append    the winners, in the order of the row
+    read      the thread's words, as distances of keys from the highest key: the best element is at the least distance
+    search    a histogram of distances finds the limit, the distance that k elements reach. The next round divides its
+              bucket. Usually 16-bit rows take one round, and float32 rows take two
+    ties      if more than k elements reach the limit: counts of ties in each vector find the vector with the last tie
+              that wins
+    list      the winners, from the bits that each thread has of its elements, in the order of threads
+    write     the list, four winners of a thread at once
 
-A histogram has a bucket for each vector, so that the search for ties is a round like the others.
+A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
+of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no
+search.
 """
 
 import functools
 import math
+from collections.abc import Iterator
+
+import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
+from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
 
-# Distances of the first round: 8 binades.
 _UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
+# Distances of the first round, at most: 8 binades.
 _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
 
 class RowProgram(SelectProgram):
     """The program. Elements at a distance below `limit` win, and the first `ties` of those at it."""
 
-    def __init__(self, plan, dtype, fill):
+    def __init__(self, plan: SelectPlan, dtype, fill: int | None):
         super().__init__(plan, dtype, False, fill)
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
-        self.used = self.shuffle(
-            used, "idx", 0
-        )  # hides the number from ptxas, which would hold more in registers
+        # The shuffle hides a constant from ptxas. It would compute too much ahead, in registers that other CTAs need.
+        self.used = self.shuffle(used, "idx", 0)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
         self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
 
-    def vectors_of(self, words):
+    def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
         """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
-        first = self.shuffle(self.thread_first, "bfly", 0)  # the same, hidden from ptxas
+        first = self.shuffle(self.thread_first, "bfly", 0)  # the same number, hidden like `used`
         for j in range(self.loads):
             with self.when(self.used > j):
                 yield words[4 * j : 4 * j + 4], first + LANES * j
@@ -51,9 +58,9 @@ class RowProgram(SelectProgram):
         for word in words:
             self.set(word, -1)
         whole = self.max((self.whole_to - self.whole_from).bits("s32"), 0).bits("u32")
-        for j, (own, vector) in enumerate(zip(_fours(words), vectors)):
+        for j, vector in enumerate(vectors):
             is_whole = (self.used > j) & (vector - self.whole_from < whole)
-            self.load_into(own, self.vector(vector), when=is_whole, space="global")
+            self.load_into(words[4 * j : 4 * j + 4], self.vector(vector), when=is_whole, space="global")
         with self.when(whole.differs(self.vectors)):
             for own, vector in self.vectors_of(words):
                 with self.when((vector - self.whole_from >= whole) & (vector < self.vectors)):
@@ -127,19 +134,18 @@ class RowProgram(SelectProgram):
                         for x in far:
                             x = x.bits("u32")
                             for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
-                                self.add_to(
-                                    self.at(self.histogram, self.min(distance >> shift, others), 4), 1
-                                )
+                                bucket = self.min(distance >> shift, others)
+                                self.add_to(self.at(self.histogram, bucket, 4), 1)
         self.barrier()
 
-    def distances(self, words):
-        """Yields the distances of elements, above other bits."""
+    def distances(self, words: list[Value]) -> Iterator[Value]:
+        """Yields the distance of each element of the words, or its key; other bits are below 16-bit ones."""
         for word in words:
             if self.element.halves:
                 yield (word << 16).bits("u32")
             yield word.bits("u32")
 
-    def bits_of(self, words, relation: str) -> list[Value]:
+    def bits_of(self, words: list[Value], relation: str) -> list[Value]:
         """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
         bits = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
         limit = self.limit << 16 | (0xFFFF if relation == "le" else 0) if self.element.halves else self.limit
@@ -149,7 +155,7 @@ class RowProgram(SelectProgram):
                 self.update(bits[word], "or", 1 << bit, when=self.compare(distance, relation, limit))
         return bits
 
-    def first_ties(self, words, winners: list[Value]) -> None:
+    def first_ties(self, words: list[Value], winners: list[Value]) -> None:
         """Adds the first ties at the limit to the winners."""
         ties = [upto ^ below for upto, below in zip(self.bits_of(words, "le"), winners)]
         fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
@@ -168,7 +174,7 @@ class RowProgram(SelectProgram):
         for own, more in zip(winners, ties):
             self.update(own, "or", more)
 
-    def list_winners(self, words, winners: list[Value]) -> None:
+    def list_winners(self, words: list[Value], winners: list[Value]) -> None:
         """Lists the winners, in the order of threads."""
         before, upto = self.scan(self.reduce("add", [self.count_ones(bits) for bits in winners]))
         lower, added = self.scan_warps(upto)
@@ -182,17 +188,17 @@ class RowProgram(SelectProgram):
         self.set(self.n, added)
         self.barrier()
 
-    def append_many(self, words, winners: list[Value], entry: Value) -> None:
+    def append_many(self, words: list[Value], winners: list[Value], entry: Value) -> None:
         """Writes the thread's winners, from an entry on, element by element."""
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
-            for i, distance in enumerate(self.distances(own)):
+            for i, key in enumerate(self.distances(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
                 wins = (winners[word] & 1 << bit).differs(0)
-                self.store(entry, distance, index + i, when=wins)
+                self.store(entry, key, index + i, when=wins)
                 self.increase(entry, ENTRY_BYTES, when=wins)
 
-    def append_few(self, words, winners: list[Value], entry: Value) -> None:
+    def append_few(self, words: list[Value], winners: list[Value], entry: Value) -> None:
         """Writes the thread's winners, from an entry on, bit by bit, from a copy of the row after the list."""
         row = self.list + ENTRY_BYTES * self.plan.list_entries
         for own, vector in self.vectors_of(words):
@@ -234,17 +240,14 @@ class RowProgram(SelectProgram):
         with self.when(self.n.differs(self.length)):
             with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
                 index = self.load(self.entry(number), "u32", offset=4)
-                self.add_to(
-                    self.at(self.histogram, index >> 5, 4), self.var(1, "u32") << (index & (LANES - 1))
-                )
+                bit = self.var(1, "u32") << (index & (LANES - 1))
+                self.add_to(self.at(self.histogram, index >> 5, 4), bit)
             self.barrier()
             words = self.load_vector(self.own_buckets(), "u32", self.each_thread)
             before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
             lower, _ = self.scan_warps(upto)
-            number, index = (
-                self.var(self.n + lower + before),
-                self.var(self.thread * (LANES * self.each_thread)),
-            )
+            number = self.var(self.n + lower + before)
+            index = self.var(self.thread * (LANES * self.each_thread))
             for word in words:
                 with self.each(0, LANES) as bit:
                     lacks = (word >> bit & 1).equals(0) & (number < k)
@@ -280,13 +283,8 @@ class RowProgram(SelectProgram):
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
 
 
-def _fours(words: list[Value]) -> list[list[Value]]:
-    """Returns the words of each vector."""
-    return [words[i : i + 4] for i in range(0, len(words), 4)]
-
-
 @functools.lru_cache(maxsize=16)
-def program_of(plan, dtype, masked: bool, fill: int | None) -> SelectProgram:
+def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
     """Returns the program of a plan."""
     if not plan.whole:
         return select_program(plan, dtype, masked, fill)
