@@ -11,10 +11,10 @@ from typing import Any
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
-from pallas_softmax._src.gpu.ptx.narrow import KeyRange, narrow
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sort_keys import lowest_key
-from pallas_softmax._src.topk.select_plan import SelectPlan
+from pallas_softmax._src.topk.select_plan import BUCKETS, SelectPlan
 
 ENTRY_BYTES = 8
 _LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype
@@ -36,7 +36,6 @@ class ListProgram(CtaProgram):
         self.list, self.scratch, self.part = self.operands("u32", "list", "scratch", "part")
         # Numbers of entries fill the lower half of a key.
         self.unit = 1 << 16 - (plan.capacity - 1).bit_length() if self.element.halves else 1
-        self.histogram, self.each_thread = self.scratch + plan.histogram, plan.buckets // plan.threads
         self.sums, self.n = self.var(self.scratch), self.var(0, "u32")
         self.lowest, self.highest = lowest_key(dtype), ~lowest_key(dtype)
         self.floor, self.greatest = self.var(self.lowest, "s32"), self.var(self.highest, "s32")
@@ -120,56 +119,41 @@ class ListProgram(CtaProgram):
         `enough`, unless the range is a single key. visit(see) calls see(key) for each key, and maybe for lower ones.
 
         Every key is counted, since a condition would cost three more instructions. Lower keys than `low` are counted
-        in the last bucket of the range, in buckets after it, or in words after the buckets, which nothing reads. So
-        only the second number may be too large, and then the range becomes a single key.
+        in the last bucket of the range, in buckets after it, or in bucket BUCKETS, which nothing reads. So only the
+        second number may be too large, and then the range becomes a single key.
         """
         keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
-        others = self.lane + self.plan.buckets
+        histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
+        each = BUCKETS // LANES
 
         def one_round(bucket_of):
-            visit(lambda key: self.add_to(self.at(self.histogram, self.min(bucket_of(key)[0], others), 4), 1))
+            def see(key):
+                bucket, _ = bucket_of(key)
+                self.add_to(self.at(histogram, self.min(bucket, BUCKETS), 4), 1)
+
+            visit(see)
             self.barrier()
-            bucket, rest, inside, _ = self.pick(rank - above)
-            self.set(above, rank - rest)
-            self.set(reach, above + inside)
+            with self.when(self.warp.equals(0)):
+                sums = self.load_vector(self.at(histogram, self.lane, 4 * each), "u32", each)
+                bucket, rest = bucket_that_reaches(self, sums, rank - above)
+                self.set(above, rank - rest)
+                self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
+                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)  # `n` fills the vector
+                self.clear_histogram()
+            self.barrier()
+            bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
+            self.set(above, new_above)
+            self.set(reach, new_reach)
             return bucket
 
-        narrow(self, keys, self.plan.buckets, one_round, stop=lambda: reach <= enough)
+        narrow(self, keys, BUCKETS, one_round, stop=lambda: reach <= enough)
         return keys, above, reach
 
-    def own_buckets(self) -> Value:
-        """Returns the address of the thread's buckets."""
-        return self.at(self.histogram, self.thread, 4 * self.each_thread)
-
-    def clear(self) -> None:
-        """Clears the thread's buckets."""
-        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
-            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
-
-    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
-        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
-
-        The first three are of no use if the last is less than the rank. Clears the histogram.
-        """
-
-        def own():
-            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
-
-        before, upto = self.scan(self.reduce("add", own()))
-        lower, total = self.scan_warps(upto)
-        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
-        with self.when((start < rank) & (rank <= lower + upto)):
-            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
-            for count in own():
-                self.increase(upto, count)
-                self.set(start, upto, when=upto < rank)
-                self.increase(bucket, 1, when=upto < rank)
-            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
-            self.store(picked, bucket, rest, inside, 0)
-        self.clear()
-        self.barrier()
-        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
-        return bucket, rest, inside, total
+    def clear_histogram(self) -> None:
+        """Clears the histogram, by one warp."""
+        at = self.at(self.scratch + self.plan.histogram, self.lane, ACCESS_BYTES)
+        for first in range(0, 4 * BUCKETS, LANES * ACCESS_BYTES):
+            self.store(at, 0, 0, 0, 0, offset=first)
 
     # --- The k best
 

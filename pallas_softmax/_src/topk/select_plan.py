@@ -37,16 +37,32 @@ MIN_VOCAB = 2_048  # elements of a row
 #     4096 x 8,192, 2048, bfloat16                                           71.1                   73.8       77.3
 MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
+SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
+MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
+
+# Rows in registers, on an H100 in microseconds (normal numbers), and with a list of candidates:
+#
+#                                    list   registers: 1, 128   2, 64   2, 128   4, 32   4, 64   4, 128
+#     4096 x 8,192, 2048             85.3                               69.9              88.5
+#     the same, bfloat16             71.0              52.0      54.6             78.7
+#     4096 x 8,192, 512              61.3                               58.3              76.7
+#     the same, bfloat16             41.3              42.3      46.1             69.3
+#     the same, with lengths         38.2              34.4      40.1             71.9
+#     1024 x 16,384, 1024, bfloat16  21.6                               24.6
+#     256 x 16,384, 2048, bfloat16    9.0                                8.4               8.1
+#     64 x 8,192, 512                 4.8                                4.7               4.3
+#     64 x 32,768, 2048, bfloat16     7.8                                                           8.8
 HELD_BYTES = 32_768  # of a row that a CTA holds in registers
 HELD_OF_MANY = 8_192  # elements of such a row, if there are many
-MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
+LIST_SHARE = 16  # a list is as fast for many 16-bit rows with this many elements for each winner
 
 # A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
 # LONE_THREAD_BYTES, and four for THREAD_BYTES. Fewer blocks are fewer waits.
 LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
 MASKED_THREAD_ELEMENTS = 16  # at most; a mask takes registers for each element
 LEAST_CAPACITY = 2_048  # entries of a list, at least
+BUCKETS = 256  # of a round of `narrow`
 PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
 # The sample should have this many of the k best, so that it bounds them well.
@@ -85,7 +101,7 @@ class SelectPlan:
     @property
     def buckets(self) -> int:
         """Number of buckets of a round."""
-        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES)
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.whole else BUCKETS
 
     @property
     def scratch_bytes(self) -> int:
@@ -100,16 +116,6 @@ class SelectPlan:
     def chunk(self, itemsize: int) -> int:
         """Returns the number of elements of a warp in a block."""
         return LANES * self.thread_bytes // itemsize
-
-    @property
-    def few(self) -> bool:
-        """Whether the winners of a row in registers are so few that threads visit these rather than all elements."""
-        return 8 * self.k <= self.vocab
-
-    @property
-    def list_entries(self) -> int:
-        """Entries of the list of a row in registers. A copy of the row may follow."""
-        return -(-self.k // LANES) * LANES
 
     @property
     def room(self) -> int:
@@ -138,29 +144,39 @@ class SelectPlan:
 
 
 def whole_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
-    """Returns a plan of rows in registers, with these bytes of a row in each thread."""
-    plan = SelectPlan(vocab, k, 1, warpgroups, 0, 1, thread_bytes, True)
-    copy = plan.threads * thread_bytes // 8 if plan.few else 0
-    return dataclasses.replace(plan, capacity=plan.list_entries + copy)
+    """Returns a plan of rows in registers. A thread has at most `thread_bytes` of the row."""
+    return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, whole=True)
+
+
+def held_row(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) -> SelectPlan | None:
+    """Returns a plan of rows in registers, or None if a list of candidates takes less time."""
+    few = rows <= 2 * MULTIPROCESSORS
+    cut_vector = ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0  # a row may start within 16 bytes
+    row_bytes = vocab * itemsize + cut_vector
+    is_faster = few or (vocab <= HELD_OF_MANY and (itemsize == 4 or has_lengths or vocab < LIST_SHARE * k))
+    if row_bytes > HELD_BYTES or not is_faster:
+        return None
+    least = MANY_WARPGROUPS if few else 1
+    warpgroups = max(least, _power_of_two(row_bytes / (WARPGROUP * LONE_THREAD_BYTES)))
+    thread_bytes = max(LEAST_THREAD_BYTES, _power_of_two(row_bytes / (WARPGROUP * warpgroups)))
+    return whole_plan(vocab, k, warpgroups, thread_bytes)
 
 
 def plan_selection(
-    rows: int, vocab: int, k: int, dtype, capability: tuple[int, int], masked: bool = False
+    rows: int,
+    vocab: int,
+    k: int,
+    dtype,
+    capability: tuple[int, int],
+    masked: bool = False,
+    has_lengths: bool = False,
 ) -> SelectPlan | None:
     """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
-    row_bytes = vocab * itemsize + (ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0)
-    few_rows = rows <= 2 * MULTIPROCESSORS
-    if row_bytes <= HELD_BYTES and not masked and (few_rows or vocab <= HELD_OF_MANY):
-        threads = MANY_WARPGROUPS * WARPGROUP if few_rows else WARPGROUP
-        while threads * LONE_THREAD_BYTES < row_bytes:
-            threads *= 2
-        thread_bytes = LEAST_THREAD_BYTES
-        while threads * thread_bytes < row_bytes:
-            thread_bytes *= 2
-        return whole_plan(vocab, k, threads // WARPGROUP, thread_bytes)
+    if not masked and (held := held_row(rows, vocab, k, itemsize, has_lengths)):
+        return held
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
@@ -168,6 +184,8 @@ def plan_selection(
         ctas = 1
     few = rows * ctas <= MULTIPROCESSORS
     warpgroups = MANY_WARPGROUPS if few else FEW_WARPGROUPS
+    if itemsize == 2 and not few and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
+        warpgroups = 1
     thread_bytes = LONE_THREAD_BYTES if rows * ctas <= 2 * MULTIPROCESSORS else THREAD_BYTES
     most = vocab * itemsize // (ctas * warpgroups * WARPGROUP)  # more would make a block longer than a part
     while thread_bytes > max(most, LEAST_THREAD_BYTES):
@@ -181,8 +199,11 @@ def plan_selection(
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
-    vectors = 1
-    while vectors < min(wanted, MAX_SAMPLE_VECTORS):
-        vectors *= 2
+    vectors = _power_of_two(min(wanted, MAX_SAMPLE_VECTORS))
     plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes)
     return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
+
+
+def _power_of_two(least: float) -> int:
+    """Returns the lowest power of two, from 1 on, that is not less than a number."""
+    return 1 << max(math.ceil(least) - 1, 0).bit_length()

@@ -35,6 +35,7 @@ class RowProgram(SelectProgram):
 
     def __init__(self, plan: SelectPlan, dtype, fill: int | None):
         super().__init__(plan, dtype, False, fill)
+        self.histogram, self.each_thread = self.scratch + plan.histogram, plan.buckets // plan.threads
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
@@ -69,6 +70,40 @@ class RowProgram(SelectProgram):
             sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
             self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
         return words
+
+    def own_buckets(self) -> Value:
+        """Returns the address of the thread's buckets."""
+        return self.at(self.histogram, self.thread, 4 * self.each_thread)
+
+    def clear(self) -> None:
+        """Clears the thread's buckets."""
+        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
+            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
+
+    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
+        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
+
+        The first three are of no use if the last is less than the rank. Clears the histogram.
+        """
+
+        def own():
+            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
+
+        before, upto = self.scan(self.reduce("add", own()))
+        lower, total = self.scan_warps(upto)
+        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
+        with self.when((start < rank) & (rank <= lower + upto)):
+            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
+            for count in own():
+                self.increase(upto, count)
+                self.set(start, upto, when=upto < rank)
+                self.increase(bucket, 1, when=upto < rank)
+            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
+            self.store(picked, bucket, rest, inside, 0)
+        self.clear()
+        self.barrier()
+        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
+        return bucket, rest, inside, total
 
     def search(self, words: list[Value]) -> None:
         """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
@@ -181,15 +216,6 @@ class RowProgram(SelectProgram):
         entry = self.var(self.entry(lower + before))
         for word in words:
             self.update(word, "xor", self.element.flip)  # the key
-        if self.plan.few:
-            self.append_few(words, winners, entry)
-        else:
-            self.append_many(words, winners, entry)
-        self.set(self.n, added)
-        self.barrier()
-
-    def append_many(self, words: list[Value], winners: list[Value], entry: Value) -> None:
-        """Writes the thread's winners, from an entry on, element by element."""
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
             for i, key in enumerate(self.distances(own)):
@@ -197,27 +223,8 @@ class RowProgram(SelectProgram):
                 wins = (winners[word] & 1 << bit).differs(0)
                 self.store(entry, key, index + i, when=wins)
                 self.increase(entry, ENTRY_BYTES, when=wins)
-
-    def append_few(self, words: list[Value], winners: list[Value], entry: Value) -> None:
-        """Writes the thread's winners, from an entry on, bit by bit, from a copy of the row after the list."""
-        row = self.list + ENTRY_BYTES * self.plan.list_entries
-        for own, vector in self.vectors_of(words):
-            self.store(self.at(row, vector, ACCESS_BYTES), *own)
-        first = self.index(self.thread_first)
-        for number, bits in enumerate(winners):
-            with self.loop() as leave:
-                leave(bits.equals(0))
-                bit = self.highest_bit(bits)
-                self.update(bits, "xor", self.var(1, "u32") << bit)
-                place = bit & (self.vec - 1)
-                index = self.multiply_add(bit - place + number * LANES, LANES, first + place)
-                at = self.at(row, index + self.lead, self.element.itemsize)
-                if self.element.halves:
-                    word = self.convert(self.load(at, "u16"), "u32") << 16
-                else:
-                    word = self.load(at, "u32")
-                self.store(entry, word, index)
-                self.increase(entry, ENTRY_BYTES)
+        self.set(self.n, added)
+        self.barrier()
 
     def select_row(self) -> None:
         """Lists the winners."""
