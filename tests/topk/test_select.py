@@ -12,7 +12,7 @@ from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
+from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection, whole_plan
 from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
@@ -103,6 +103,14 @@ def test_few_steps():
         for name in ("normal", "shifted", "band", "constant", "ascending")
     }
     assert max(steps.values()) < 1.5 * steps["normal"], steps
+
+
+def test_few_steps_of_a_short_row():
+    """A row in registers takes fewer steps if it is shorter, and if all of its elements win."""
+    plan = whole_plan(8192, 512, 4, 32)
+    x = rows_of(plan.vocab, plan.k, np.dtype("bfloat16"))["normal"]
+    whole, half, winners = (machine_select(plan, x, length=length)[2] for length in (8192, 4096, 512))
+    assert half < 0.9 * whole and winners < 0.5 * whole, (whole, half, winners)
 
 
 @pytest.mark.slow
@@ -222,6 +230,24 @@ def test_lowering(rows, v, k, dtype, masked):
 def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
     plan = plan_selection(rows, v, k, dtype, HOPPER)
     assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "dtype", "masked", "has_lengths", "whole"),
+    [
+        (4096, 8192, 2048, "bfloat16", False, False, True),
+        (4096, 8192, 512, "bfloat16", False, False, False),
+        (4096, 8192, 512, "bfloat16", False, True, True),
+        (4096, 8192, 512, "bfloat16", True, True, False),
+        (4096, 8192, 512, "float32", False, False, True),
+        (4096, 8193, 512, "float32", False, False, False),
+        (64, 16384, 64, "bfloat16", False, False, True),
+        (1024, 16384, 2048, "bfloat16", False, True, False),
+    ],
+)
+def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
+    plan = plan_selection(rows, v, k, dtype, HOPPER, masked, has_lengths)
+    assert plan is not None and plan.whole == whole
 
 
 @pytest.mark.parametrize(
