@@ -6,8 +6,8 @@ import numpy as np
 from pallas_softmax._src import folding, sort_keys
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import select_kernel
-from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import select_program
+from pallas_softmax._src.topk.select_plan import SelectPlan, whole_plan
+from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import ptx
 from tests.support.calls import DTYPES
 from tests.support.kernels import INTERPRET
@@ -73,7 +73,7 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
             "mask_row": np.asarray(mask.row(row)),
         }
     bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
-    program = select_program(plan, x.dtype, mask is not None, bits)
+    program = program_of(plan, x.dtype, mask is not None, bits)
     memory = np.full((len(row), plan.smem_bytes), 0xCD, "u1")
     machine = ptx.Machine(program, memory, plan.threads, operands, rng, clusters=rows)
     machine.run()
@@ -110,6 +110,11 @@ def kept_of(x, where=None, lengths=None):
     return kept if lengths is None else kept & (np.arange(x.shape[1]) < np.asarray(lengths)[:, None])
 
 
+def offset_of(plan):
+    """Returns where rows start, in elements after a multiple of 16 bytes. Registers may have no room for an offset."""
+    return 0 if plan.whole and plan.vocab % 8 == 0 else 3
+
+
 LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
 # One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
 PLANS = [
@@ -124,6 +129,10 @@ PLANS = [
     (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"),
     (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
     (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
+    # Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
+    (whole_plan(8192, 2048, 1, 128), "bfloat16"),
+    (whole_plan(4096, 512, 4, 32), "float32"),
+    (whole_plan(7001, 900, 2, 128), "float16"),
 ]
 
 

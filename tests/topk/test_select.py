@@ -12,7 +12,7 @@ from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection
+from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection, whole_plan
 from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
@@ -28,6 +28,7 @@ from tests.topk.select import (
     kept_of,
     machine_launch,
     machine_select,
+    offset_of,
     rows_of,
 )
 
@@ -49,7 +50,7 @@ def test_program(plan, dtype):
 def test_program_in_any_order(plan, dtype, name):
     """Warps run in random order, unless they wait for each other."""
     x = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))[name]
-    values, indices, _ = machine_select(plan, x, offset=3, rng=np.random.default_rng(0))
+    values, indices, _ = machine_select(plan, x, offset=offset_of(plan), rng=np.random.default_rng(0))
     assert_selected(values, indices, x, plan.k, kept_of(x[None])[0], LOWEST[dtype], name)
 
 
@@ -57,6 +58,8 @@ def test_program_in_any_order(plan, dtype, name):
 @pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS[1:]), ids=str)
 def test_masked_program(plan, dtype, kind):
     """Some rows have fewer elements than winners. Elements that do not take part come last."""
+    if plan.whole and kind != "length":
+        pytest.skip("masked rows are not held in registers")
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
     fill = np.array(-np.inf, jnp.dtype(dtype))
     rows = rows_of(v, k, jnp.dtype(dtype))
@@ -69,7 +72,9 @@ def test_masked_program(plan, dtype, kind):
         mask = rng.random(v) < share if kind != "length" else None
         length = length if kind != "mask" else None
         x = rows[name]
-        values, indices, _ = machine_select(plan, x, mask=mask, length=length, offset=1, fill=fill)
+        values, indices, _ = machine_select(
+            plan, x, mask=mask, length=length, offset=offset_of(plan), fill=fill
+        )
         (kept,) = kept_of(x[None], mask, None if length is None else [length])
         assert_selected(values, indices, x, k, kept, fill, name)
 
@@ -98,6 +103,14 @@ def test_few_steps():
         for name in ("normal", "shifted", "band", "constant", "ascending")
     }
     assert max(steps.values()) < 1.5 * steps["normal"], steps
+
+
+def test_few_steps_of_a_short_row():
+    """A row in registers takes fewer steps if it is shorter, and if all of its elements win."""
+    plan = whole_plan(8192, 512, 4, 32)
+    x = rows_of(plan.vocab, plan.k, np.dtype("bfloat16"))["normal"]
+    whole, half, winners = (machine_select(plan, x, length=length)[2] for length in (8192, 4096, 512))
+    assert half < 0.9 * whole and winners < 0.5 * whole, (whole, half, winners)
 
 
 @pytest.mark.slow
@@ -206,7 +219,9 @@ def test_lowering(rows, v, k, dtype, masked):
         (100, 131072, 2048, "float32", 1, 4),
         (256, 131072, 2048, "float32", 1, 2),
         (256, 131072, 2048, "bfloat16", 1, 2),
-        (4096, 8192, 2048, "bfloat16", 1, 2),
+        (4096, 8192, 2048, "bfloat16", 1, 1),
+        (4096, 16384, 2048, "bfloat16", 1, 2),
+        (4096, 16384, 512, "float32", 1, 2),
         (4096, 8192, 512, "bfloat16", 1, 1),
         (4096, 8192, 512, "float32", 1, 2),
         (1, 8192, 2048, "float32", 1, 4),
@@ -215,6 +230,24 @@ def test_lowering(rows, v, k, dtype, masked):
 def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
     plan = plan_selection(rows, v, k, dtype, HOPPER)
     assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k", "dtype", "masked", "has_lengths", "whole"),
+    [
+        (4096, 8192, 2048, "bfloat16", False, False, True),
+        (4096, 8192, 512, "bfloat16", False, False, False),
+        (4096, 8192, 512, "bfloat16", False, True, True),
+        (4096, 8192, 512, "bfloat16", True, True, False),
+        (4096, 8192, 512, "float32", False, False, True),
+        (4096, 8193, 512, "float32", False, False, False),
+        (64, 16384, 64, "bfloat16", False, False, True),
+        (1024, 16384, 2048, "bfloat16", False, True, False),
+    ],
+)
+def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
+    plan = plan_selection(rows, v, k, dtype, HOPPER, masked, has_lengths)
+    assert plan is not None and plan.whole == whole
 
 
 @pytest.mark.parametrize(
@@ -259,11 +292,12 @@ def test_plans(capability):
                     if plan is None:
                         assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
                         continue
-                    assert (
-                        plan.room >= min(v, k + plan.chunk(jnp.dtype(dtype).itemsize))
-                        and plan.capacity % 2 == 0
-                    )
                     itemsize = jnp.dtype(dtype).itemsize
+                    assert plan.room >= (k if plan.whole else min(v, k + plan.chunk(itemsize)))
+                    assert plan.capacity % 2 == 0
+                    if plan.whole:
+                        assert v * itemsize <= plan.threads * plan.thread_bytes - (v * itemsize % 16 > 0) * 16
+                        continue
                     a, b = plan.rank_coefficients(itemsize)
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)

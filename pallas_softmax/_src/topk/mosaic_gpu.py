@@ -89,7 +89,9 @@ def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refus
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason:
         return Refusal(reason)
-    plan = plan_selection(call.rows, call.vocab, call.k or 0, call.dtype, capability, call.masked)
+    plan = plan_selection(
+        call.rows, call.vocab, call.k or 0, call.dtype, capability, call.masked, call.lengths
+    )
     return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")
 
 

@@ -4,8 +4,9 @@ A row has a CTA or a cluster. Each CTA lists the elements of its part that may w
 
     sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> write (CTA 0 only)
 
-`select_ptx.select_program` is the kernel: it has these stages. Here is its launch, and the sort after it, in plain JAX,
-if the winners must be in order. `select_plan.py` says how rows lie over the GPU.
+`select_ptx.select_program` is the kernel: it has these stages. Short rows stay in registers (`select_row_ptx.py`). Here
+is the launch, and the sort after it, in plain JAX, if the winners must be in order. `select_plan.py` says how rows lie
+over the GPU.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import select_program
+from pallas_softmax._src.topk.select_row_ptx import program_of
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -96,7 +97,7 @@ def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) 
 
 @twin(_select_in_jax)
 def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Runs `select_program` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
+    """Runs `program_of` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
     refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
     refs |= {"list": list_smem, "scratch": scratch_smem}
@@ -104,5 +105,5 @@ def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None
     if mask_row is not None:
         refs["mask"], numbers["mask_row"] = mask_gmem, mask_row
     fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
-    program = select_program(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
+    program = program_of(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

@@ -41,6 +41,22 @@ SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners 
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
 
+# Rows in registers, on an H100 in microseconds (normal numbers), and with a list of candidates:
+#
+#                                    list   registers: 1, 128   2, 64   2, 128   4, 32   4, 64   4, 128
+#     4096 x 8,192, 2048             85.3                               69.9              88.5
+#     the same, bfloat16             71.0              52.0      54.6             78.7
+#     4096 x 8,192, 512              61.3                               58.3              76.7
+#     the same, bfloat16             41.3              42.3      46.1             69.3
+#     the same, with lengths         38.2              34.4      40.1             71.9
+#     1024 x 16,384, 1024, bfloat16  21.6                               24.6
+#     256 x 16,384, 2048, bfloat16    9.0                                8.4               8.1
+#     64 x 8,192, 512                 4.8                                4.7               4.3
+#     64 x 32,768, 2048, bfloat16     7.8                                                           8.8
+HELD_BYTES = 32_768  # of a row that a CTA holds in registers
+HELD_OF_MANY = 8_192  # elements of such a row, if there are many
+LIST_SHARE = 16  # a list is as fast for many 16-bit rows with this many elements for each winner
+
 # A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
 # LONE_THREAD_BYTES, and four for THREAD_BYTES. Fewer blocks are fewer waits.
 LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
@@ -78,9 +94,19 @@ class SelectPlan:
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
     thread_bytes: int = THREAD_BYTES  # of a block
+    whole: bool = False  # whether a CTA holds the row in registers
 
     turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
-    scratch_bytes = histogram + 4 * BUCKETS + ACCESS_BYTES
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets of a round."""
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.whole else BUCKETS
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch. Keys in no bucket have one for each lane."""
+        return self.histogram + 4 * self.buckets + 4 * LANES
 
     @property
     def threads(self) -> int:
@@ -117,13 +143,40 @@ class SelectPlan:
         return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
 
 
+def whole_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
+    """Returns a plan of rows in registers. A thread has at most `thread_bytes` of the row."""
+    return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, whole=True)
+
+
+def held_row(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) -> SelectPlan | None:
+    """Returns a plan of rows in registers, or None if a list of candidates takes less time."""
+    few = rows <= 2 * MULTIPROCESSORS
+    cut_vector = ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0  # a row may start within 16 bytes
+    row_bytes = vocab * itemsize + cut_vector
+    is_faster = few or (vocab <= HELD_OF_MANY and (itemsize == 4 or has_lengths or vocab < LIST_SHARE * k))
+    if row_bytes > HELD_BYTES or not is_faster:
+        return None
+    least = MANY_WARPGROUPS if few else 1
+    warpgroups = max(least, _power_of_two(row_bytes / (WARPGROUP * LONE_THREAD_BYTES)))
+    thread_bytes = max(LEAST_THREAD_BYTES, _power_of_two(row_bytes / (WARPGROUP * warpgroups)))
+    return whole_plan(vocab, k, warpgroups, thread_bytes)
+
+
 def plan_selection(
-    rows: int, vocab: int, k: int, dtype, capability: tuple[int, int], masked: bool = False
+    rows: int,
+    vocab: int,
+    k: int,
+    dtype,
+    capability: tuple[int, int],
+    masked: bool = False,
+    has_lengths: bool = False,
 ) -> SelectPlan | None:
     """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
+    if not masked and (held := held_row(rows, vocab, k, itemsize, has_lengths)):
+        return held
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
@@ -146,8 +199,11 @@ def plan_selection(
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
-    vectors = 1
-    while vectors < min(wanted, MAX_SAMPLE_VECTORS):
-        vectors *= 2
+    vectors = _power_of_two(min(wanted, MAX_SAMPLE_VECTORS))
     plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes)
     return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
+
+
+def _power_of_two(least: float) -> int:
+    """Returns the lowest power of two, from 1 on, that is not less than a number."""
+    return 1 << max(math.ceil(least) - 1, 0).bit_length()

@@ -1,0 +1,108 @@
+"""The kernel of `top_k` for many winners: selects the k best of each row in one read, without putting them in order.
+
+A row has a CTA or a cluster. Each CTA lists the elements of its part that may win, in shared memory:
+
+    sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> write (CTA 0 only)
+
+`select_ptx.select_program` is the kernel: it has these stages. Here is its launch, and the sort after it, in plain JAX,
+if the winners must be in order. `select_plan.py` says how rows lie over the GPU.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from exp.base.select_plan import SelectPlan
+from exp.base.select_ptx import select_program
+from pallas_softmax._src import sort_keys
+from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu.interpreter import interpret, twin
+from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.topk.xla import TopK
+
+
+def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool, fill=None) -> TopK:
+    """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
+
+    Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
+    part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
+    int32, or None. Without `sorted`, the winners are in no promised order, but in the same order in each run.
+    """
+    if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
+        kept = mask.array[mask.row(jnp.arange(len(x))), 0]
+        lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
+    fill = np.array(-np.inf, x.dtype) if fill is None else fill
+    keeps_all = mask is None and lengths is None
+    # For the sort, the kernel marks fillings with the lowest key, so that they come after winners of -inf.
+    values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
+    if not sorted:
+        return TopK(values, indices)
+    # The values come from their keys: XLA would sort bfloat16 as float32, and a NaN would lose its sign.
+    inverted_key, indices = lax.sort((~sort_keys.key(values), indices), num_keys=2)
+    key = ~inverted_key
+    if not keeps_all:
+        key = jnp.where(key == sort_keys.lowest_key(x.dtype), sort_keys.key(jnp.asarray(fill)), key)
+    return TopK(sort_keys.from_key(key, x.dtype), indices)
+
+
+def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
+    """Runs the kernel. `fill` is the value of fillings; None is the value with the lowest key."""
+    rows, vocab = x.shape
+    ctas = 1 if interpret() else plan.ctas
+
+    def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
+        row = lax.axis_index("row")
+        length = jnp.int32(vocab)
+        if lengths_gmem is not None:
+            length = lengths_gmem[row if lengths_gmem.shape[0] > 1 else 0]
+        mask_row = None if mask is None else mask.row(row)
+        part = lax.axis_index("part") if ctas > 1 else jnp.int32(0)
+        memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
+        _select(plan, fill, memory, row, part, length, mask_row)
+
+    return gpu_kernel(
+        top_k_select,
+        grid={"row": rows, "part": ctas} if ctas > 1 else {"row": rows},
+        cluster=ctas,
+        warpgroups=None if interpret() else plan.warpgroups,
+        out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
+        scratch_types={
+            "list_smem": plgpu.SMEM((2 * plan.capacity,), jnp.int32),
+            "scratch_smem": plgpu.SMEM((plan.scratch_bytes // 4,), jnp.int32),
+        },
+        name="top_k_select",
+    )(x, lengths, None if mask is None else mask.array)
+
+
+def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
+    """Like `_select`, in plain JAX: the interpreter has no inline PTX."""
+    x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
+    x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
+    kept = index < length
+    if mask_row is not None:
+        kept &= mask_gmem[mask_row]
+    key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
+    key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
+    absent = ~key == sort_keys.lowest_key(x.dtype)
+    absent, best = lax.sort((absent.astype(jnp.int32), best), num_keys=2)
+    values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
+    indices_gmem[row] = best.astype(jnp.int32)
+
+
+@twin(_select_in_jax)
+def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
+    """Runs `select_program` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
+    x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
+    refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
+    refs |= {"list": list_smem, "scratch": scratch_smem}
+    numbers = {"row": row, "part": part, "length": length}
+    if mask_row is not None:
+        refs["mask"], numbers["mask_row"] = mask_gmem, mask_row
+    fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
+    program = select_program(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
+    insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

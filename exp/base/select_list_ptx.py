@@ -1,0 +1,266 @@
+"""The lists of a selection: each CTA of a cluster has one, in shared memory. CTA 0 gathers them.
+
+An entry is a word with the sort key of an element, in its upper half if it has 16 bits, and the element's index.
+Entries are in the order of the row. So if entries tie at the last key that wins, the first of them win. An element that
+comes after a compacted list wins only if its key is greater than the least key of the list.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from exp.base.select_plan import BUCKETS, SelectPlan
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sort_keys import lowest_key
+
+ENTRY_BYTES = 8
+_LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype
+_ENTRIES = 2  # that a thread handles at once
+_TOGGLE = 64  # bytes between the two sets of `sums`
+_SYNC = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"  # also shows writes to other CTAs
+
+
+class ListProgram(CtaProgram):
+    """A program of a CTA with a list. `SelectPlan` has the layout of the scratch.
+
+    Variables: `n` is the number of entries, at most `plan.capacity`. All entries have keys of at least `floor`. Few
+    elements have keys above `greatest`, the greatest key of the sample.
+    """
+
+    def __init__(self, plan: SelectPlan, dtype):
+        super().__init__(plan.threads // LANES, plan.ctas)
+        self.plan, self.element = plan, Elements(dtype)
+        self.list, self.scratch, self.part = self.operands("u32", "list", "scratch", "part")
+        # Numbers of entries fill the lower half of a key.
+        self.unit = 1 << 16 - (plan.capacity - 1).bit_length() if self.element.halves else 1
+        self.sums, self.n = self.var(self.scratch), self.var(0, "u32")
+        self.lowest, self.highest = lowest_key(dtype), ~lowest_key(dtype)
+        self.floor, self.greatest = self.var(self.lowest, "s32"), self.var(self.highest, "s32")
+
+    def entry(self, number: Value) -> Value:
+        """Returns the address of an entry."""
+        return self.at(self.list, number, ENTRY_BYTES)
+
+    def key(self, word: Value, number: Value) -> Value:
+        """Returns the key that decides whether an entry wins, given its number times `unit`.
+
+        For 16-bit dtypes the upper half is the sort key, and the lower half falls with the number. So all keys differ,
+        and the first of several ties wins.
+        """
+        if not self.element.halves:
+            return word
+        return self.bitwise3(lambda a, b, upper: a & upper | ~b & ~upper, word, number, ~0xFFFF)
+
+    def key_at(self, sort_key: Value, lower: int) -> Value:
+        """Returns the key of an entry with this sort key, and for 16-bit dtypes with this lower half."""
+        return sort_key << 16 | lower if self.element.halves else sort_key
+
+    def visit(self, see: Callable[[Value, Value], None]) -> None:
+        """Calls see(key, number) for each entry, with its number times `unit`, and for others of the lowest key."""
+        pairs = 2 * self.plan.threads  # entries that all threads load together
+        with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
+            number = (entry * self.unit).bits("s32")
+            for first in (0, pairs):
+                words = [
+                    self.var(_LOWEST_WORD, "s32"),
+                    self.fresh("u32"),
+                    self.fresh("s32"),
+                    self.fresh("u32"),
+                ]
+                inside = entry + first < self.n if first else None
+                self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=inside)
+                words[2] = self.select(entry + (first + 1) < self.n, words[2], _LOWEST_WORD)
+                for i in (0, 1):
+                    own = number + (first + i) * self.unit
+                    see(self.key(words[2 * i], own), own)
+
+    def missing(self, number: Value) -> Value:
+        """Returns index `number`, from 0, of the ascending indices that the list lacks.
+
+        Before entry i, which has some index, the list lacks index - i of them.
+        """
+        low, high = self.var(0, "u32"), self.var(self.n)
+        with self.loop() as leave:
+            leave(low.equals(high))
+            middle = low + high >> 1
+            lacks = self.load(self.entry(middle), "u32", offset=4) - middle
+            beyond = lacks > number
+            self.set(high, middle, when=beyond)
+            self.set(low, middle + 1, when=~beyond)
+        return number + low
+
+    # --- Sums
+
+    def scan_warps(self, upto: Value) -> tuple[Value, Value]:
+        """Returns the sums over the lower warps and over all warps. A warp's summand is `upto` in its last lane."""
+        self.store(self.at(self.sums, self.warp, 4), upto, when=self.lane.equals(LANES - 1))
+        self.barrier()
+        own = self.load(self.at(self.sums, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
+        self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
+        lower = self.select(self.lane < self.warp, own, 0)
+        return self.over_lanes("add", lower), self.over_lanes("add", own)
+
+    # --- Finding a key
+
+    def find(
+        self,
+        visit: Callable[[Callable[[Value], None]], Any],
+        low: Value,
+        high: Value,
+        rank: Value,
+        enough: Value,
+    ) -> tuple[KeyRange, Value, Value]:
+        """Returns a range that contains the key of a rank (1 is the greatest) among keys from `low` to `high`.
+
+        Also returns how many keys are above the range, and how many are above it or in it. The second number is at most
+        `enough`, unless the range is a single key. visit(see) calls see(key) for each key, and maybe for lower ones.
+
+        Every key is counted, since a condition would cost three more instructions. Lower keys than `low` are counted
+        in the last bucket of the range, in buckets after it, or in bucket BUCKETS, which nothing reads. So only the
+        second number may be too large, and then the range becomes a single key.
+        """
+        keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
+        histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
+        each = BUCKETS // LANES
+
+        def one_round(bucket_of):
+            def see(key):
+                bucket, _ = bucket_of(key)
+                self.add_to(self.at(histogram, self.min(bucket, BUCKETS), 4), 1)
+
+            visit(see)
+            self.barrier()
+            with self.when(self.warp.equals(0)):
+                sums = self.load_vector(self.at(histogram, self.lane, 4 * each), "u32", each)
+                bucket, rest = bucket_that_reaches(self, sums, rank - above)
+                self.set(above, rank - rest)
+                self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
+                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)  # `n` fills the vector
+                self.clear_histogram()
+            self.barrier()
+            bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
+            self.set(above, new_above)
+            self.set(reach, new_reach)
+            return bucket
+
+        narrow(self, keys, BUCKETS, one_round, stop=lambda: reach <= enough)
+        return keys, above, reach
+
+    def clear_histogram(self) -> None:
+        """Clears the histogram, by one warp."""
+        at = self.at(self.scratch + self.plan.histogram, self.lane, ACCESS_BYTES)
+        for first in range(0, 4 * BUCKETS, LANES * ACCESS_BYTES):
+            self.store(at, 0, 0, 0, 0, offset=first)
+
+    # --- The k best
+
+    def last_key(self) -> tuple[KeyRange, Value, Value]:
+        """Returns a range with the key of the last entry that wins, and how many entries are above it, and reach it.
+
+        Exactly k entries reach the range, unless it is a single key.
+        """
+        rank, high = self.var(self.plan.k, "u32"), self.var(self.key_at(self.greatest, 0xFFFF))
+        with self.loop() as leave:
+            found, above, reach = self.find(
+                lambda see: self.visit(lambda key, _: see(self.min(key, high))),
+                self.key_at(self.floor, 0),
+                high,
+                rank,
+                rank,
+            )
+            # Keys above `high` counted as `high`. So if the range contains `high`, it may be wrong.
+            leave((found.high < high) | high.equals(MAGNITUDE))
+            self.set(high, MAGNITUDE)
+        return found, above, reach
+
+    def last_tie(self, key: Value, rank: Value) -> Value:
+        """Returns the number of the entry that is number `rank`, from 1, of the entries with this key."""
+
+        def visit(see):
+            self.visit(lambda own, number: see(self.select(own.equals(key), ~number, _LOWEST_WORD)))
+
+        found, *_ = self.find(visit, ~self.n.bits("s32"), self.var(-1, "s32"), rank, rank)
+        return ~found.least()
+
+    def compact(self, put: Callable[..., None]) -> None:
+        """Passes the k best of more than k entries to put(number, word, index, when), in the same order.
+
+        `number` is the entry's new place, not after its old one. All threads have read the entries up to there.
+        """
+        found, above, reach = self.last_key()
+        # Entries of the least key win up to number `last`.
+        least, last = found.least(), self.var(self.n.bits("s32"))
+        if not self.element.halves:
+            with self.when(reach > self.plan.k):  # rare
+                self.set(last, self.last_tie(least, self.plan.k - above))
+        kept, lower_lanes = self.var(0, "u32"), self.special("lanemask_lt")
+        with self.each(0, self.n, _ENTRIES * self.plan.threads) as first:
+            number, entries = first + self.warp * (_ENTRIES * LANES) + self.lane, []
+            of_key = (number * self.unit).bits("s32")
+            for i in range(_ENTRIES):
+                word, index = self.var(_LOWEST_WORD, "s32"), self.fresh("s32")
+                exists, offset = number + LANES * i < self.n, ENTRY_BYTES * LANES * i
+                self.load_into([word, index], self.entry(number), offset=offset, when=exists)
+                own = of_key + LANES * i * self.unit
+                key = self.key(word, own)
+                wins = key >= least
+                if not self.element.halves:
+                    wins = wins & ((key > least) | (own <= last))
+                of_warp = self.ballot(wins)
+                entries.append((word, index, wins, of_warp, self.count_ones(of_warp)))
+            lower, all_ = self.scan_warps(self.reduce("add", [count for *_, count in entries]))
+            to = kept + lower
+            for word, index, wins, of_warp, count in entries:  # now all have read their entries
+                put(to + self.count_ones(of_warp & lower_lanes), word, index, when=wins)
+                to = to + count
+            self.increase(kept, all_)
+        self.set(self.floor, self.max(self.floor, least >> 16 if self.element.halves else least))
+
+    def compact_list(self) -> None:
+        """Keeps the k best of more than k entries, and raises the floor."""
+        self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
+        self.barrier()
+        self.set(self.n, self.plan.k)
+
+    # --- The cluster
+
+    def count_lists(self) -> Value:
+        """Returns the number of entries in the list of each CTA, in the lane with its number."""
+        here, exists = self.scratch + self.plan.counts, self.lane < self.ctas
+        gathered = self.at(self.scratch + self.plan.gathered, self.lane, 4)
+        self.store(here, self.n, when=self.thread.equals(0))
+        self.sync_cluster()
+        with self.when(self.warp.equals(0)):
+            (count,) = self.of_cta(here, self.lane, "u32", when=exists)
+            self.store(gathered, count, when=exists)
+        self.barrier()
+        return self.load(gathered, "u32", when=exists, default=0)
+
+    def gather(self) -> None:
+        """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""
+        counts = self.count_lists()
+        # Lists before `appended` are in the list of CTA 0, which has `base` entries.
+        appended, base = self.var(1, "u32"), self.var(self.shuffle(counts, "idx", 0))
+        with self.loop() as leave:
+            _, upto = self.scan(self.select(self.lane >= appended, counts, 0))
+            fitting = self.count_ones(self.ballot(base + upto <= self.plan.capacity))
+            end = self.min(fitting, self.ctas)  # lists before this one are appended now
+            start = base + self.shuffle(upto, "idx", self.part) - self.n
+            with self.when((self.part >= appended) & (self.part < end)):
+                there = self.op("mapa.shared::cluster", "u32", self.entry(start), self.var(0, "u32"))
+                with self.each(self.thread, self.n, self.plan.threads) as number:
+                    entry = self.load_vector(self.entry(number), "s32", 2)
+                    self.store(self.at(there, number, ENTRY_BYTES), *entry, space="shared::cluster")
+            self += _SYNC
+            self.increase(base, self.shuffle(upto, "idx", end - 1))
+            leave(end >= self.ctas)
+            with self.when(self.part.equals(0)):
+                self.set(self.n, base)
+                self.compact_list()
+            self.set(base, self.plan.k)
+            self.set(appended, end)
+            self += _SYNC
+        self.set(self.n, base, when=self.part.equals(0))

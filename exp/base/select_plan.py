@@ -1,0 +1,153 @@
+"""How the rows of a selection lie over the GPU: `plan_selection`, a pure function of shape, dtype and device."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_softmax._src.gpu.hardware import (
+    ACCESS_BYTES,
+    FULL_CLUSTERS,
+    LANES,
+    MAX_CLUSTER,
+    RESERVED_SMEM_BYTES,
+    SMEM_BYTES,
+    WARPGROUP,
+)
+
+MAX_SELECTED = 4_096  # winners; a list for as many takes 96 KiB
+MIN_VOCAB = 2_048  # elements of a row
+
+# With few rows, each CTA has four warpgroups and a multiprocessor to itself. With more rows, a row has one CTA, and
+# four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
+# search, so more and smaller CTAs pay off. Times on an H100 in microseconds, of normal numbers, by CTAs of a row,
+# warpgroups of a CTA, and bytes of a thread in a block:
+#
+#     rows x V, k                     2, 4, 64   2, 4, 128   1, 4, 128   1, 2, 64   1, 2, 128   1, 2, 32   1, 1, 64
+#     64 x 32,768, 2048                    8.8                     8.3
+#     64 x 131,072, 2048                  16.0        15.4
+#     64 x 1,048,576, 2048               111.2        99.3
+#     the same, bfloat16                  66.1        55.6
+#     256 x 131,072, 2048                                                    61.8        55.6
+#     the same, bfloat16                                                     37.5        35.4
+#     2048 x 131,072, 2048                                                  402.9       402.5
+#     the same, bfloat16                                                    216.7                   226.4
+#     4096 x 8,192, 512                                                      61.2                   63.7       65.1
+#     the same, bfloat16                                                     49.3                              41.2
+#     4096 x 8,192, 2048, bfloat16                                           71.1                   73.8       77.3
+MULTIPROCESSORS = 132  # of an H100
+FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
+SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
+LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
+MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
+
+# A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
+# LONE_THREAD_BYTES, and four for THREAD_BYTES. Fewer blocks are fewer waits.
+LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
+MASKED_THREAD_ELEMENTS = 16  # at most; a mask takes registers for each element
+LEAST_CAPACITY = 2_048  # entries of a list, at least
+BUCKETS = 256  # of a round of `narrow`
+PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
+
+# The sample should have this many of the k best, so that it bounds them well.
+SAMPLED_WINNERS = 64
+MARGIN = 4.5  # standard deviations between the expected number of sampled winners and the rank of the bound
+MAX_SAMPLE_VECTORS = 4  # of a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectPlan:
+    """How many CTAs and threads select the winners of a row, and the room of their lists.
+
+    The CTAs of a row are a cluster. Each has a part of the row, and a list of entries of 8 bytes in shared memory. The
+    scratch starts at these bytes:
+
+        0      sums        a count of each warp; two sets, used in turn
+        128    turns       how many entries each warp appended when the warps took turns
+        192    counts      the number of entries of this CTA's list
+        256    gathered    the numbers of entries of all CTAs' lists
+        320    picked      what one warp found in the histogram, for all warps to read
+        384    extremes    two keys of each warp's part of the sample
+        512    histogram, and a word for keys that it does not have
+    """
+
+    vocab: int
+    k: int
+    ctas: int  # of a row
+    warpgroups: int  # of a CTA
+    capacity: int  # entries of a list
+    sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
+    thread_bytes: int = THREAD_BYTES  # of a block
+
+    turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
+    scratch_bytes = histogram + 4 * BUCKETS + ACCESS_BYTES
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
+
+    def chunk(self, itemsize: int) -> int:
+        """Returns the number of elements of a warp in a block."""
+        return LANES * self.thread_bytes // itemsize
+
+    @property
+    def room(self) -> int:
+        """Number of entries that a CTA lists of its part. CTA 0 of a cluster then has room for k more."""
+        return self.capacity - (self.k if self.ctas > 1 else 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        return 8 * self.capacity + self.scratch_bytes
+
+    def sampled(self, itemsize: int) -> int:
+        """Returns the number of elements of the sample."""
+        return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
+
+    def rank_coefficients(self, itemsize: int) -> tuple[float, float]:
+        """Returns (a, b): the bound of a row of n elements has the rank a / n + b in the sample.
+
+        A sample of m elements has about q = k m / n of the winners, with a standard deviation of sqrt(q). So the rank
+        should be at least q + MARGIN sqrt(q) + 1. This uses the tangent of sqrt(q) at n = `vocab`, which is linear in
+        1 / n and nowhere below sqrt(q).
+        """
+        product = self.k * self.sampled(itemsize)
+        root = math.sqrt(product / self.vocab)
+        return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
+
+
+def plan_selection(
+    rows: int, vocab: int, k: int, dtype, capability: tuple[int, int], masked: bool = False
+) -> SelectPlan | None:
+    """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
+        return None
+    cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
+    most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
+    ctas = 1 << max(most_ctas, 1).bit_length() - 1
+    if ctas == 2 and vocab <= LONE_ROW:
+        ctas = 1
+    few = rows * ctas <= MULTIPROCESSORS
+    warpgroups = MANY_WARPGROUPS if few else FEW_WARPGROUPS
+    if itemsize == 2 and not few and 3 * k <= LEAST_CAPACITY and vocab <= SHORT_ROW:
+        warpgroups = 1
+    thread_bytes = LONE_THREAD_BYTES if rows * ctas <= 2 * MULTIPROCESSORS else THREAD_BYTES
+    most = vocab * itemsize // (ctas * warpgroups * WARPGROUP)  # more would make a block longer than a part
+    while thread_bytes > max(most, LEAST_THREAD_BYTES):
+        thread_bytes //= 2
+    if masked:
+        thread_bytes = min(thread_bytes, MASKED_THREAD_ELEMENTS * itemsize)
+    # Usually, 1.3 to 2.3 k elements of a row are above the floor. There is always room for the winners and a chunk.
+    chunk = LANES * thread_bytes // itemsize
+    capacity = max(3 * k, LEAST_CAPACITY, (2 if ctas > 1 else 1) * k + chunk)
+    capacity = -(-capacity // LANES) * LANES
+    if ctas == 1:
+        capacity = min(capacity, -(-vocab // LANES) * LANES)
+    wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
+    vectors = 1
+    while vectors < min(wanted, MAX_SAMPLE_VECTORS):
+        vectors *= 2
+    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes)
+    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None

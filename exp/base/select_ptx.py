@@ -1,0 +1,377 @@
+"""Inline PTX that selects the k best elements of a row, without putting them in order, in one read of the row.
+
+    sample     of m sampled elements, about k * m / n are winners. So a sampled element of a somewhat greater rank
+               (1 is the largest) bounds the winners from below, and few more than k of all n elements reach it
+    stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`, a key that
+               is at first just below the bound
+    compact    if the list is full: keep its k best, and raise the floor to the least of them
+    gather     the other CTAs of the cluster append their lists to the list of CTA 0, and end. CTA 0 compacts if needed
+    write      CTA 0 writes the k best of the list, in the order of the indices
+
+    row        3 1 8 2 | 9 7 0 6 | 7 5 7 4      k = 3, blocks of 4, the floor is 5, room for 4 entries
+    list       8         8 9 7 6                full
+    compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
+    list                           8 9 7
+
+Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample: its floor
+is the lowest key.
+
+If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
+list. A second sweep over the whole row adds them. If the list still has fewer than k entries, the sample misled, and
+the row is streamed again with the lowest floor. CTA 0 does both alone.
+
+Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and elements outside of the
+row, get this key. If the final list has fewer than k entries, the lowest indices that it lacks fill the results. The
+result is exact for every row; rows in unusual orders take more time.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from exp.base.select_list_ptx import ENTRY_BYTES, ListProgram
+from exp.base.select_plan import PREFETCHED, SelectPlan
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
+from pallas_softmax._src.gpu.ptx.values import Value
+
+_LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
+_SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
+
+
+class SelectProgram(ListProgram):
+    """The program. Addresses: <x>, <values>, <indices>, <mask> in device memory; <list> and <scratch>.
+
+    Numbers: <row>, <part> (the CTA's number in its cluster), <length>, and with a mask <mask_row>.
+    """
+
+    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
+        super().__init__(plan, dtype)
+        self.masked, self.row = masked, self.operand("row", "u32")
+        fill_bits = -1 if fill is None else fill - (fill >> 31 << 32)
+        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # of an entry
+        itemsize = self.element.itemsize
+        self.vec = ACCESS_BYTES // itemsize
+        self.fields = 2 if self.element.halves else 4  # see `count`
+        self.loads = plan.thread_bytes // ACCESS_BYTES  # vectors of a thread in a block
+        self.block_vectors = plan.threads * self.loads
+        length = self.max(self.operand("length", "s32"), 0)
+        self.length = self.min(length, plan.vocab).bits("u32")
+        # A vector is 16 bytes. Vector 0 has the start of the row, after `lead` elements of the row before.
+        start = self.operand("x", "u64") + self.multiply_wide(self.row, plan.vocab * itemsize)
+        self.base = start & -ACCESS_BYTES
+        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
+        vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.vectors = vectors  # of the row; this CTA has those from `first` to `end`
+        self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
+        self.end = self.var(end)
+        # The vectors from `whole_from` to `whole_to` have elements of the row only.
+        self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.whole_to = self.var(self.min(self.whole_vectors(), end))
+        # The thread's first vector in a block.
+        self.thread_first = self.warp * (LANES * self.loads) + self.lane
+
+    # --- Elements
+
+    def whole_vectors(self) -> Value:
+        """Returns the number of vectors before the first one with elements beyond the row."""
+        return (self.length + self.lead) >> _log2(self.vec)
+
+    def vector(self, number: Value) -> Value:
+        """Returns the address of a vector."""
+        return self.base + self.multiply_wide(number, ACCESS_BYTES)
+
+    def index(self, vector: Value) -> Value:
+        """Returns the index in the row of the first element of a vector."""
+        return vector * self.vec - self.lead
+
+    def take_row(self) -> None:
+        """Gives the whole row to this CTA, the first of the cluster."""
+        self.set(self.end, self.vectors)
+        self.set(self.whole_to, self.whole_vectors())
+
+    def prefetch(self, at: Value, blocks: int) -> None:
+        """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
+        number = self.max((self.whole_to - at).bits("s32"), 0)
+        size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
+        self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
+
+    def read_block(self, words: list[Value], at: Value) -> None:
+        """Loads the thread's words of the block that starts at vector `at`."""
+        first = at + self.thread_first
+        address = self.vector(first)
+        with self.block() as done:
+            if not self.masked:
+                with self.when((at >= self.whole_from) & (at + self.block_vectors <= self.whole_to)):
+                    for j in range(self.loads):
+                        vector = words[4 * j : 4 * j + 4]
+                        self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
+                    done()
+            self.read_checked(words, [first + LANES * j for j in range(self.loads)])
+
+    def read_keys(self, words: list[Value], at: Value) -> None:
+        """Loads the thread's words of a block, and turns their elements into sort keys where the floor is negative.
+
+        With another floor it is not needed: the sort keys of positive elements are their bits, and the bits of negative
+        ones are below the floor, like their sort keys.
+        """
+        self.read_block(words, at)
+        kind = "s16x2" if self.element.halves else "s32"
+        with self.when(self.floor < 0):
+            for word in words:
+                self.update(word, "xor", word.bits(kind).sign().bits("s32") & self.element.flip)
+
+    def read_checked(self, words: list[Value], vectors: list[Value]) -> None:
+        """Loads vectors. Elements outside of the part, and masked ones, become the lowest key.
+
+        A vector with elements outside of the row is read element by element, since the array may end there.
+        """
+        parts = []
+        for word in words:
+            self.set(word, -1)
+        for j, vector in enumerate(vectors):
+            own, address = words[4 * j : 4 * j + 4], self.vector(vector)
+            inside, index = vector < self.end, self.index(vector)
+            is_whole = inside & (index < self.length) & (index + (self.vec - 1) < self.length)
+            self.load_into(own, address, when=is_whole, space="global")
+            parts.append((own, address, index, inside, inside & ~is_whole))
+        for own, address, index, _, is_cut in parts:  # after all whole ones, which arrive meanwhile
+            with self.when(is_cut):
+                self.read_elements(own, address, index)
+        if self.masked:
+            for own, _, index, inside, _ in parts:
+                self.mask_elements(own, index, inside)
+
+    def read_elements(self, words: list[Value], address: Value, index: Value) -> None:
+        """Loads the elements of a vector that are in the row."""
+        element, kind = self.element, "u16" if self.element.halves else "s32"
+        lowest = element.all_ones if element.halves else -1
+        found = []
+        for e in range(self.vec):
+            byte, within = e * element.itemsize, index + e < self.length
+            found.append(self.load(address, kind, offset=byte, when=within, default=lowest, space="global"))
+        if element.halves:
+            found = [self.join(found[e], found[e + 1], "s32") for e in range(0, self.vec, 2)]
+        for word, bits in zip(words, found):
+            self.set(word, bits)
+
+    def mask_elements(self, words: list[Value], index: Value, inside: Value) -> None:
+        """Turns masked elements of a vector into the lowest key."""
+        for e in range(self.vec):
+            byte = e * self.element.itemsize
+            masked = self.is_masked(index + e, inside & (index + e < self.length))
+            self.update(words[byte // 4], "or", self.element.all_ones << 8 * (byte % 4), when=masked)
+
+    def is_masked(self, index: Value, within: Value) -> Value:
+        """Returns whether the mask leaves out an element of the row."""
+        at = self.operand("mask", "u64") + self.multiply_wide(
+            self.operand("mask_row", "u32"), self.plan.vocab
+        )
+        keep = self.var(1, "u8")
+        self.load_into([keep], at + self.convert(index, "u64"), when=within, space="global")
+        return self.convert(keep, "u32").equals(0)
+
+    def sample(self) -> None:
+        """Sets the floor to just below a sampled element that few more than k elements should reach.
+
+        If many sampled elements equal that one, the floor is the element itself.
+        """
+        plan, vectors = self.plan, []
+        sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
+        # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.
+        sectors = self.whole_vectors() - self.whole_from >> _log2(_SECTOR_VECTORS)
+        words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
+        for i in range(plan.sample_vectors):
+            number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
+            first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
+            vectors.append((first | self.thread & (_SECTOR_VECTORS - 1)) + self.whole_from)
+            self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]), space="global")
+        if self.masked:
+            for i, vector in enumerate(vectors):
+                self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
+        a, b = plan.rank_coefficients(self.element.itemsize)
+        rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
+        rank = self.convert(rank, "u32")
+        keys = self.element.keys(words)
+        largest, least = self.reduce("max", keys), self.reduce("min", keys)
+        # Sets `low` to a high key that at least `rank` sampled elements reach. Each group of threads has an element
+        # that reaches the least of the groups' largest elements. So `rank` groups are enough, and larger groups give
+        # a higher key.
+        low = self.var(self.select(rank <= plan.threads, largest, least))
+        for bit in range(_log2(LANES)):
+            larger = self.shuffle(low, "bfly", 1 << bit)
+            self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
+        of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
+        lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
+        low, high = self.reduce("min", lows), self.reduce("max", highs)
+        self.set(self.greatest, high)
+        enough = rank + (rank >> 3)  # up to an eighth more, so that fewer rounds are needed
+        found, _, reach = self.find(lambda see: [see(key) for key in keys], low, high, rank, enough)
+        self.set(self.floor, found.least())
+        self.increase(self.floor, -1, when=(reach <= enough) & (self.floor > self.lowest))
+
+    def stream(self, *, ties: bool = False) -> None:
+        """Lists the elements of the part above the floor; or `ties` of the floor, until there are k entries."""
+        at, words = self.var(self.first), [self.fresh("s32") for _ in range(4 * self.loads)]
+        with self.loop() as leave:
+            leave(at >= self.end)
+            if ties:
+                leave(self.n >= self.plan.k)
+            self.read_keys(words, at)
+            before, upto = self.count(words, ties)
+            lower, added = self.scan_warps(self.total(upto))
+            with self.block() as done:
+                if not ties:
+                    with self.when(self.n + added > self.plan.room):
+                        self.append_by_warps(words, at)
+                        done()
+                self.append(words, at, self.n + lower, before, upto, ties)
+                self.increase(self.n, added)
+            self.increase(at, self.block_vectors)
+        self.barrier()
+        if ties:
+            self.update(self.n, "min", self.plan.k)
+
+    def comparisons(self, words: Sequence[Value], ties: bool, *, again: bool) -> list[Callable[[], Value]]:
+        """Returns a function for each element, which returns whether it is above the floor, or equal to it if `ties`.
+
+        `again` compares by other instructions. Otherwise ptxas keeps the results of the first time in registers.
+        """
+        halves, comparisons = self.element.halves, []
+        limit = self.floor << 16 | 0xFFFF if halves else self.floor
+        if again and not ties:
+            limit = limit + 1  # does not overflow if any element is above the limit
+        for word in words:
+            elements = [word]
+            if halves:
+                low = word << 16 if again else self.write("prmt.b32", "s32", word, 0, _LOWER_TO_UPPER)
+                elements = [x | 0xFFFF if ties else x for x in (low, word)]
+            for x in elements:
+                compare = x.equals if ties else x.__ge__ if again else x.__gt__
+                comparisons.append(functools.partial(compare, limit))
+        return comparisons
+
+    def count(self, words: Sequence[Value], ties: bool = False) -> tuple[list[Value], list[Value]]:
+        """Returns how many elements are above the floor, or equal to it if `ties`: in lower lanes, and up to this lane.
+
+        The numbers have `fields` fields for as many vectors of a thread: 4 with 8 bits, or 2 with 16 bits.
+        """
+        counts = [self.var(0, "u32") for _ in range(-(-self.loads // self.fields))]
+        for j in range(self.loads):
+            one = 1 << j % self.fields * (32 // self.fields)
+            for compare in self.comparisons(words[4 * j : 4 * j + 4], ties, again=False):
+                self.increase(counts[j // self.fields], one, when=compare())
+        before, upto = zip(*map(self.scan, counts))
+        return [*before], [*upto]
+
+    def field(self, counts: list[Value], j: int) -> Value:
+        """Returns the field of vector j."""
+        number, (i, j) = self.fields, divmod(j, self.fields)
+        bits = 32 // number
+        shifted = counts[i] >> bits * j if j else counts[i]
+        return shifted & ((1 << bits) - 1) if j < number - 1 else shifted
+
+    def total(self, counts: list[Value]) -> Value:
+        """Returns the sum of all fields."""
+        return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
+
+    def append(self, words, at: Value, n: Value, before, upto, ties: bool = False) -> None:
+        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k.
+
+        `before` and `upto` are the results of `count`.
+        """
+        of_warp = [self.shuffle(counts, "idx", LANES - 1) for counts in upto]
+        own = [a - b for a, b in zip(upto, before)]
+        first, end = self.index(at + self.thread_first), self.list + ENTRY_BYTES * self.plan.k
+        for j in range(self.loads):
+            entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
+            with self.when(self.field(own, j).differs(0)):
+                vector = words[4 * j : 4 * j + 4]
+                elements = [
+                    x for word in vector for x in ((word << 16, word) if self.element.halves else (word,))
+                ]
+                for i, (word, compare) in enumerate(
+                    zip(elements, self.comparisons(vector, ties, again=True))
+                ):
+                    is_listed = compare()
+                    self.store(entry, word, index + i, when=is_listed & (entry < end) if ties else is_listed)
+                    self.increase(entry, ENTRY_BYTES, when=is_listed)
+            n = n + self.field(of_warp, j)
+
+    def append_by_warps(self, words, at: Value) -> None:
+        """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
+        with self.each(0, self.warps) as turn:
+            of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
+            with self.when(self.n > self.plan.room - self.plan.chunk(self.element.itemsize)):
+                self.compact_list()
+                self.read_keys(words, at)  # again, since registers are few
+            with self.when(self.warp.equals(turn)):
+                before, upto = self.count(words)
+                self.append(words, at, self.n, before, upto)
+                self.store(of_turn, self.total(upto), when=self.lane.equals(LANES - 1))
+            self.barrier()
+            self.increase(self.n, self.load(of_turn, "u32"))
+
+    # --- The results
+
+    def write_results(self) -> None:
+        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
+        k, itemsize = self.plan.k, self.element.itemsize
+        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
+        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
+
+        def put(number, word, index, when=None):
+            # The key of a key has the bits of the element.
+            bits = self.element.key(word >> 16 if self.element.halves else word)
+            value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
+            self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
+            self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
+
+        with self.block() as done:
+            with self.when(self.n > k):
+                self.compact(put)
+                done()
+            with self.each(self.thread, self.n, self.plan.threads) as number:
+                put(number, *self.load_vector(self.entry(number), "s32", 2))
+            with self.each(self.n + self.thread, k, self.plan.threads) as number:
+                index = self.missing(number - self.n)
+                put(number, self.var(self.fill_word, "s32"), index)
+
+
+@functools.lru_cache(maxsize=16)
+def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program of the kernel, with the stages in their order; the top of this file explains them.
+
+    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
+    """
+    p = SelectProgram(plan, dtype, masked, fill)
+    if not masked:
+        p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
+    with p.when(p.warp.equals(0)):
+        p.clear_histogram()
+    p.barrier()
+    with p.when(p.length > plan.capacity):
+        p.sample()
+    gathered = p.var(False, "pred")
+    with p.loop() as leave:  # usually one turn
+        p.stream()
+        if plan.ctas > 1:
+            with p.when(~gathered):
+                p.gather()
+            p.set(gathered, True)
+            leave(p.part.differs(0))
+            p.take_row()
+        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
+        p.stream(ties=True)
+        leave(p.n >= plan.k)
+        p.set(p.floor, p.lowest)  # the bound was too high
+        p.set(p.n, 0)
+    with p.when(p.part.equals(0)):
+        p.write_results()
+    return p
+
+
+def _log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1

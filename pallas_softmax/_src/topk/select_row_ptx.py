@@ -1,0 +1,301 @@
+"""The selection from a row that a CTA holds in registers. It finds the last winner exactly, without a sample.
+
+    read      the thread's words, as distances of keys from the highest key: the best element is at the least distance
+    search    a histogram of distances finds the limit, the distance that k elements reach. The next round divides its
+              bucket. Usually 16-bit rows take one round, and float32 rows take two
+    ties      if more than k elements reach the limit: counts of ties in each vector find the vector with the last tie
+              that wins
+    list      the winners, from the bits that each thread has of its elements, in the order of threads
+    write     the list, four winners of a thread at once
+
+A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
+of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no
+search.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
+from pallas_softmax._src.topk.select_plan import SelectPlan
+from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
+
+_UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
+# Distances of the first round, at most: 8 binades.
+_GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
+
+
+class RowProgram(SelectProgram):
+    """The program. Elements at a distance below `limit` win, and the first `ties` of those at it."""
+
+    def __init__(self, plan: SelectPlan, dtype, fill: int | None):
+        super().__init__(plan, dtype, False, fill)
+        self.histogram, self.each_thread = self.scratch + plan.histogram, plan.buckets // plan.threads
+        self.highest_distance = self.element.all_ones
+        # A short row has fewer vectors in each thread, not fewer threads.
+        used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        # The shuffle hides a constant from ptxas. It would compute too much ahead, in registers that other CTAs need.
+        self.used = self.shuffle(used, "idx", 0)
+        self.thread_first = self.warp * (self.used * LANES) + self.lane
+        self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
+        self.pair = "u16x2" if self.element.halves else "u32"
+
+    def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
+        """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
+        first = self.shuffle(self.thread_first, "bfly", 0)  # the same number, hidden like `used`
+        for j in range(self.loads):
+            with self.when(self.used > j):
+                yield words[4 * j : 4 * j + 4], first + LANES * j
+
+    def read_row(self) -> list[Value]:
+        """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
+        words = [self.fresh("s32") for _ in range(4 * self.loads)]
+        vectors = [self.thread_first + LANES * j for j in range(self.loads)]
+        for word in words:
+            self.set(word, -1)
+        whole = self.max((self.whole_to - self.whole_from).bits("s32"), 0).bits("u32")
+        for j, vector in enumerate(vectors):
+            is_whole = (self.used > j) & (vector - self.whole_from < whole)
+            self.load_into(words[4 * j : 4 * j + 4], self.vector(vector), when=is_whole, space="global")
+        with self.when(whole.differs(self.vectors)):
+            for own, vector in self.vectors_of(words):
+                with self.when((vector - self.whole_from >= whole) & (vector < self.vectors)):
+                    self.read_elements(own, self.vector(vector), self.index(vector))
+        for word in words:
+            sign = word.bits("s16x2" if self.element.halves else "s32").sign().bits("s32")
+            self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
+        return words
+
+    def own_buckets(self) -> Value:
+        """Returns the address of the thread's buckets."""
+        return self.at(self.histogram, self.thread, 4 * self.each_thread)
+
+    def clear(self) -> None:
+        """Clears the thread's buckets."""
+        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
+            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
+
+    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
+        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
+
+        The first three are of no use if the last is less than the rank. Clears the histogram.
+        """
+
+        def own():
+            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
+
+        before, upto = self.scan(self.reduce("add", own()))
+        lower, total = self.scan_warps(upto)
+        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
+        with self.when((start < rank) & (rank <= lower + upto)):
+            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
+            for count in own():
+                self.increase(upto, count)
+                self.set(start, upto, when=upto < rank)
+                self.increase(bucket, 1, when=upto < rank)
+            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
+            self.store(picked, bucket, rest, inside, 0)
+        self.clear()
+        self.barrier()
+        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
+        return bucket, rest, inside, total
+
+    def search(self, words: list[Value]) -> None:
+        """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
+
+        A round counts the elements in buckets of 2^shift distances from `low` on. Elements beyond the buckets are
+        counted in words of their lanes, which nothing reads. Better elements than `low` are at greater distances than
+        the others, since distances wrap around.
+        """
+        highest, halves, pair = self.highest_distance, self.element.halves, self.pair
+        # The range of some elements decides on the first buckets.
+        best = self.reduce("min", [word.bits(pair) for word in words]).bits("u32")
+        worst = self.reduce("max", [word.bits(pair) for word in words[::4]]).bits("u32")
+        if halves:
+            best, worst = self.min(best & 0xFFFF, best >> 16), self.max(worst & 0xFFFF, worst >> 16)
+        of_warp = [self.over_lanes("min", best), self.over_lanes("max", worst)]
+        bests, worsts = self.of_warps(of_warp, self.scratch + self.plan.extremes, lane=0)
+        low = self.var(self.reduce("min", bests))
+        extent = self.var(self.reduce("max", worsts) - low)
+        # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
+        self.update(extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * self.plan.k // 4)
+        log2_buckets = self.plan.buckets.bit_length() - 1
+
+        def shift_of(extent):
+            return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+
+        shift, rank, few = self.var(shift_of(extent)), self.var(self.plan.k, "u32"), self.var(False, "pred")
+        with self.loop() as leave:
+            self.count_buckets(words, low, shift, few, extent)
+            bucket, rest, inside, total = self.pick(rank)
+            with self.block() as done:
+                with self.when(total < rank):  # at most in the first round
+                    self.update(rank, "sub", total)
+                    self.increase(low, self.var(self.plan.buckets, "u32") << shift)
+                    self.set(shift, shift_of(highest - low))
+                    done()
+                self.set(rank, rest)
+                self.increase(low, bucket << shift)
+                all_win = inside.equals(rank)
+                leave(all_win | shift.equals(0))
+                self.set(extent, (self.var(1, "u32") << shift) - 1)
+                self.set(few, inside < LANES)
+                self.set(shift, self.max((shift - log2_buckets).bits("s32"), 0).bits("u32"))
+        with self.when(all_win):
+            self.set(rank, 0)
+            self.increase(low, self.var(1, "u32") << shift)
+        self.set(self.limit, low)
+        self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
+
+    def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
+        """Adds the elements to the histogram; if they are few, those up to the distance `extent` from `low`."""
+        minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
+        minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
+        for skips in (True, False):
+            with self.when(few if skips else ~few):
+                for own, _ in self.vectors_of(words):
+                    with self.block() as done:
+                        far = [self.op("add", self.pair, word.bits(self.pair), minus) for word in own]
+                        if skips:
+                            least = self.reduce("min", far).bits("u32")
+                            if self.element.halves:
+                                least = self.min(least & 0xFFFF, least >> 16)
+                            done(least > extent)
+                        for x in far:
+                            x = x.bits("u32")
+                            for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
+                                bucket = self.min(distance >> shift, others)
+                                self.add_to(self.at(self.histogram, bucket, 4), 1)
+        self.barrier()
+
+    def distances(self, words: list[Value]) -> Iterator[Value]:
+        """Yields the distance of each element of the words, or its key; other bits are below 16-bit ones."""
+        for word in words:
+            if self.element.halves:
+                yield (word << 16).bits("u32")
+            yield word.bits("u32")
+
+    def bits_of(self, words: list[Value], relation: str) -> list[Value]:
+        """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
+        bits = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
+        limit = self.limit << 16 | (0xFFFF if relation == "le" else 0) if self.element.halves else self.limit
+        for j, (own, _) in enumerate(self.vectors_of(words)):
+            for i, distance in enumerate(self.distances(own)):
+                word, bit = divmod(j * self.vec + i, LANES)
+                self.update(bits[word], "or", 1 << bit, when=self.compare(distance, relation, limit))
+        return bits
+
+    def first_ties(self, words: list[Value], winners: list[Value]) -> None:
+        """Adds the first ties at the limit to the winners."""
+        ties = [upto ^ below for upto, below in zip(self.bits_of(words, "le"), winners)]
+        fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
+        masks = [((1 << self.vec) - 1) << bit for _, bit in fields]
+        for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
+            self.store(self.at(self.histogram, vector, 4), self.count_ones(ties[word] & mask))
+        self.barrier()
+        cut, rest, *_ = self.pick(self.ties)
+        for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
+            self.update(ties[word], "and", 0xFFFFFFFF ^ mask, when=vector > cut)
+            with self.when(vector.equals(cut)):
+                with self.loop() as leave:
+                    own = ties[word] & mask
+                    leave(self.count_ones(own) <= rest)
+                    self.update(ties[word], "xor", self.var(1, "u32") << self.highest_bit(own))
+        for own, more in zip(winners, ties):
+            self.update(own, "or", more)
+
+    def list_winners(self, words: list[Value], winners: list[Value]) -> None:
+        """Lists the winners, in the order of threads."""
+        before, upto = self.scan(self.reduce("add", [self.count_ones(bits) for bits in winners]))
+        lower, added = self.scan_warps(upto)
+        entry = self.var(self.entry(lower + before))
+        for word in words:
+            self.update(word, "xor", self.element.flip)  # the key
+        for j, (own, vector) in enumerate(self.vectors_of(words)):
+            index = self.index(vector)
+            for i, key in enumerate(self.distances(own)):
+                word, bit = divmod(j * self.vec + i, LANES)
+                wins = (winners[word] & 1 << bit).differs(0)
+                self.store(entry, key, index + i, when=wins)
+                self.increase(entry, ENTRY_BYTES, when=wins)
+        self.set(self.n, added)
+        self.barrier()
+
+    def select_row(self) -> None:
+        """Lists the winners."""
+        self.clear()
+        words = self.read_row()
+        with self.when(self.length > self.plan.k):
+            self.search(words)
+        winners = self.bits_of(words, "lt")
+        with self.when(self.ties > 0):
+            self.first_ties(words, winners)
+        self.list_winners(words, winners)
+        with self.when(self.n < self.plan.k):
+            self.fill_list()
+
+    def fill_list(self) -> None:
+        """Fills the list up to k entries, by the lowest indices that it lacks."""
+        k = self.plan.k
+        with self.each(self.n + self.thread, k, self.plan.threads) as number:
+            self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
+        with self.when(self.n.differs(self.length)):
+            with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
+                index = self.load(self.entry(number), "u32", offset=4)
+                bit = self.var(1, "u32") << (index & (LANES - 1))
+                self.add_to(self.at(self.histogram, index >> 5, 4), bit)
+            self.barrier()
+            words = self.load_vector(self.own_buckets(), "u32", self.each_thread)
+            before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
+            lower, _ = self.scan_warps(upto)
+            number = self.var(self.n + lower + before)
+            index = self.var(self.thread * (LANES * self.each_thread))
+            for word in words:
+                with self.each(0, LANES) as bit:
+                    lacks = (word >> bit & 1).equals(0) & (number < k)
+                    self.store(self.entry(number), index, offset=4, when=lacks)
+                    self.increase(number, 1, when=lacks)
+                    self.increase(index, 1)
+        self.set(self.n, k)
+        self.barrier()
+
+    def elements(self, keys: list[Value]) -> list[Value]:
+        """Returns elements, given words of their keys."""
+        kind = "s16x2" if self.element.halves else "s32"
+        return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
+
+    def write_list(self) -> None:
+        """Writes the values and indices of a list of k entries."""
+        k, itemsize = self.plan.k, self.element.itemsize
+        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
+        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
+        width = math.gcd(k, 4)  # entries of a thread at once
+        with self.each(self.thread * width, k, self.plan.threads * width) as number:
+            entries = self.load_vector(self.entry(number), "s32", 2 * width)
+            words = entries[::2]
+            if self.element.halves and width > 1:
+                pairs = zip(words[::2], words[1::2])
+                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
+            elif self.element.halves:
+                (word,) = self.elements(words)
+                bits = [self.convert(word.bits("u32") >> 16, "u16")]
+            else:
+                bits = self.elements(words)
+            self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
+            self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program of a plan."""
+    if not plan.whole:
+        return select_program(plan, dtype, masked, fill)
+    p = RowProgram(plan, dtype, fill)
+    p.select_row()
+    p.write_list()
+    return p
