@@ -235,10 +235,9 @@ def _draw(mass: jax.Array, noise: jax.Array) -> jax.Array:
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
-    index = position[..., None]
-    if a.ndim == index.ndim:
-        return jnp.take_along_axis(a, index, -1)[..., 0]
-    return jnp.take_along_axis(a, index[..., None], -2)[..., 0, :]
+    axis = position.ndim
+    index = jnp.expand_dims(position, tuple(range(axis, a.ndim)))
+    return jnp.squeeze(jnp.take_along_axis(a, index, axis, mode="promise_in_bounds"), axis)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
@@ -251,7 +250,7 @@ def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
         return jnp.max(jnp.where(at_draft, a, nothing), -1)
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
-    picked = jnp.take_along_axis(a, index, -1)[..., 0]
+    picked = jnp.take_along_axis(a, index, -1, mode="promise_in_bounds")[..., 0]
     return jnp.where(_is_token(drafts, a), picked, nothing)
 
 

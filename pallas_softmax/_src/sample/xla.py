@@ -143,7 +143,7 @@ def draw_by_mass(mass, noise):
         return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
 
     chunk = winner(jnp.sum(chunks, -1), noise[..., :count])
-    masses = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :]
+    masses = jnp.take_along_axis(chunks, chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
     index = chunk * size + winner(masses, noise[..., count:])
     return jnp.where(jnp.max(masses, -1, keepdims=True) > 0, index, -1)
 
