@@ -27,8 +27,8 @@ from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import each_key
 from pallas_softmax._src.sample.operation import DRAW_BY_MASS
-from pallas_softmax._src.sample.rows import Cutoff, as_float
-from pallas_softmax._src.sample.xla import filtered, noise_of_mass
+from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
+from pallas_softmax._src.sample.xla import noise_of_mass
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -100,23 +100,23 @@ def verify(
     drafts, x, log_q = _checked(draft_tokens, logits, draft_log_probs)
     drafts = jnp.pad(drafts, [(0, 0)] * (drafts.ndim - 1) + [(0, 1)], constant_values=-1)
     where = None if where is None else arguments.mask("verify", where, x.shape)
-    batch, positions = x.shape[:-2], x.shape[-2]
+    batch, length = x.shape[:-2], x.shape[-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
     target = _Target.of(x, where, given, implementation)
     dtype = target.cut.logsumexp.dtype
-    noise = _noise(key, batch, positions + noise_of_mass(x.shape[-1]), dtype)
+    noise = _noise(key, batch, length + noise_of_mass(x.shape[-1]), dtype)
 
-    log_u = -jnp.exp(-noise[..., :positions])  # u is uniform in (0, 1)
+    log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
     log_p, draft_log_q = target.log_p_of(drafts), _log_q_of(drafts, log_q, dtype)
     is_accepted = (draft_log_q > -jnp.inf) & (log_u + draft_log_q < log_p)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
-    accepted = jnp.min(jnp.where(is_accepted, positions, position), -1)  # the last one is no draft
+    accepted = jnp.min(jnp.where(is_accepted, length, position), -1)  # the last one is no draft
 
     draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
     left = _left(target.p_at(accepted), draft, draft_log_q, log_q, accepted)
-    new = _draw(left, noise[..., positions:])
+    new = _draw(left, noise[..., length:])
     # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
     new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
@@ -146,9 +146,12 @@ class _Target(NamedTuple):
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
-        log_p = filtered(self.logits, self.where, self.temperature, self.cut, indices=indices)
+        indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
+        kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
-        return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
+        scale = jnp.where(greedy, 0, 1 / self.temperature)  # products are faster than quotients
+        normalizer = jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
+        return jnp.where(kept, as_float(self.logits) * scale - normalizer, -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
         """Returns log p of each draft (..., S + 1); -inf for a draft that is no token."""
