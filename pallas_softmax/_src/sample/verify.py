@@ -115,8 +115,12 @@ def verify(
     accepted = jnp.min(jnp.where(is_accepted, length, position), -1)  # the last one is no draft
 
     draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
-    left = _left(target.p_at(accepted), draft, draft_log_q, log_q, accepted)
-    new = _draw(left, noise[..., length:])
+    # XLA would store masses that it computes once and uses twice. The barrier hides that both are equal.
+    left, again = (
+        _left(target.p_at(at), draft, draft_log_q, log_q, at)
+        for at in (accepted, lax.optimization_barrier(accepted))
+    )
+    new = _draw(left, again, noise[..., length:])
     # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
     new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
@@ -227,13 +231,11 @@ def _left(
     return jnp.where(draft_log_q[..., None] > -jnp.inf, jnp.maximum(p - q, 0), p)
 
 
-def _draw(mass: jax.Array, noise: jax.Array) -> jax.Array:
+def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
     """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
-    per_row = [("key", noise)]
-    call, (mass, _, noise) = arguments.last_axis(
-        DRAW_BY_MASS, "verify", mass, mass.ndim - 1, None, None, per_row
-    )
-    return as_rows(choose_plain(call), mass, noise)[..., 0]
+    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1
+    call, (mass, _, *others) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
+    return as_rows(choose_plain(call), mass, *others)[..., 0]
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
