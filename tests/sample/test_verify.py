@@ -72,10 +72,9 @@ def test_chosen_drafts_are_accepted_with_their_probability(draft):
     assert chi_square(new[others], p[others] / (1 - p[draft])) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "given",
-    [{"top_k": 1}, slow({"where": np.arange(V) == 2}), slow({"min_p": 1.0, "temperature": 3})],
-    ids=str,
+    "given", [{"top_k": 1}, {"where": np.arange(V) == 2}, {"min_p": 1.0, "temperature": 3}], ids=str
 )
 def test_chosen_drafts_of_probability_1_and_0(given):
     """The only token that is kept is always accepted; a draft that is not kept never is."""
@@ -87,6 +86,7 @@ def test_chosen_drafts_of_probability_1_and_0(given):
         assert (tokens == np.array([2, 2 if draft == 2 else -1])).all()
 
 
+@pytest.mark.slow
 def test_a_rejected_draft_is_kept_if_nothing_is_left():
     """Here q is greater than p everywhere, as it may be by rounding."""
     keys, x = jax.random.split(KEY, 100), np.broadcast_to(TARGET, (100, S + 1, V))
@@ -97,8 +97,9 @@ def test_a_rejected_draft_is_kept_if_nothing_is_left():
     np.testing.assert_array_equal(tokens[:, :S], np.where(np.arange(S) <= accepted[:, None], drafts, -1))
 
 
-@pytest.mark.parametrize("v", [1003, slow(256), slow(257), slow(512)])
-@pytest.mark.parametrize("drawn", [False, slow(True)], ids=["chosen", "drawn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("v", [1003, 256, 257, 512])
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_rows_of_several_chunks(v, drawn):
     """A token is drawn as a chunk and a place in it. Masses vary between chunks and within them."""
     rows, rng = 3000, np.random.default_rng(1)
