@@ -131,7 +131,7 @@ class _Target(NamedTuple):
       logits: as passed.
       where: as passed; or None.
       temperature: of each position.
-      cut: what the filters keep. For 16-bit floats, its key is that of float32.
+      cut: what the filters keep. For 16-bit floats, its key belongs to float32.
     """
 
     logits: jax.Array
@@ -150,7 +150,7 @@ class _Target(NamedTuple):
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
-        # From 16-bit floats, XLA on a GPU would store the gathered row, if their bits were used beside their values.
+        # If 16-bit rows were used as bits and as values, XLA would store them on a GPU.
         x = as_float(self.logits) if self.logits.dtype in _NARROW else self.logits
         kept = is_kept(x, self.where, self.cut.key, self.cut.index, indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)

@@ -126,7 +126,7 @@ def noise_of_mass(vocab):
 def draw_by_mass(mass, noise):
     """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
 
-    Each of the two is a draw like that of `jax.random.categorical`. So a row of V needs about the square root of V
+    Both steps draw as `jax.random.categorical` does. So a row of V needs about the square root of V
     numbers of noise, and nothing of its size is stored.
 
     Args:
