@@ -145,10 +145,10 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     return _winner_of_shards(logits, drawn, has_draw, noise, _largest(logits, where), d, temperature, row)[:2]
 
 
-def draw_by_mass_on_mesh(run_shard, mass, noise, *, mesh_axes):
+def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
     """Returns the result of `xla.draw_by_mass`; the masses are this device's shard. Devices exchange the shards."""
-    del run_shard  # there is no kernel
-    return on_whole_rows(mesh_axes, draw_by_mass, mass, noise)
+    del run_shard, again  # there is no kernel, and XLA stores what is exchanged
+    return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
 def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: Row):

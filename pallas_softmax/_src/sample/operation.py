@@ -77,7 +77,7 @@ DRAW = RowOperation(  # for noise that no words describe (`noise.has_words`)
 )
 DRAW_BY_MASS = RowOperation(  # for `verify`
     name="draw_by_mass",
-    arguments=(ROW, PER_ROW),  # masses, noise
+    arguments=(ROW, ROW, PER_ROW),  # masses, the same masses, noise
     results=PER_ROW,
     result_names=("indices",),
     plain=xla.draw_by_mass,

@@ -20,7 +20,7 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
-from pallas_softmax._src import arguments, sort_keys
+from pallas_softmax._src import arguments
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.vmap import as_rows
@@ -31,7 +31,6 @@ from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
 from pallas_softmax._src.sample.xla import noise_of_mass
 
 _INT32_MAX = np.iinfo(np.int32).max
-_NARROW = (jnp.bfloat16, jnp.float16)
 
 
 class Verified(NamedTuple):
@@ -116,8 +115,12 @@ def verify(
     accepted = jnp.min(jnp.where(is_accepted, length, position), -1)  # the last one is no draft
 
     draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
-    left = _left(target.p_at(accepted), draft, draft_log_q, log_q, accepted)
-    new = _draw(left, noise[..., length:])
+    # XLA would store masses that it computes once and uses twice. The barrier hides that both are equal.
+    left, again = (
+        _left(target.p_at(at), draft, draft_log_q, log_q, at)
+        for at in (accepted, lax.optimization_barrier(accepted))
+    )
+    new = _draw(left, again, noise[..., length:])
     # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
     new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
@@ -131,7 +134,7 @@ class _Target(NamedTuple):
       logits: as passed.
       where: as passed; or None.
       temperature: of each position.
-      cut: what the filters keep. For 16-bit floats, its key belongs to float32.
+      cut: what the filters keep.
     """
 
     logits: jax.Array
@@ -143,20 +146,16 @@ class _Target(NamedTuple):
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
         rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
-        if x.dtype in _NARROW:
-            rows = rows._replace(cut=rows.cut._replace(key=sort_keys.widened_key(rows.cut.key, x.dtype)))
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
-        # If 16-bit rows were used as bits and as values, XLA would store them on a GPU.
-        x = as_float(self.logits) if self.logits.dtype in _NARROW else self.logits
-        kept = is_kept(x, self.where, self.cut.key, self.cut.index, indices)
+        kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
         scale = jnp.where(greedy, 0, 1 / self.temperature)  # products are faster than quotients
         normalizer = jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
-        return jnp.where(kept, as_float(x) * scale - normalizer, -jnp.inf)
+        return jnp.where(kept, as_float(self.logits) * scale - normalizer, -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
         """Returns log p of each draft (..., S + 1); -inf for a draft that is no token."""
@@ -232,11 +231,11 @@ def _left(
     return jnp.where(draft_log_q[..., None] > -jnp.inf, jnp.maximum(p - q, 0), p)
 
 
-def _draw(mass: jax.Array, noise: jax.Array) -> jax.Array:
+def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
     """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
-    named, axis = [("key", noise)], mass.ndim - 1
-    call, (mass, _, noise) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
-    return as_rows(choose_plain(call), mass, noise)[..., 0]
+    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1
+    call, (mass, _, *others) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
+    return as_rows(choose_plain(call), mass, *others)[..., 0]
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:

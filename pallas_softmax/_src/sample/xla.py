@@ -123,7 +123,7 @@ def noise_of_mass(vocab):
     return sum(chunks_of(vocab))
 
 
-def draw_by_mass(mass, noise):
+def draw_by_mass(mass, again, noise):
     """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
 
     Both steps draw as `jax.random.categorical` does. So a row of V needs about the square root of V
@@ -131,19 +131,19 @@ def draw_by_mass(mass, noise):
 
     Args:
       mass: (..., V), floating, at least 0.
+      again: the same numbers. If the caller computes them a second time, XLA stores neither of the two.
       noise: (..., noise_of_mass(V)), Gumbel numbers of the same dtype.
 
     Returns:
       (..., 1), int32. -1 in a row with NaN, or with no positive mass.
     """
-    chunks = in_chunks(mass)
-    count, size = chunks.shape[-2:]
+    count, size = chunks_of(mass.shape[-1])
 
     def winner(mass, noise):
         return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
 
-    chunk = winner(jnp.sum(chunks, -1), noise[..., :count])
-    masses = jnp.take_along_axis(chunks, chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
+    chunk = winner(jnp.sum(in_chunks(mass), -1), noise[..., :count])
+    masses = jnp.take_along_axis(in_chunks(again), chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
     index = chunk * size + winner(masses, noise[..., count:])
     return jnp.where(jnp.max(masses, -1, keepdims=True) > 0, index, -1)
 
