@@ -47,6 +47,7 @@ class Step:
     seed: int
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def inputs(step: Step) -> dict[str, jax.Array]:
     """Returns the drafts, the target's logits, and the log-probabilities of the drafts."""
     keys = jax.random.split(jax.random.key(step.seed), 3)

@@ -59,13 +59,67 @@ def test_all_drafts_of_the_target_itself_are_accepted():
     assert (np.asarray(tokens) >= 0).all(-1)[np.asarray(accepted) == S].all()
 
 
-def test_chosen_drafts_are_accepted_where_sample_draws_them():
-    drawn = ps.sample(KEY, TARGET).indices
-    for wrong in range(S + 1):
-        drafts = drawn[:-1].at[wrong:].add(1) % V
-        tokens, accepted = verify(KEY, drafts, TARGET)
-        assert accepted == wrong
-        np.testing.assert_array_equal(tokens, jnp.where(jnp.arange(S + 1) <= wrong, drawn, -1))
+@pytest.mark.parametrize("draft", [0, slow(1), slow(2)])
+def test_chosen_drafts_are_accepted_with_their_probability(draft):
+    """In the place of a rejected draft is never the draft, but a draw from the others."""
+    rows, p = 4000, np.asarray(jax.nn.softmax(TARGET[0]), np.float64)
+    x, drafts = np.broadcast_to(TARGET[:2], (rows, 2, V)), np.full((rows, 1), draft)
+    tokens, accepted = (np.asarray(a) for a in verify(KEY, drafts, x))
+    assert chi_square(np.bincount(accepted, minlength=2), np.array([1 - p[draft], p[draft]])) < 5
+    new = np.bincount(tokens[accepted == 0, 0], minlength=V)
+    assert new[draft] == 0
+    others = np.arange(V) != draft
+    assert chi_square(new[others], p[others] / (1 - p[draft])) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [{"top_k": 1}, {"where": np.arange(V) == 2}, {"min_p": 1.0, "temperature": 3}], ids=str
+)
+def test_chosen_drafts_of_probability_1_and_0(given):
+    """The only token that is kept is always accepted; a draft that is not kept never is."""
+    target, rows = np.where(np.arange(V) == 2, TARGET.max() + 1, TARGET[:2]), 2000
+    x = np.broadcast_to(target, (rows, 2, V))
+    for draft in range(V):
+        tokens, accepted = verify(KEY, np.full((rows, 1), draft), x, **given)
+        assert (accepted == (draft == 2)).all()
+        assert (tokens == np.array([2, 2 if draft == 2 else -1])).all()
+
+
+@pytest.mark.slow
+def test_a_rejected_draft_is_kept_if_nothing_is_left():
+    """Here q is greater than p everywhere, as it may be by rounding."""
+    keys, x = jax.random.split(KEY, 100), np.broadcast_to(TARGET, (100, S + 1, V))
+    q = np.broadcast_to(jax.nn.log_softmax(TARGET[:-1]) + 1, (100, S, V))
+    drafts = np.arange(100 * S).reshape(100, S) % V
+    tokens, accepted = (np.asarray(a) for a in verify(keys, drafts, x, q))
+    assert {0, 1, 2} <= set(accepted)
+    np.testing.assert_array_equal(tokens[:, :S], np.where(np.arange(S) <= accepted[:, None], drafts, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("v", [1003, 256, 257, 512])
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_rows_of_several_chunks(v, drawn):
+    """A token is drawn as a chunk and a place in it. Masses vary between chunks and within them."""
+    rows, rng = 3000, np.random.default_rng(1)
+    chunks = np.repeat(rng.standard_normal(-(-v // 16)), 16)[:v]
+    target = (2 * chunks + 2 * rng.standard_normal(v)).astype(np.float32)
+    p = np.asarray(jax.nn.softmax(target), np.float64)
+    p /= p.sum()
+    q = 0.5 * p + 0.5 / v
+    x = np.broadcast_to(target, (rows, 2, v))
+    if drawn:
+        drafts = rng.choice(v, (rows, 1), p=q)
+        tokens, _ = verify(KEY, drafts, x, np.broadcast_to(np.log(q), (rows, 1, v)))
+    else:
+        tokens, _ = verify(KEY, np.full((rows, 1), p.argmax()), x)
+    # the tokens of small p in groups, by chunks of 256 and by their places in them
+    small = p < 5 / rows
+    group = np.where(small, v + np.arange(v) // 256 * 8 + np.arange(v) % 256 // 32, np.arange(v))
+    expected = np.bincount(group, p)
+    counts = np.bincount(group[np.asarray(tokens)[:, 0]], minlength=len(expected))
+    assert chi_square(counts[expected > 0], expected[expected > 0]) < 5
 
 
 @pytest.mark.parametrize("q", [slow(None), LOG_Q], ids=["chosen", "drawn"])
@@ -173,13 +227,11 @@ def test_a_setting_of_the_noise_makes_another_program():
     changed = jax.config.jax_high_dynamic_range_gumbel
     try:
         jax.config.update("jax_high_dynamic_range_gumbel", not changed)
-        after = verify(keys, drafts, x)
-        each = jax.vmap(lambda key: jax.random.split(key, S + 1))(keys)
-        drawn = jax.vmap(jax.vmap(jax.random.categorical))(each, x)
+        after, again = (f(keys, drafts, x).tokens for f in (verify, jax.jit(verify.__wrapped__)))
     finally:
         jax.config.update("jax_high_dynamic_range_gumbel", changed)
-    assert (after.tokens != before).any()
-    np.testing.assert_array_equal(after.tokens[:, 0], drawn[:, 0])
+    assert (after != before).any()
+    np.testing.assert_array_equal(after, again)
 
 
 @pytest.mark.slow
@@ -224,9 +276,11 @@ def test_logits_of_integers(q, dtype):
 
 @pytest.mark.slow
 def test_no_drafts():
-    tokens, accepted = verify(KEY, np.zeros((2, 0), int), TARGET[None, :1].repeat(2, 0), np.zeros((2, 0, V)))
-    np.testing.assert_array_equal(tokens, ps.sample(KEY, TARGET[None, :1].repeat(2, 0)).indices)
+    x = np.broadcast_to(TARGET[:1], (3000, 1, V))
+    tokens, accepted = verify(KEY, np.zeros((3000, 0), int), x, np.zeros((3000, 0, V)))
     np.testing.assert_array_equal(accepted, 0)
+    p = np.asarray(jax.nn.softmax(TARGET[0]), np.float64)
+    assert chi_square(np.bincount(tokens[:, 0], minlength=V), p / p.sum()) < 5
 
 
 @pytest.mark.parametrize(

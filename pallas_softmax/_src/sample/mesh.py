@@ -31,7 +31,14 @@ from pallas_softmax._src.sample.rows import (
     totals_of,
     totals_of_rows,
 )
-from pallas_softmax._src.sample.xla import Best, cutoff_among, sample_among, unless_complete, winner
+from pallas_softmax._src.sample.xla import (
+    Best,
+    cutoff_among,
+    draw_by_mass,
+    sample_among,
+    unless_complete,
+    winner,
+)
 from pallas_softmax._src.topk.mesh import wide_logits
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
@@ -135,6 +142,12 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     noise = jnp.take_along_axis(noise, drawn, -1)
     has_draw = jnp.any(kept, -1, keepdims=True)
     return _winner_of_shards(logits, drawn, has_draw, noise, _largest(logits, where), d, temperature, row)[:2]
+
+
+def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
+    """Returns the result of `xla.draw_by_mass`; the masses are this device's shard. Devices exchange the shards."""
+    del run_shard, again  # there is no kernel, and XLA stores what is exchanged
+    return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
 def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: Row):

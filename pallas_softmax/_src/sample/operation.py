@@ -75,3 +75,13 @@ DRAW = RowOperation(  # for noise that no words describe (`noise.has_words`)
     vmap_adds_rows=True,
     **_DERIVATIVES,
 )
+DRAW_BY_MASS = RowOperation(  # for `verify`
+    name="draw_by_mass",
+    arguments=(ROW, ROW, PER_ROW),  # masses, the same masses, noise
+    results=PER_ROW,
+    result_names=("indices",),
+    plain=xla.draw_by_mass,
+    on_mesh=mesh.draw_by_mass_on_mesh,
+    integers=("indices",),
+    divided_by_xla=False,
+)

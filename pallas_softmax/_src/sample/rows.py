@@ -311,15 +311,25 @@ def _index_reaching(measure, goal):
     If rounding keeps the sum below the goal, the result is the index of the last positive measure. The search goes
     over the sums of chunks, and then over the elements of one chunk.
     """
-    first, vocab = 0, measure.shape[-1]
-    if isinstance(vocab, int) and vocab > _CHUNK:  # other rows are one chunk
-        count = -(-vocab // _CHUNK)
-        padding = [(0, 0)] * (measure.ndim - 1) + [(0, count * _CHUNK - vocab)]
-        chunks = jnp.pad(measure, padding).reshape(*measure.shape[:-1], count, _CHUNK)
+    first = 0
+    if chunks_of(measure.shape[-1])[0] > 1:
+        chunks = in_chunks(measure)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
         measure, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
     return first + position
+
+
+def chunks_of(vocab) -> tuple:
+    """Returns the number of chunks of a row and their size. A row of an unknown size is one chunk."""
+    return (-(-vocab // _CHUNK), _CHUNK) if isinstance(vocab, int) and vocab > _CHUNK else (1, vocab)
+
+
+def in_chunks(a):
+    """Returns the chunks of rows (..., V): (..., count, size). The last one ends with zeros."""
+    *batch, vocab = a.shape
+    count, size = chunks_of(vocab)
+    return jnp.pad(a, [(0, 0)] * len(batch) + [(0, count * size - vocab)]).reshape(*batch, count, size)
 
 
 def _position_reaching(measure, goal):

@@ -1,19 +1,17 @@
-"""verify: a step of speculative decoding, built from `sample` and the cutoff of `filter_logits`.
+"""verify: a step of speculative decoding, built from the cutoff of `filter_logits` and one draw for each sequence.
 
 A small model drafts S tokens; the target computes its logits at the S positions and at the next one. p is the
 distribution that `sample` draws from, and q the one that a draft was drawn from:
 
     position         0     1     2     3          S = 3
-    draft           17     4    29
-    accepted?      yes    no     -                with the probability min(1, p / q) of the draft
+    draft           17     4    29     -
+    accepted?      yes    no     -     -          with the probability min(1, p / q) of the draft
     tokens          17     8    -1    -1          the 8 is drawn from max(p - q, 0) of position 1
 
-Drafts without q were not drawn but chosen, for instance by n-grams. Such a draft is accepted with probability p, the
-probability that a draw from p equals the draft. A draw that differs has the distribution of p without the draft. So
-`verify` draws from p at every position, and takes the draws up to the first one that differs from its draft.
+Drafts without q were not drawn but chosen, for instance by n-grams: q is 1 at the draft and 0 elsewhere. So a draft is
+accepted with the probability p, and the token in its place is drawn from p without the draft.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +21,14 @@ from jax import export, lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
-from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
+from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import each_key
-from pallas_softmax._src.sample.rows import Cutoff, as_float
-from pallas_softmax._src.sample.xla import filtered
+from pallas_softmax._src.sample.operation import DRAW_BY_MASS
+from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
+from pallas_softmax._src.sample.xla import noise_of_mass
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -98,33 +98,33 @@ def verify(
     """
     check_name("verify", implementation)
     drafts, x, log_q = _checked(draft_tokens, logits, draft_log_probs)
+    drafts = jnp.pad(drafts, [(0, 0)] * (drafts.ndim - 1) + [(0, 1)], constant_values=-1)
     where = None if where is None else arguments.mask("verify", where, x.shape)
-    batch, positions = x.shape[:-2], x.shape[-2]
+    batch, length = x.shape[:-2], x.shape[-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
-    draw = functools.partial(api.sample_for, "verify", implementation=implementation)
-    if log_q is None:
-        keys = each_key(lambda key: jax.random.split(key, positions), key) if key.ndim else key
-        drawn = draw(keys, x, where=where, **given).indices
-        accepted = _count_leading(drafts == drawn[..., :-1])
-        return _verified(drawn[..., :-1], accepted, _at(drawn, accepted))
-
-    keys = each_key(jax.random.split, key)
-    uniform = each_key(
-        lambda key: jax.random.uniform(key, drafts.shape[keys.ndim - 1 :], log_q.dtype), keys[..., 0]
-    )
     target = _Target.of(x, where, given, implementation)
-    draft_log_p, draft_log_q = target.log_p_of_drafts(drafts), _pick(log_q, drafts)
-    accepted = _count_leading((draft_log_q > -jnp.inf) & (jnp.log(uniform) + draft_log_q < draft_log_p))
+    dtype = target.cut.logsumexp.dtype
+    noise = _noise(key, batch, length + noise_of_mass(x.shape[-1]), dtype)
 
-    last = jnp.minimum(accepted, positions - 2)  # the position of the rejected draft, if there is one
-    rejected = (accepted < positions - 1) & (_at(draft_log_q, last) > -jnp.inf)
-    log_r = target.residual(accepted, _at(log_q, last), rejected)
-    new = draw(keys[..., 1], log_r).indices
+    log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
+    log_p, draft_log_q = target.log_p_of(drafts), _log_q_of(drafts, log_q, dtype)
+    is_accepted = (draft_log_q > -jnp.inf) & (log_u + draft_log_q < log_p)
+    position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
+    accepted = jnp.min(jnp.where(is_accepted, length, position), -1)  # the last one is no draft
+
+    draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
+    # XLA would store masses that it computes once and uses twice. The barrier hides that both are equal.
+    left, again = (
+        _left(target.p_at(at), draft, draft_log_q, log_q, at)
+        for at in (accepted, lax.optimization_barrier(accepted))
+    )
+    new = _draw(left, again, noise[..., length:])
     # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
-    keep_draft = (new < 0) & rejected & jnp.isfinite(_at(draft_log_p, last))
-    return _verified(drafts, accepted, jnp.where(keep_draft, _at(drafts, last), new))
+    new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
+    after = jnp.where(position == accepted[..., None], new[..., None], -1)
+    return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
 
 
 class _Target(NamedTuple):
@@ -150,25 +150,25 @@ class _Target(NamedTuple):
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
-        log_p = filtered(self.logits, self.where, self.temperature, self.cut, indices=indices)
+        indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
+        kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
         greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
-        return log_p - jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
+        scale = jnp.where(greedy, 0, 1 / self.temperature)  # products are faster than quotients
+        normalizer = jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
+        return jnp.where(kept, as_float(self.logits) * scale - normalizer, -jnp.inf)
 
-    def log_p_of_drafts(self, drafts: jax.Array) -> jax.Array:
-        """Returns log p of each draft (..., S); -inf for a draft that is no token."""
-        at_drafts = jax.tree.map(lambda a: a[..., :-1, :], self)
-        picked = at_drafts._replace(
-            logits=_pick(at_drafts.logits, drafts)[..., None],
-            where=None if self.where is None else _pick(at_drafts.where, drafts)[..., None],
+    def log_p_of(self, drafts: jax.Array) -> jax.Array:
+        """Returns log p of each draft (..., S + 1); -inf for a draft that is no token."""
+        picked = self._replace(
+            logits=_pick(self.logits, drafts)[..., None],
+            where=None if self.where is None else _pick(self.where, drafts)[..., None],
         )
         log_p = picked.log_p(indices=drafts[..., None])[..., 0]
         return jnp.where(_is_token(drafts, self.logits), log_p, -jnp.inf)
 
-    def residual(self, position: jax.Array, log_q: jax.Array, rejected: jax.Array) -> jax.Array:
-        """Returns log max(p - q, 0) at one position of each row, (..., V); log p where no draft was rejected."""
-        log_p = jax.tree.map(lambda a: _at(a, position), self).log_p()
-        left = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0)
-        return jnp.where(rejected[..., None], jnp.log(left), log_p)
+    def p_at(self, position: jax.Array) -> jax.Array:
+        """Returns p at one position of each row, (..., V)."""
+        return jnp.exp(jax.tree.map(lambda a: _at(a, position), self).log_p())
 
 
 def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -207,25 +207,42 @@ def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
     return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
 
 
-def _verified(tokens: jax.Array, accepted: jax.Array, new: jax.Array) -> Verified:
-    """Returns the accepted tokens of each row, the first ones, then the new token, then -1."""
-    tokens = jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, 1)])
-    position = lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
-    after = jnp.where(position == accepted[..., None], new[..., None], -1)
-    return Verified(jnp.where(position < accepted[..., None], tokens, after), accepted)
+def _noise(key: jax.Array, batch: tuple[int, ...], n: int, dtype) -> jax.Array:
+    """Returns n Gumbel numbers for each row, (..., n), from one key, or from the key of the row."""
+    rows = () if key.ndim else batch
+    return each_key(lambda key: jax.random.gumbel(key, (*rows, n), dtype), key)
 
 
-def _count_leading(accepted: jax.Array) -> jax.Array:
-    """Returns the number of True elements before the first False one in each row."""
-    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), -1), -1, dtype=jnp.int32)
+def _log_q_of(drafts: jax.Array, log_q: jax.Array | None, dtype) -> jax.Array:
+    """Returns log q of each draft, (..., S + 1); -inf for a draft that is no token if there are q."""
+    if log_q is None:
+        return jnp.zeros_like(drafts, dtype)
+    padding = [(0, 0)] * (drafts.ndim - 1) + [(0, 1)]
+    return jnp.pad(_pick(log_q, drafts[..., :-1]), padding, constant_values=-jnp.inf)
+
+
+def _left(
+    p: jax.Array, draft: jax.Array, draft_log_q: jax.Array, log_q: jax.Array | None, position: jax.Array
+):
+    """Returns max(p - q, 0) at one position of each row, (..., V); p where no draft was rejected."""
+    if log_q is None:
+        return jnp.where(lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1) == draft[..., None], 0, p)
+    q = jnp.exp(_at(log_q, jnp.minimum(position, log_q.shape[-2] - 1)))
+    return jnp.where(draft_log_q[..., None] > -jnp.inf, jnp.maximum(p - q, 0), p)
+
+
+def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
+    """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
+    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1
+    call, (mass, _, *others) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
+    return as_rows(choose_plain(call), mass, *others)[..., 0]
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
-    index = position[..., None]
-    if a.ndim == index.ndim:
-        return jnp.take_along_axis(a, index, -1)[..., 0]
-    return jnp.take_along_axis(a, index[..., None], -2)[..., 0, :]
+    axis = position.ndim
+    index = jnp.expand_dims(position, tuple(range(axis, a.ndim)))
+    return jnp.squeeze(jnp.take_along_axis(a, index, axis, mode="promise_in_bounds"), axis)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
@@ -238,7 +255,7 @@ def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
         at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
         return jnp.max(jnp.where(at_draft, a, nothing), -1)
     index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
-    picked = jnp.take_along_axis(a, index, -1)[..., 0]
+    picked = jnp.take_along_axis(a, index, -1, mode="promise_in_bounds")[..., 0]
     return jnp.where(_is_token(drafts, a), picked, nothing)
 
 

@@ -28,9 +28,11 @@ from pallas_softmax._src.sample.rows import (
     Row,
     Totals,
     as_float,
+    chunks_of,
     cutoff_of,
     drawn_results,
     elements,
+    in_chunks,
     is_kept,
     keys,
     mass_goal,
@@ -114,6 +116,36 @@ def winner(x, indices, noise, kept, temperature, greedy):
     perturbed = jnp.where(kept, tempered(x, temperature, greedy) + noise, -jnp.inf)
     is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
     return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
+
+
+def noise_of_mass(vocab):
+    """Returns how many numbers of noise `draw_by_mass` needs for a row."""
+    return sum(chunks_of(vocab))
+
+
+def draw_by_mass(mass, again, noise):
+    """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
+
+    Both steps draw as `jax.random.categorical` does. So a row of V needs about the square root of V
+    numbers of noise, and nothing of its size is stored.
+
+    Args:
+      mass: (..., V), floating, at least 0.
+      again: the same numbers. If the caller computes them a second time, XLA stores neither of the two.
+      noise: (..., noise_of_mass(V)), Gumbel numbers of the same dtype.
+
+    Returns:
+      (..., 1), int32. -1 in a row with NaN, or with no positive mass.
+    """
+    count, size = chunks_of(mass.shape[-1])
+
+    def winner(mass, noise):
+        return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
+
+    chunk = winner(jnp.sum(in_chunks(mass), -1), noise[..., :count])
+    masses = jnp.take_along_axis(in_chunks(again), chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
+    index = chunk * size + winner(masses, noise[..., count:])
+    return jnp.where(jnp.max(masses, -1, keepdims=True) > 0, index, -1)
 
 
 def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes=()):
