@@ -12,7 +12,13 @@ from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from pallas_softmax._src.topk.select_plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, plan_selection, whole_plan
+from pallas_softmax._src.topk.select_plan import (
+    MAX_SELECTED,
+    MIN_VOCAB,
+    SelectPlan,
+    plan_selection,
+    whole_plan,
+)
 from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, first_values
