@@ -126,8 +126,8 @@ def noise_of_mass(vocab):
 def draw_by_mass(mass, again, noise):
     """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
 
-    Both steps draw as `jax.random.categorical` does. So a row of V needs about the square root of V
-    numbers of noise, and nothing of its size is stored.
+    Both steps draw as `jax.random.categorical` does. A row needs one number of noise for each chunk and for each element
+    of one chunk, and nothing of its size is stored.
 
     Args:
       mass: (..., V), floating, at least 0.
@@ -322,8 +322,10 @@ def _drawn_as_winner(residuals, where, mesh_axes):
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     temperature = jnp.where(has_draw & (temperature != 0), temperature, 1)
     if mesh_axes:
-        in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)
-        drawn = lax.psum(jnp.where(own, at_or_zero(x, in_shard), 0), mesh_axes)
+        in_shard, _ = indices_in_shard(
+            index, logits.shape[-1], mesh_axes
+        )  # beyond the shard on the other devices
+        drawn = lax.psum(at_or_zero(x, in_shard), mesh_axes)
     else:
         drawn = jnp.take_along_axis(x, jnp.maximum(index, 0), -1)  # -1: no draw
     excess = jnp.maximum(-log_probs - 60, 0)
