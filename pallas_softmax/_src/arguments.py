@@ -253,7 +253,7 @@ def last_axis(
       operation, function: the operation, and the public function.
       x, axis: the logits and the axis, as `real_rows` returns them.
       where, axis_name: as users pass them.
-      per_row: (name for messages, array) of each further array. It has size 1 in place of the row, or is None.
+      per_row: (name for messages, array) of each further array, or None. Usually it has size 1 in place of the row.
       k: the number of winners, or None.
 
     Returns:

@@ -32,8 +32,8 @@ LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 # Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
 CHUNK = 2**16
 
-# So many numbers of a row are reduced by elementwise operations, which XLA fuses with those around them. On a GPU, each
-# reduction would be a kernel of its own. Rows that are spread over devices have so many shards.
+# Up to so many numbers of a row are reduced by elementwise operations, which XLA fuses with those around them. On a
+# GPU, each reduction would be a kernel of its own. Each device that shares a row has one number.
 _FEW = 8
 
 # exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
@@ -287,22 +287,22 @@ def combine_parts(parts: Normalizer, temperature: jax.Array | None = None) -> No
         tops, divisor = at_limit(part.m, m, temperature)
         return part.d * jnp.exp((tops - shift(m)) / divisor)
 
-    return Normalizer(m, reduced(operator.add, map(d_of, few(parts))))
+    return Normalizer(m, reduce_split(operator.add, map(d_of, split_if_few(parts))))
 
 
 def largest(x: jax.Array) -> jax.Array:
     """Returns the maximum along the last axis, (..., 1), of subnormal numbers too: XLA for CPUs takes them for 0."""
     if jnp.issubdtype(x.dtype, jnp.integer):
-        return reduced(jnp.maximum, few(x))
-    keys = (sort_keys.key(jnp.where(jnp.isnan(part), jnp.nan, part)) for part in few(x))
-    return sort_keys.from_key(reduced(jnp.maximum, keys), x.dtype)
+        return reduce_split(jnp.maximum, split_if_few(x))
+    keys = (sort_keys.key(jnp.where(jnp.isnan(part), jnp.nan, part)) for part in split_if_few(x))
+    return sort_keys.from_key(reduce_split(jnp.maximum, keys), x.dtype)
 
 
 _REDUCTIONS = {operator.add: jnp.sum, jnp.maximum: jnp.max, jnp.minimum: jnp.min}
 
 
-def few(arrays: Any) -> list:
-    """Returns a tree of arrays (..., n) as n trees of arrays (..., 1), or as one tree if n is large."""
+def split_if_few(arrays: Any) -> list:
+    """Splits a tree of arrays (..., n) into n trees of arrays (..., 1); into one if n is above `_FEW` or symbolic."""
     n = jax.tree.leaves(arrays)[0].shape[-1]
     if not isinstance(n, int) or not 0 < n <= _FEW:
         return [arrays]
@@ -310,8 +310,8 @@ def few(arrays: Any) -> list:
     return [tree.unflatten([a[..., i : i + 1] for a in leaves]) for i in range(n)]
 
 
-def reduced(join: Callable, parts: Iterable[jax.Array]) -> jax.Array:
-    """Returns the sum, maximum or minimum of what `few` returned, (..., 1). `join` takes two elements."""
+def reduce_split(join: Callable, parts: Iterable[jax.Array]) -> jax.Array:
+    """Returns the sum, maximum or minimum of what `split_if_few` returned, (..., 1). `join` takes two elements."""
     joined = functools.reduce(join, parts)
     return joined if joined.shape[-1] == 1 else _REDUCTIONS[join](joined, -1, keepdims=True)
 

@@ -93,13 +93,15 @@ def test_few_shards_merge_like_many():
     many = normalizers.Normalizer(
         *(np.pad(a, ((0, 0), (0, 3)), constant_values=v) for a, v in ((m, -np.inf), (d, 0)))
     )
-    assert len(normalizers.few(few)) == 8
-    assert len(normalizers.few(many)) == 1
+    assert len(normalizers.split_if_few(few)) == 8
+    assert len(normalizers.split_if_few(many)) == 1
     merged = (normalizers.combine_parts(parts, temperature) for parts in (few, many))
     for got, expected in zip(*merged):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     for join in normalizers._REDUCTIONS:
-        few_sum, many_sum = (normalizers.reduced(join, parts) for parts in (normalizers.few(d), [d]))
+        few_sum, many_sum = (
+            normalizers.reduce_split(join, parts) for parts in (normalizers.split_if_few(d), [d])
+        )
         np.testing.assert_allclose(few_sum, many_sum, rtol=1e-6)
 
 

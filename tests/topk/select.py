@@ -6,7 +6,7 @@ import numpy as np
 from pallas_softmax._src import folding, sort_keys
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import select_kernel
-from pallas_softmax._src.topk.select_plan import SelectPlan, whole_plan
+from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
 from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import ptx
 from tests.support.calls import DTYPES
@@ -112,7 +112,7 @@ def kept_of(x, where=None, lengths=None):
 
 def offset_of(plan):
     """Returns where rows start, in elements after a multiple of 16 bytes. Registers may have no room for an offset."""
-    return 0 if plan.whole and plan.vocab % 8 == 0 else 3
+    return 0 if plan.in_registers and plan.vocab % 8 == 0 else 3
 
 
 LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
@@ -130,9 +130,9 @@ PLANS = [
     (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
     (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
     # Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
-    (whole_plan(8192, 2048, 1, 128), "bfloat16"),
-    (whole_plan(4096, 512, 4, 32), "float32"),
-    (whole_plan(7001, 900, 2, 128), "float16"),
+    (registers_plan(8192, 2048, 1, 128), "bfloat16"),
+    (registers_plan(4096, 512, 4, 32), "float32"),
+    (registers_plan(7001, 900, 2, 128), "float16"),
 ]
 
 

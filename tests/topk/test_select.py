@@ -17,7 +17,7 @@ from pallas_softmax._src.topk.select_plan import (
     MIN_VOCAB,
     SelectPlan,
     plan_selection,
-    whole_plan,
+    registers_plan,
 )
 from tests.support import oracle
 from tests.support.calls import DTYPES
@@ -64,7 +64,7 @@ def test_program_in_any_order(plan, dtype, name):
 @pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS[1:]), ids=str)
 def test_masked_program(plan, dtype, kind):
     """Some rows have fewer elements than winners. Elements that do not take part come last."""
-    if plan.whole and kind != "length":
+    if plan.in_registers and kind != "length":
         pytest.skip("masked rows are not held in registers")
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
     fill = np.array(-np.inf, jnp.dtype(dtype))
@@ -113,7 +113,7 @@ def test_few_steps():
 
 def test_few_steps_of_a_short_row():
     """A row in registers takes fewer steps if it is shorter, and if all of its elements win."""
-    plan = whole_plan(8192, 512, 4, 32)
+    plan = registers_plan(8192, 512, 4, 32)
     x = rows_of(plan.vocab, plan.k, np.dtype("bfloat16"))["normal"]
     whole, half, winners = (machine_select(plan, x, length=length)[2] for length in (8192, 4096, 512))
     assert half < 0.9 * whole and winners < 0.5 * whole, (whole, half, winners)
@@ -253,7 +253,7 @@ def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
 )
 def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
     plan = plan_selection(rows, v, k, dtype, HOPPER, masked, has_lengths)
-    assert plan is not None and plan.whole == whole
+    assert plan is not None and plan.in_registers == whole
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_plans(capability):
                         assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
                         continue
                     itemsize = jnp.dtype(dtype).itemsize
-                    assert plan.room >= (k if plan.whole else min(v, k + plan.chunk(itemsize)))
+                    assert plan.room >= (k if plan.in_registers else min(v, k + plan.chunk(itemsize)))
                     assert plan.capacity % 2 == 0
-                    if plan.whole:
+                    if plan.in_registers:
                         assert v * itemsize <= plan.threads * plan.thread_bytes - (v * itemsize % 16 > 0) * 16
                         continue
                     a, b = plan.rank_coefficients(itemsize)

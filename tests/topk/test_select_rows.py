@@ -9,7 +9,7 @@ import pytest
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mosaic_gpu, select_kernel
-from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan, whole_plan
+from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan, registers_plan
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.gpu import assert_top_k
@@ -49,7 +49,7 @@ def random_rows(seed, v, k, dtype):
 def random_plan(rng, dtype, masked):
     """Returns a plan of any kind; its lists have little room or much. Half of the plans without a mask hold rows."""
     if not masked and rng.random() < 0.5:
-        return random_whole_plan(rng, dtype)
+        return random_registers_plan(rng, dtype)
     v, ctas = int(np.exp(rng.uniform(5, 9.2))), int(rng.choice([1, 1, 2, 4]))
     warpgroups, sample_vectors = map(int, rng.choice([1, 2, 4], 2))
     most = min(v, MAX_SELECTED)
@@ -61,7 +61,7 @@ def random_plan(rng, dtype, masked):
     return dataclasses.replace(plan, capacity=-(-capacity // 32) * 32)
 
 
-def random_whole_plan(rng, dtype):
+def random_registers_plan(rng, dtype):
     """Returns a plan of rows in registers, which have room for any address, or just for the row."""
     warpgroups, thread_bytes = int(rng.choice([1, 2, 4])), int(rng.choice([32, 64, 128]))
     most = (
@@ -69,7 +69,7 @@ def random_whole_plan(rng, dtype):
     )
     v = most if rng.random() < 0.5 else int(rng.integers(8, most - 8))
     k = int(np.exp(rng.uniform(0, np.log(min(v, MAX_SELECTED) + 1))))
-    return whole_plan(v, k, warpgroups, thread_bytes)
+    return registers_plan(v, k, warpgroups, thread_bytes)
 
 
 def spoiled(rng, mode, x):
@@ -104,7 +104,7 @@ def test_random_rows(monkeypatch, seed):
     plan = random_plan(rng, dtype, mode not in ("plain", "lengths"))
     is_sorted = bool(rng.integers(2))
     x, kept, *masking = spoiled(rng, mode, random_rows(seed, plan.vocab, plan.k, dtype))
-    offset = 0 if plan.whole and plan.vocab % 8 == 0 else int(rng.integers(16 // dtype.itemsize))
+    offset = 0 if plan.in_registers and plan.vocab % 8 == 0 else int(rng.integers(16 // dtype.itemsize))
 
     def launch(*args):
         return machine_launch(*args, offset=offset)[:2]

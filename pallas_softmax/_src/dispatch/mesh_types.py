@@ -135,18 +135,18 @@ def rounded_sum(
     x: jax.Array,
     dtype: Any,
     mesh_axes: tuple[str, ...],
-    changed: Callable[[jax.Array], jax.Array] = lambda x: x,
+    change: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Returns the sum over the devices, taken in the dtype of `x`, `changed`, and rounded to `dtype`, on all of them.
+    """Returns the sum over the devices, on all of them: taken in the dtype of `x`, and rounded to `dtype`.
 
-    `changed` works element by element.
+    `change` maps each element of the sum before it is rounded.
     """
     divisible = [i for i, n in enumerate(x.shape) if n % lax.axis_size(mesh_axes) == 0]
     if x.dtype == dtype or not divisible:
-        return changed(lax.psum(x, mesh_axes)).astype(dtype)
+        return change(lax.psum(x, mesh_axes)).astype(dtype)
     # Three quarters of the bytes of an all-reduce of float32 numbers: rounded numbers come back.
     axis = divisible[0]
-    part = changed(lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)).astype(dtype)
+    part = change(lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)).astype(dtype)
     to = "invarying" if is_tracked(mesh_axes) else "varying"
     return lax.all_gather(part, mesh_axes, axis=axis, tiled=True, to=to)
 

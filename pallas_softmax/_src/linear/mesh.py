@@ -138,23 +138,25 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
     keywords |= {"partial_dw": bool(layout.tokens), "partial_dx": any(layout.dx)}
     *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
+    # Without statistics, these are the gradients of one loss per token: there is no total.
     finite = _is_finite(call.function, flat, statistics[0], keywords["head"], layout) if statistics else True
     if layout == _Layout():
         gradients = _zeros_unless(finite, (unflattened(dx), dw, dbias))
         return *jax.tree.map(unflattened, statistics), *gradients
 
-    # Each host would wait for a condition. Where devices have partial sums, they select in the pass that rounds.
-    def kept(gradient):
+    # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
+    # the pass that rounds.
+    def zero_unless_finite(gradient):
         if finite is True or gradient is None:
             return gradient
         condition, gradient = vary_together(finite, gradient)
         return jnp.where(condition, gradient, 0)
 
-    dx = kept(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
-    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, kept)
+    dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
+    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, zero_unless_finite)
     if bias is not None and layout.tokens:
         dbias = lax.psum(dbias, layout.tokens).astype(bias.dtype)
-    return *jax.tree.map(unflattened, statistics), dx, dw, kept(dbias)
+    return *jax.tree.map(unflattened, statistics), dx, dw, zero_unless_finite(dbias)
 
 
 def _is_finite(
@@ -168,7 +170,7 @@ def _is_finite(
 
 
 def _zeros_unless(finite, gradients: tuple) -> tuple:
-    """Returns the gradients, or zeros: by a condition, which on one device takes less time than to select."""
+    """Returns the gradients, or zeros: by a loop of at most one turn, which does not read finite gradients."""
     if finite is True:
         return gradients
 
@@ -190,7 +192,7 @@ def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     return dx
 
 
-def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, changed: Callable) -> jax.Array:
+def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, change: Callable) -> jax.Array:
     """Returns a device's part of the sum of dw over the devices that hold tokens, rounded to the dtype.
 
     Args:
@@ -198,7 +200,7 @@ def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, changed: Callable
       dtype: the dtype of w.
       layout: the mesh axes.
       depth: the dimension of dw that is D.
-      changed: changes the elements of the sum.
+      change: maps each element of the sum, before it is rounded.
     """
     for axis in layout.dw:
         if axis in layout.tokens:
@@ -207,7 +209,7 @@ def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, changed: Callable
             size = dw.shape[depth] // lax.axis_size(axis)
             dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(axis) * size, size, depth)
     others = tuple(axis for axis in layout.tokens if axis not in layout.dw)
-    return rounded_sum(dw, dtype, others, changed) if others else changed(dw).astype(dtype)
+    return rounded_sum(dw, dtype, others, change) if others else change(dw).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ def route(
     (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
     winners = merged_tile(plan, k)  # how the winners lie over the same lanes
-    tiles.prefetch(x_gmem, plan, row)
-    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # as in top-k
+    tiles.prefetch(x_gmem, plan, row)  # a later CTA's tile
+    x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # rows past the last one repeat it
 
     # `elements` are what the search takes, see `topk.tile_kernel.search_input`.
     lanes = None  # how many lanes may have winners: all

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import logits_of, mask_at
-from pallas_softmax._src.normalizers import Normalizer, few, reduced
+from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -173,20 +173,22 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         perturbed, index, x, tops, d = gathered
         floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
         float_tops, float_x = jnp.split(floats, 2, -1)
-        m = reduced(jnp.maximum, few(float_tops))
+        m = reduce_split(jnp.maximum, split_if_few(float_tops))
         total = normalizers.combine_parts(Normalizer(float_tops, d), divisor_of(temperature, m)).d
-        totals = totals_of(reduced(jnp.maximum, map(as_float, few(tops))), m, total, temperature)
-        shards = few((perturbed, index, x, float_x))
+        totals = totals_of(
+            reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
+        )
+        shards = split_if_few((perturbed, index, x, float_x))
         ranks = [
             jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
             for perturbed, _, x, _ in shards
         ]
-        best = reduced(jnp.maximum, ranks)
+        best = reduce_split(jnp.maximum, ranks)
         firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
-        index = reduced(jnp.minimum, firsts)
+        index = reduce_split(jnp.minimum, firsts)
         # An index is of one shard only. A row without a draw has no results, whatever its x.
         xs = (jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards))
-        index, log_probs = drawn_results(index, reduced(jnp.maximum, xs), totals)
+        index, log_probs = drawn_results(index, reduce_split(jnp.maximum, xs), totals)
         # log_mass: a greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
         return index, log_probs, jnp.where(totals.greedy | (index < 0), log_probs, 0)
 

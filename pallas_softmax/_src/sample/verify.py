@@ -112,16 +112,18 @@ def verify(
     log_p, draft_log_q = target.log_p_of(drafts), _log_q_of(drafts, log_q, dtype)
     is_accepted = (draft_log_q > -jnp.inf) & (log_u + draft_log_q < log_p)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
-    accepted = jnp.min(jnp.where(is_accepted, length, position), -1)  # the last one is no draft
+    accepted = jnp.min(
+        jnp.where(is_accepted, length, position), -1
+    )  # the last one is padding, never accepted
 
     draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
-    # XLA would store masses that it computes once and uses twice. The barrier hides that both are equal.
-    left, again = (
-        _left(target.p_at(at), draft, draft_log_q, log_q, at)
+    # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
+    residual, recomputed = (
+        _residual(target.p_at(at), draft, draft_log_q, log_q, at)
         for at in (accepted, lax.optimization_barrier(accepted))
     )
-    new = _draw(left, again, noise[..., length:])
-    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the draft is kept after all.
+    new = _draw(residual, recomputed, noise[..., length:])
+    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the rejected draft is the new token.
     new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
     return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
@@ -221,10 +223,14 @@ def _log_q_of(drafts: jax.Array, log_q: jax.Array | None, dtype) -> jax.Array:
     return jnp.pad(_pick(log_q, drafts[..., :-1]), padding, constant_values=-jnp.inf)
 
 
-def _left(
+def _residual(
     p: jax.Array, draft: jax.Array, draft_log_q: jax.Array, log_q: jax.Array | None, position: jax.Array
 ):
-    """Returns max(p - q, 0) at one position of each row, (..., V); p where no draft was rejected."""
+    """Returns the masses that the new token is drawn from, (..., V), at one position of each row.
+
+    After a rejected draft they are max(p - q, 0); without q, p without the draft. Without a draft, or if its q is 0,
+    they are p.
+    """
     if log_q is None:
         return jnp.where(lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1) == draft[..., None], 0, p)
     q = jnp.exp(_at(log_q, jnp.minimum(position, log_q.shape[-2] - 1)))
@@ -233,7 +239,7 @@ def _left(
 
 def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
     """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
-    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1
+    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1  # the names are for messages only
     call, (mass, _, *others) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
     return as_rows(choose_plain(call), mass, *others)[..., 0]
 

@@ -126,8 +126,8 @@ def noise_of_mass(vocab):
 def draw_by_mass(mass, again, noise):
     """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
 
-    Both steps draw as `jax.random.categorical` does. A row needs one number of noise for each chunk and for each element
-    of one chunk, and nothing of its size is stored.
+    Both steps draw as `jax.random.categorical` does. A row needs a number of noise for each chunk and for each element
+    of one chunk, and no array of V elements is stored.
 
     Args:
       mass: (..., V), floating, at least 0.

@@ -101,10 +101,10 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
-    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `label` is for a
-    formula that `counts`. `name` is the kernel's name in
-    profiles. `approximate` says whether exp may be approximate (`plan.approximate`). Returns one array (rows, vocab) of
-    the last array's dtype, or if the formula has per-row outputs, arrays (rows, 1).
+    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `label` is for a formula that
+    `counts`. `name` is the kernel's name in profiles. `approximate` says whether exp may be approximate
+    (`plan.approximate`). Returns one array (rows, vocab) of the last array's dtype, or if the formula has per-row
+    outputs, arrays (rows, 1).
     """
     rows = arrays[0].shape[0]
     return gpu_kernel(

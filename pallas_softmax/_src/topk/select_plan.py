@@ -83,7 +83,7 @@ class SelectPlan:
         192    counts      the number of entries of this CTA's list
         256    gathered    the numbers of entries of all CTAs' lists
         320    picked      what one warp found in the histogram, for all warps to read
-        384    extremes    two keys of each warp's part of the sample
+        384    extremes    two keys of each warp's part of the sample; two distances, for a row in registers
         512    histogram, and a word for keys that it does not have
     """
 
@@ -94,18 +94,18 @@ class SelectPlan:
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
     thread_bytes: int = THREAD_BYTES  # of a block
-    whole: bool = False  # whether a CTA holds the row in registers
+    in_registers: bool = False  # whether a CTA holds the row in registers
 
     turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
 
     @property
     def buckets(self) -> int:
         """Number of buckets of a round."""
-        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.whole else BUCKETS
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.in_registers else BUCKETS
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch. Keys in no bucket have one for each lane."""
+        """Bytes of the scratch. After the buckets, a word for each lane counts the keys in no bucket."""
         return self.histogram + 4 * self.buckets + 4 * LANES
 
     @property
@@ -143,15 +143,15 @@ class SelectPlan:
         return product * (1 + MARGIN / (2 * root)), 1 + MARGIN * root / 2
 
 
-def whole_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
+def registers_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
     """Returns a plan of rows in registers. A thread has at most `thread_bytes` of the row."""
-    return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, whole=True)
+    return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, in_registers=True)
 
 
-def held_row(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) -> SelectPlan | None:
+def plan_in_registers(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) -> SelectPlan | None:
     """Returns a plan of rows in registers, or None if a list of candidates takes less time."""
     few = rows <= 2 * MULTIPROCESSORS
-    cut_vector = ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0  # a row may start within 16 bytes
+    cut_vector = ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0  # a row between multiples of 16 bytes
     row_bytes = vocab * itemsize + cut_vector
     is_faster = few or (vocab <= HELD_OF_MANY and (itemsize == 4 or has_lengths or vocab < LIST_SHARE * k))
     if row_bytes > HELD_BYTES or not is_faster:
@@ -159,7 +159,7 @@ def held_row(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) ->
     least = MANY_WARPGROUPS if few else 1
     warpgroups = max(least, _power_of_two(row_bytes / (WARPGROUP * LONE_THREAD_BYTES)))
     thread_bytes = max(LEAST_THREAD_BYTES, _power_of_two(row_bytes / (WARPGROUP * warpgroups)))
-    return whole_plan(vocab, k, warpgroups, thread_bytes)
+    return registers_plan(vocab, k, warpgroups, thread_bytes)
 
 
 def plan_selection(
@@ -175,7 +175,7 @@ def plan_selection(
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
-    if not masked and (held := held_row(rows, vocab, k, itemsize, has_lengths)):
+    if not masked and (held := plan_in_registers(rows, vocab, k, itemsize, has_lengths)):
         return held
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)

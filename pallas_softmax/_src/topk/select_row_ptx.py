@@ -1,11 +1,11 @@
 """The selection from a row that a CTA holds in registers. It finds the last winner exactly, without a sample.
 
     read      the thread's words, as distances of keys from the highest key: the best element is at the least distance
-    search    a histogram of distances finds the limit, the distance that k elements reach. The next round divides its
-              bucket. Usually 16-bit rows take one round, and float32 rows take two
-    ties      if more than k elements reach the limit: counts of ties in each vector find the vector with the last tie
-              that wins
-    list      the winners, from the bits that each thread has of its elements, in the order of threads
+    search    a histogram of distances finds the limit, the k-th least distance. The next round divides the bucket that
+              holds it. Usually 16-bit rows take one round, and float32 rows take two
+    ties      if more than k elements are within the limit: counts of ties in each vector find the vector with the last
+              tie that wins
+    list      each thread has a bit for each of its elements. A prefix sum over the threads says where its winners go
     write     the list, four winners of a thread at once
 
 A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
@@ -39,14 +39,17 @@ class RowProgram(SelectProgram):
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
-        # The shuffle hides a constant from ptxas. It would compute too much ahead, in registers that other CTAs need.
+        # The shuffle hides a constant. ptxas would compute addresses ahead, in registers that other CTAs need.
         self.used = self.shuffle(used, "idx", 0)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
         self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
-        """Yields the words and the number of each of the thread's vectors, in blocks that need one."""
+        """Yields the words and the number of each vector of the thread.
+
+        The caller's instructions for vector j run only if `used` > j.
+        """
         first = self.shuffle(self.thread_first, "bfly", 0)  # the same number, hidden like `used`
         for j in range(self.loads):
             with self.when(self.used > j):
@@ -109,8 +112,8 @@ class RowProgram(SelectProgram):
         """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
 
         A round counts the elements in buckets of 2^shift distances from `low` on. Elements beyond the buckets are
-        counted in words of their lanes, which nothing reads. Better elements than `low` are at greater distances than
-        the others, since distances wrap around.
+        counted in words of their lanes, which nothing reads. The distance from `low` of a better element wraps around,
+        and is greater than all others. So no such element counts before the rank.
         """
         highest, halves, pair = self.highest_distance, self.element.halves, self.pair
         # The range of some elements decides on the first buckets.
@@ -153,7 +156,10 @@ class RowProgram(SelectProgram):
         self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
 
     def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
-        """Adds the elements to the histogram; if they are few, those up to the distance `extent` from `low`."""
+        """Counts the elements in buckets of 2^shift distances from `low` on.
+
+        If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`.
+        """
         minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
         minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
         for skips in (True, False):
@@ -173,8 +179,8 @@ class RowProgram(SelectProgram):
                                 self.add_to(self.at(self.histogram, bucket, 4), 1)
         self.barrier()
 
-    def distances(self, words: list[Value]) -> Iterator[Value]:
-        """Yields the distance of each element of the words, or its key; other bits are below 16-bit ones."""
+    def element_words(self, words: list[Value]) -> Iterator[Value]:
+        """Yields a word for each element. A 16-bit element is its upper half, and the lower half may hold anything."""
         for word in words:
             if self.element.halves:
                 yield (word << 16).bits("u32")
@@ -183,9 +189,10 @@ class RowProgram(SelectProgram):
     def bits_of(self, words: list[Value], relation: str) -> list[Value]:
         """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
         bits = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
-        limit = self.limit << 16 | (0xFFFF if relation == "le" else 0) if self.element.halves else self.limit
+        below = 0xFFFF if relation == "le" else 0  # of a 16-bit element: its lower half does not count
+        limit = self.limit << 16 | below if self.element.halves else self.limit
         for j, (own, _) in enumerate(self.vectors_of(words)):
-            for i, distance in enumerate(self.distances(own)):
+            for i, distance in enumerate(self.element_words(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
                 self.update(bits[word], "or", 1 << bit, when=self.compare(distance, relation, limit))
         return bits
@@ -198,10 +205,11 @@ class RowProgram(SelectProgram):
         for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
             self.store(self.at(self.histogram, vector, 4), self.count_ones(ties[word] & mask))
         self.barrier()
-        cut, rest, *_ = self.pick(self.ties)
+        # Vectors after the last one keep no tie. That one keeps its first `rest` ties: the others are the highest bits.
+        last_vector, rest, *_ = self.pick(self.ties)
         for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
-            self.update(ties[word], "and", 0xFFFFFFFF ^ mask, when=vector > cut)
-            with self.when(vector.equals(cut)):
+            self.update(ties[word], "and", 0xFFFFFFFF ^ mask, when=vector > last_vector)
+            with self.when(vector.equals(last_vector)):
                 with self.loop() as leave:
                     own = ties[word] & mask
                     leave(self.count_ones(own) <= rest)
@@ -218,7 +226,7 @@ class RowProgram(SelectProgram):
             self.update(word, "xor", self.element.flip)  # the key
         for j, (own, vector) in enumerate(self.vectors_of(words)):
             index = self.index(vector)
-            for i, key in enumerate(self.distances(own)):
+            for i, key in enumerate(self.element_words(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
                 wins = (winners[word] & 1 << bit).differs(0)
                 self.store(entry, key, index + i, when=wins)
@@ -293,7 +301,7 @@ class RowProgram(SelectProgram):
 @functools.lru_cache(maxsize=16)
 def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
     """Returns the program of a plan."""
-    if not plan.whole:
+    if not plan.in_registers:
         return select_program(plan, dtype, masked, fill)
     p = RowProgram(plan, dtype, fill)
     p.select_row()
