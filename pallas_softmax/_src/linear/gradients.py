@@ -325,8 +325,9 @@ def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale,
 
     dx_rows = jnp.where(weightless[:, None], 0, layer.dx(dz, factor * scale))
     if layer.mesh_axes and not layer.partial_dx:
-        # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors.
-        dx_rows, dz, x = lax.optimization_barrier((dx_rows, dz, x))
+        # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors. The
+        # barrier has no dz: with jax 0.10 its results vary over the mesh axes of all its operands.
+        dx_rows, x = lax.optimization_barrier((dx_rows, x))
     x_factor = factor * scale if product else factor
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
     head = layer.head
