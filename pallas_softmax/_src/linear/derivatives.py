@@ -147,9 +147,8 @@ def total(static: Static, x, w, bias, tokens: Tokens, weights):
     times the saved gradient is NaN. The derivatives of a sum that is not finite are 0.
     """
     statistics = static.run(static.forward, x, w, bias, tokens)
-    return formulas.weighted_sum(static.losses(statistics, tokens), weights), formulas.logsumexp(
-        statistics, tokens
-    )
+    value = formulas.weighted_sum(static.losses(statistics, tokens), weights)
+    return value, formulas.logsumexp(statistics, tokens)
 
 
 def _total_forward(static: Static, *primals):

@@ -112,9 +112,8 @@ def verify(
     log_p, draft_log_q = target.log_p_of(drafts), _log_q_of(drafts, log_q, dtype)
     is_accepted = (draft_log_q > -jnp.inf) & (log_u + draft_log_q < log_p)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
-    accepted = jnp.min(
-        jnp.where(is_accepted, length, position), -1
-    )  # the last one is padding, never accepted
+    # The last position is padding, and never accepted.
+    accepted = jnp.min(jnp.where(is_accepted, length, position), -1)
 
     draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
     # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
