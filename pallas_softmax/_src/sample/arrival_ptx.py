@@ -25,7 +25,7 @@ spread over all warps:
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import SCRATCH
-from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, ClusterProgram, RowProgram
 
 # The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. We have no
 # times of other limits.
@@ -58,7 +58,7 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     def reduce(values):
         """Reduces over the lanes of a warp, and then over the warps."""
         m, d, bounds = values
-        largest, d = _over_warp(p, m, d)
+        largest, d = combine(p, m, d)
         bound, (rank, count) = p.var(largest), next(ranks)
         with p.when(small_top_k & (rank > 1)):
             p.set(bound, _value_of_rank(p, bounds, rank, count))
@@ -66,7 +66,7 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
 
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     tops, d, bound = p.over_each_cta(reduce, [m, d, m], [-INF, 0, -INF], p.word(SCRATCH.normalizer))
-    top, total = _over_warp(p, tops, d)
+    top, total = combine(p, tops, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [p.select(p.lane < p.ctas, bound, INF)])
     return total, small_top_k, bound
@@ -103,7 +103,7 @@ def _value_of_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Valu
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
-def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
+def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
     """Combines the (m, d) of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     d = d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.octaves_per_unit)

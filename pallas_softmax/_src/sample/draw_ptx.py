@@ -43,7 +43,8 @@ from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
 from pallas_softmax._src.sample.noise_ptx import log
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
-from pallas_softmax._src.sample.winner_ptx import Noise, WinnerSearch, find_last_tie
+from pallas_softmax._src.sample.race_ptx import Noise
+from pallas_softmax._src.sample.winner_ptx import WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
@@ -86,9 +87,9 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
-    index, cta = WinnerSearch(p, noise, kept, last_tie).run()
-    with _writes(p, cta) as write:
-        log_prob = (p.element_at(index - p.origin) - p.top) * p.octaves_per_unit * LN2 - log(p, total)
+    index, x = WinnerSearch(p, noise, kept, last_tie).run()
+    with _writes(p, 0) as write:
+        log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, total)
         write(index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
 
 

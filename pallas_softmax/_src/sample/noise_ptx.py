@@ -55,9 +55,9 @@ def words_at(p: Program, schedule: list[tuple[Value, Value]], counters: list[Val
     return [x ^ y for x, y in halves]
 
 
-def one_plus_uniform(word: Value) -> Value:
-    """Returns 1 + u as a float from 1 to 2 - 2^-23."""
-    return ((word >> 9) | _ONE).bits("f32")
+def one_plus_uniform(p: Program, word: Value) -> Value:
+    """Returns 1 + u as a float from 1 to 2 - 2^-23: the exponent of 1, then the upper 23 bits of the word."""
+    return p.write("shf.l.wrap.b32", "u32", word, _ONE >> 23, 23, of=("b32", "b32", "i32")).bits("f32")
 
 
 def gumbel(p: Program, one_plus_u: Value) -> Value:

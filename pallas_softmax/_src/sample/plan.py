@@ -63,9 +63,11 @@ FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 class Scratch(NamedTuple):
     """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words: multiples of 16 bytes."""
 
-    normalizer: int = 4  # the largest element of the CTA, its relative mass, a bound for a small top_k
+    # The largest element of the CTA, its relative mass, a bound for a small top_k; or what a draw without filters has
+    # instead: the best sum with noise, its index and its element.
+    normalizer: int = 8
     zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
-    best: int = 4  # twice: the best sum with noise in the CTA, and its index
+    best: int = 8  # twice: the best sum with noise in the CTA, its index and its element
     counted: int = 4  # sums over the CTA above a key, or a better bound for a small top_k
     picked: int = 4  # a result of one warp, for all warps to read
     listed: int = 4  # how many keys the list has, or would have if there were room

@@ -30,7 +30,87 @@ _WARP_BITS = WARPS.bit_length() - 1
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
 
 
-class RowProgram(CtaProgram):
+class ClusterProgram(CtaProgram):
+    """A program for a row of logits that the CTAs of a cluster share: its parameters, scratch words and reductions."""
+
+    def __init__(self, warps: int, ctas: int, dtype):
+        super().__init__(warps, ctas)
+        self.elements = Elements(dtype)
+        self.scratch = self.operand("scratch", "u32")  # address of the scratch words
+        # log2(e) / temperature: one unit further down, the mass of an element is so many octaves (factors of 2) less
+        self.octaves_per_unit = self.operand("octaves_per_unit", "f32")
+        self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
+        self.temperature = self.operand("temperature", "f32")
+        self.greedy = self.var(self.temperature.equals(0.0))
+
+    # --- Scratch words
+
+    def word(self, at: int, index: Value | int = 0, size: int = 1) -> Value:
+        """Returns the address of record `index`, of `size` words each; record 0 starts at scratch word `at`."""
+        if isinstance(index, int):
+            return self.scratch + 4 * (at + size * index)
+        return self.scratch + index * (4 * size) + 4 * at
+
+    def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns 1, 2, 4 or 8 words from each CTA, in the lane with its number; `neutral` in the other lanes.
+
+        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA. Only one warp fetches
+        the words, since a CTA answers the requests of others one at a time.
+        """
+        with self.when(self.warp.equals(0)):
+            exists = self.lane < self.ctas
+            words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
+            self.store(self.gathered(self.lane), *words, when=exists)
+        return self.from_gathered(kinds, neutral)
+
+    def gathered(self, cta: Value) -> Value:
+        """Returns the address of the words of a CTA that `from_gathered` returns."""
+        return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
+
+    def from_gathered(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns what `from_ctas` returns, once the words of each CTA are in this one. Synchronizes its threads."""
+        self.barrier()
+        out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
+        self.load_into(out, self.gathered(self.lane), when=self.lane < self.ctas)
+        return out
+
+    # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
+
+    def over_each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
+        """Reduces values over the threads of each CTA; returns what `from_ctas` returns. Synchronizes the cluster."""
+        self.over_cta(reduce, values, neutral, at)
+        self.sync_cluster()
+        unused = (1 << (len(values) - 1).bit_length()) - len(values)
+        kinds = [value.kind for value in values] + ["u32"] * unused
+        return self.from_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
+
+    def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
+        """Reduces values over the threads of the CTA, and writes the results to the words at `at`.
+
+        The results are there after the next barrier. The CTA must synchronize between two calls.
+        """
+        over_warp: Callable[..., Any] = (
+            reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
+        )
+        own = self.word(SCRATCH.warps, self.warp, RECORD_WORDS)
+        for i, value in enumerate(over_warp(values)):
+            self.store(own, value, offset=4 * i, when=self.first_lane)
+        self.barrier()
+        with self.when(self.warp.equals(0)):
+            words = self.from_warps([value.kind for value in values], neutral)
+            for i, value in enumerate(over_warp(words)):
+                self.store(at, value, offset=4 * i, when=self.first_lane)
+
+    def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns the record of each warp, in the lane with its number; `neutral` in the other lanes."""
+        at, exists = self.word(SCRATCH.warps, self.lane, RECORD_WORDS), self.lane < self.warps
+        return [
+            self.load(at, kind, offset=4 * i, when=exists, default=default)
+            for i, (kind, default) in enumerate(zip(kinds, neutral))
+        ]
+
+
+class RowProgram(ClusterProgram):
     """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
     A temperature of 0 keeps the first entry: the filters are then the same as for top_k = 1.
@@ -40,13 +120,10 @@ class RowProgram(CtaProgram):
     tempered_top: Value  # the same, divided by the temperature
 
     def __init__(self, plan: SamplePlan, dtype):
-        super().__init__(plan.threads // LANES, plan.window.count)
-        self.plan, self.elements = plan, Elements(dtype)
-        self.spare_bits, window = _SPARE_BITS[self.elements.name], plan.window
-        self.x, self.scratch = self.operands("u32", "x", "scratch")  # addresses of the part and of the words
-        # log2(e) / temperature: one unit further down, the mass of an element is so many octaves (factors of 2) less
-        self.octaves_per_unit = self.operand("octaves_per_unit", "f32")
-        self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
+        super().__init__(plan.threads // LANES, plan.window.count, dtype)
+        self.plan, window = plan, plan.window
+        self.spare_bits = _SPARE_BITS[self.elements.name]
+        self.x = self.operand("x", "u32")  # address of the part
         self.origin = self.operand("origin", "s32")  # index in the row of the element at position 0
         first_block = (self.warp >> _WARP_BITS) * window.step_blocks
         loads = self.min(self.max(window.blocks - first_block.bits("s32"), 0), window.step_blocks)
@@ -56,9 +133,7 @@ class RowProgram(CtaProgram):
         # The address of this lane's vector in the first load.
         self.first_vector = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
         self.top_k = self.var(self.operand("top_k", "u32"))
-        self.temperature, top_p, min_p = self.operands("f32", "temperature", "top_p", "min_p")
-        self.top_p, self.min_p = self.var(top_p), self.var(min_p)
-        self.greedy = self.var(self.temperature.equals(0.0))
+        self.top_p, self.min_p = (self.var(number) for number in self.operands("f32", "top_p", "min_p"))
         self.keep_first(self.greedy)
 
     def keep_first(self, when: Value) -> None:
@@ -131,69 +206,3 @@ class RowProgram(CtaProgram):
             return key
         bits = self.convert(self.convert(self.from_key(key), "f16").bits("s16"), "s32")
         return self.select(key.equals(KEEP_ALL), KEEP_ALL, self.elements.key(bits))
-
-    # --- Scratch words
-
-    def word(self, at: int, index: Value | int = 0, size: int = 1) -> Value:
-        """Returns the address of record `index`, of `size` words each; record 0 starts at scratch word `at`."""
-        if isinstance(index, int):
-            return self.scratch + 4 * (at + size * index)
-        return self.scratch + index * (4 * size) + 4 * at
-
-    def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words from each CTA, in the lane with its number; `neutral` in the other lanes.
-
-        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA. Only one warp fetches
-        the words, since a CTA answers the requests of others one at a time.
-        """
-        with self.when(self.warp.equals(0)):
-            exists = self.lane < self.ctas
-            words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
-            self.store(self.gathered(self.lane), *words, when=exists)
-        return self.from_gathered(kinds, neutral)
-
-    def gathered(self, cta: Value) -> Value:
-        """Returns the address of the words of a CTA that `from_gathered` returns."""
-        return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
-
-    def from_gathered(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns what `from_ctas` returns, once the words of each CTA are in this one. Synchronizes its threads."""
-        self.barrier()
-        out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
-        self.load_into(out, self.gathered(self.lane), when=self.lane < self.ctas)
-        return out
-
-    # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
-
-    def over_each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
-        """Reduces values over the threads of each CTA; returns what `from_ctas` returns. Synchronizes the cluster."""
-        self.over_cta(reduce, values, neutral, at)
-        self.sync_cluster()
-        unused = (1 << (len(values) - 1).bit_length()) - len(values)
-        kinds = [value.kind for value in values] + ["u32"] * unused
-        return self.from_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
-
-    def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
-        """Reduces values over the threads of the CTA, and writes the results to the words at `at`.
-
-        The results are there after the next barrier. The CTA must synchronize between two calls.
-        """
-        over_warp: Callable[..., Any] = (
-            reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
-        )
-        own = self.word(SCRATCH.warps, self.warp, RECORD_WORDS)
-        for i, value in enumerate(over_warp(values)):
-            self.store(own, value, offset=4 * i, when=self.first_lane)
-        self.barrier()
-        with self.when(self.warp.equals(0)):
-            words = self.from_warps([value.kind for value in values], neutral)
-            for i, value in enumerate(over_warp(words)):
-                self.store(at, value, offset=4 * i, when=self.first_lane)
-
-    def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns the record of each warp, in the lane with its number; `neutral` in the other lanes."""
-        at, exists = self.word(SCRATCH.warps, self.lane, RECORD_WORDS), self.lane < self.warps
-        return [
-            self.load(at, kind, offset=4 * i, when=exists, default=default)
-            for i, (kind, default) in enumerate(zip(kinds, neutral))
-        ]

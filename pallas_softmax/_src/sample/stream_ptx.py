@@ -1,0 +1,195 @@
+"""Writes the program of inline PTX that draws from a row without filters: one pass, straight from device memory.
+
+The steps of a row take turns over the warps of its cluster. A step is a few vectors of 16 bytes for each lane:
+
+    step        0   1   2   3   4   5   6   7   8  ..
+    warp        0   1   2   3   0   1   2   3   0  ..       of a cluster with four warps
+
+A warp does this with each step:
+
+    load        16 elements for each lane; an element outside of the row is -inf
+    normalizer  (m, d) of the lane includes them
+    list        each lane lists those that can still win, see `race_ptx`
+    race        the lanes take two entries each from their lists and add noise, while a list is long
+
+Lists of different lanes have different lengths. A lane keeps up to `KEPT` entries for the next step, so few lanes are
+idle. At a temperature of 0 there is no noise: each lane keeps its first largest element instead.
+
+A positive temperature may be so small that x / temperature of the largest element is infinite. The row then gets a
+second pass, as at a temperature of 0.
+"""
+
+import functools
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import arrival_ptx
+from pallas_softmax._src.sample.noise_ptx import log
+from pallas_softmax._src.sample.race_ptx import Noise, Race
+from pallas_softmax._src.sample.row_ptx import (
+    HIGHEST,
+    INF,
+    LEAST_FINITE,
+    LN2,
+    SCRATCH,
+    TINY,
+    ClusterProgram,
+)
+from pallas_softmax._src.sample.stream_plan import AT_ONCE, KEPT, ROWS_OF_LIST, StreamPlan
+
+_NAN = float("nan")
+_LINE = 4 * LANES  # bytes of one entry of each lane's list: a word, of the element or of its index
+_PADDING = AT_ONCE  # entries of -inf before the first one, which a lane without entries takes
+
+
+class StreamProgram(ClusterProgram):
+    """A program for a row in device memory; the warps of a cluster share the row."""
+
+    def __init__(self, plan: StreamPlan, dtype):
+        super().__init__(plan.threads // LANES, plan.ctas, dtype)
+        self.plan = plan
+        vocab, vec, itemsize = plan.vocab, ACCESS_BYTES // self.elements.itemsize, self.elements.itemsize
+        self.vec = vec
+        row = self.operand("row", "u32")
+        # A position counts from the start of the first vector: the row has positions `first` to `end` - 1.
+        before = self.op("mul.lo", "u32", row, vocab % vec) & (vec - 1) if vocab % vec else self.var(0, "u32")
+        self.first, self.end = before, before + vocab
+        start = self.multiply_add_wide(row, vocab, self.widened(0)) - self.widened(before)
+        self.x = self.operand("x", "u64") + (start << (itemsize.bit_length() - 1))  # address of position 0
+
+    def widened(self, number: Value | int) -> Value:
+        """Returns an unsigned number in 64 bits."""
+        return self.join(self.var(number, "u32"), self.var(0, "u32"))
+
+    def address(self, position: Value) -> Value:
+        """Returns the address of the element at a position."""
+        return self.multiply_add_wide(position, self.elements.itemsize, self.x)
+
+    def load_step(self, position: Value) -> list[Value]:
+        """Returns the lane's elements of a step as floats; `position` is that of its first vector."""
+        p, vec, vectors = self, self.vec, self.plan.vectors
+        out = [p.fresh("f32") for _ in range(vec * vectors)]
+        at = p.address(position)
+        first_of_warp = position - p.lane * vec
+        whole = (first_of_warp >= p.first) & (first_of_warp + LANES * vec * vectors <= p.end)
+        with p.when(whole):
+            words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
+            for i, vector in enumerate(words):
+                p.load_into(vector, at, offset=LANES * ACCESS_BYTES * i, space="global")
+            for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
+                p.set(register, x)
+        with p.when(~whole):
+            for i, register in enumerate(out):
+                offset = i // vec * LANES * vec + i % vec
+                here = position + offset
+                exists = (here >= p.first) & (here < p.end)
+                kind = "s16" if p.elements.halves else "s32"
+                bits = p.load(
+                    at, kind, offset=offset * p.elements.itemsize, when=exists, default=0, space="global"
+                )
+                bits = p.convert(bits, "s32") if p.elements.halves else bits
+                p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
+        return out
+
+    def index_of(self, position: Value, i: int) -> Value:
+        """Returns the index in the row of the lane's element number i of a step."""
+        return position + (i // self.vec * LANES * self.vec + i % self.vec) - self.first
+
+
+@functools.lru_cache(maxsize=16)
+def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
+    """Returns the program for a row of the logits at <x>, an address in device memory.
+
+    It has the operands of `ClusterProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
+    memory of results: <index>, <log_prob>, <log_mass>.
+    """
+    p = StreamProgram(plan, dtype)
+    p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
+    p.barrier()
+    if p.ctas > 1:
+        p += f"{ARRIVE} {WAIT}"
+    race = Race(p, Noise.of_row(p, stride))
+    index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
+    with p.loop() as leave:
+        m, d = _pass(p, race)
+        neutral = [-INF, 0, -INF, HIGHEST, -INF]
+        values = [m, d, race.best, race.index, race.x]
+        lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
+        top, total, _, winner, x = _combine(p, lanes)
+        p.set(index, winner)
+        top = top + 0.0
+        p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
+        p.set(log_mass, p.select(p.greedy, log(p, p.min(p.divide(p.var(1.0, "f32"), total), 1.0)), 0.0))
+        tempered_top = p.divide_exactly(top, p.max(p.temperature, TINY))
+        drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
+        for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
+            p.set(result, nothing, when=~drawable)
+        leave(~(drawable & p.absolute(tempered_top).equals(INF)) | p.greedy)
+        p.set(p.greedy, True)
+        p.sync_cluster()  # other CTAs may still read the results of this pass
+    if p.ctas > 1:
+        p += ARRIVE
+    with p.when(p.cta.equals(0) & p.thread.equals(0)):
+        offset = p.multiply_wide(p.operand("row", "u32"), 4)
+        for name, result in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
+            p.store(p.operand(name, "u64") + offset, result, space="global")
+    if p.ctas > 1:
+        p += WAIT  # no CTA exits while another one may read its shared memory
+    return p
+
+
+def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
+    """Combines m, d, and the best sum with its index and its element, of all lanes."""
+    m, d, *best = values
+    return [*arrival_ptx.combine(p, m, d), *Race.first_best(p, *best)]
+
+
+def _pass(p: StreamProgram, race: Race) -> tuple[Value, Value]:
+    """Reads the steps of the warp; returns (m, d) of each lane, and leaves its best sum in `race`."""
+    plan, vec = p.plan, p.vec
+    size = LANES * vec * plan.vectors  # of a step
+    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
+    race.start(silent=p.greedy)
+    list_ = p.word(plan.lists, p.warp, 2 * LANES * ROWS_OF_LIST) + p.lane * 4
+    for i in range(_PADDING):
+        p.store(list_, p.var(-INF, "f32"), offset=_LINE * i)
+        p.store(list_, 0, offset=_LINE * (ROWS_OF_LIST + i))
+    empty = list_ + _LINE * _PADDING
+    end = p.var(empty)  # the address after the lane's last entry
+    first_of_warp = p.var((p.cta * p.warps + p.warp) * size)
+    more = p.fresh("pred")
+    with p.loop() as leave:
+        p.set(more, first_of_warp < p.end)
+        with p.when(more):
+            position = first_of_warp + p.lane * vec
+            elements = p.load_step(position)
+            largest = p.op("max.NaN", "f32", m, p.reduce("max.NaN", elements))
+            with p.when(p.greedy & (largest > race.best)):
+                for i, x in reversed([*enumerate(elements)]):
+                    p.set(race.index, p.index_of(position, i).bits("s32"), when=x.equals(largest))
+                p.set(race.best, largest)
+                p.set(race.x, largest)
+            p.set(m, largest)
+            finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
+            p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
+            p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]))
+            p.set(finite_m, finite)
+            race.catch_up()
+            for i, x in enumerate(elements):
+                index, can_win = p.index_of(position, i), x >= race.low
+                p.store(end, x, when=can_win)
+                p.store(end, index, offset=_LINE * ROWS_OF_LIST, when=can_win)
+                p.increase(end, _LINE, when=can_win)
+            p.increase(first_of_warp, size * p.warps * p.ctas)
+        # A list that is not empty waits for more entries, until there are no more steps.
+        until = p.select(more, empty + _LINE * KEPT, empty)
+        with p.loop() as enough:
+            enough(~p.any(end > until))
+            lines = [end - _LINE * (i + 1) for i in range(AT_ONCE)]
+            elements = [p.load(line, "f32") for line in lines]
+            indices = [p.load(line, "s32", offset=_LINE * ROWS_OF_LIST) for line in lines]
+            p.set(end, p.max(end - _LINE * AT_ONCE, empty))
+            race.enter(elements, indices, more)
+        leave(~more)
+    return m, d
