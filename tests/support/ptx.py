@@ -428,8 +428,8 @@ def _computed(op, a, b=None, c=None, d=None):
             return a * b + c
         case "fma":
             return (a.astype(np.float64) * np.float64(b) + np.float64(c)).astype(np.float32)
-        case "div" if is_float:
-            return a / b
+        case "div":
+            return a / b if is_float else a // b
         case "rcp":
             return np.float32(1) / a
         case "and":

@@ -43,7 +43,7 @@ from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.row_ptx import HIGHEST, TINY
 from pallas_softmax._src.sample.rows import Cutoff
-from pallas_softmax._src.sample.winner_ptx import NOISE_OPERANDS
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 
 # The results, by their names in the program.
 _OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}

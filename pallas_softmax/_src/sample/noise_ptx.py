@@ -43,10 +43,11 @@ def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Valu
     return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
 
 
-def words_at(p: Program, schedule: list[tuple[Value, Value]], counters: list[Value]) -> list[Value]:
-    """Returns the word of each counter ("u64"). Counters take turns, so that no instruction waits for the last one."""
-    halves = [p.split(counter)[::-1] for counter in counters]
-    halves = [(x + schedule[0][0], y + schedule[0][1]) for x, y in halves]
+def words_at(p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]) -> list[Value]:
+    """Returns the word of each counter; `halves` are its upper and its lower half, with the first keys added.
+
+    Counters take turns, so that no instruction waits for the last one.
+    """
     for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):
         for by in rotations:
             halves = [(x + y, y) for x, y in halves]

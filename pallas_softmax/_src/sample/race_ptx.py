@@ -37,6 +37,7 @@ _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 class Noise:
     """The noise of a row: the element with index i has counter start + i * stride, modulo 2^64."""
 
+    p: ClusterProgram
     schedule: list[tuple[Value, Value]]  # `noise_ptx.key_schedule`
     start: Value
     stride: int
@@ -45,14 +46,52 @@ class Noise:
     def of_row(p: ClusterProgram, stride: int) -> "Noise":
         """Returns the noise of the operands."""
         key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        return Noise(noise_ptx.key_schedule(p, key0, key1), p.join(low, high), stride)
+        return Noise(p, noise_ptx.key_schedule(p, key0, key1), p.join(low, high), stride)
 
-    def from_origin(self, p: ClusterProgram, origin: Value) -> "Noise":
+    def from_origin(self, origin: Value) -> "Noise":
         """Returns the noise in which number 0 is the element with the index `origin`, which may be negative."""
+        p = self.p
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(origin.bits("u32"), self.stride, self.start)
         excess = p.select(origin < 0, self.stride, 0, "u32")
-        return Noise(self.schedule, start - p.join(p.var(0, "u32"), excess), self.stride)
+        return dataclasses.replace(self, start=start - p.join(p.var(0, "u32"), excess))
+
+    def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
+        """Returns both halves of the counters of elements, with the first keys added."""
+        p, (key0, key1) = self.p, self.schedule[0]
+        counters = [p.multiply_add_wide(i.bits("u32"), self.stride, self.start) for i in numbers]
+        return [(high + key0, low + key1) for low, high in map(p.split, counters)]
+
+
+class Segment:
+    """A stretch of a row whose counters have the same upper half: nearly always the whole row.
+
+    `first` and `end` are indices in the row.
+    """
+
+    def __init__(self, noise: Noise, vocab: int):
+        p = noise.p
+        self.schedule, self._noise, self._vocab = noise.schedule, noise, vocab
+        low, _ = p.split(noise.start)
+        self._keyed_low = low + noise.schedule[0][1]
+        self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
+
+    def start_at(self, first: Value | int) -> None:
+        """Starts with this element, and goes as far as possible."""
+        p, stride = self._noise.p, self._noise.stride
+        p.set(self.first, first)
+        low, high = p.split(p.multiply_add_wide(self.first, stride, self._noise.start))
+        p.set(self._keyed_high, high + self.schedule[0][0])
+        room = p.op("not", "u32", low)  # how much the lower half may grow
+        room = room if stride == 1 else p.op("div", "u32", room, stride)
+        last = p.op("sub", "u32", self._vocab - 1, self.first)
+        p.set(self.end, self.first + 1 + p.min(room, last))
+
+    def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
+        """Does what `Noise.keyed` does, for indices in this stretch."""
+        p, stride = self._noise.p, self._noise.stride
+        scaled = [i.bits("u32") if stride == 1 else i.bits("u32") * stride for i in numbers]
+        return [(self._keyed_high, i + self._keyed_low) for i in scaled]
 
 
 class Race:
@@ -61,7 +100,7 @@ class Race:
     def __init__(
         self,
         p: ClusterProgram,
-        noise: Noise,
+        noise: Noise | Segment,
         least: Value | float = LEAST_FINITE,
         is_kept: Callable[[Value, Value], Value] | None = None,
         origin: Value | int = 0,
@@ -96,8 +135,7 @@ class Race:
     def enter(self, elements: Sequence[Value], numbers: Sequence[Value], more: Value) -> None:
         """Adds noise to entries of each lane. `more` is a condition: whether further ones will follow."""
         p, noise = self.p, self.noise
-        counters = [p.multiply_add_wide(i.bits("u32"), noise.stride, noise.start) for i in numbers]
-        words = noise_ptx.words_at(p, noise.schedule, counters)
+        words = noise_ptx.words_at(p, noise.schedule, noise.keyed(numbers))
         ones_plus_u = [noise_ptx.one_plus_uniform(p, word) for word in words]
         # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
         # threshold), that is, if 1 + u is at least `needed`.

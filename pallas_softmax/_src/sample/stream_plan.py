@@ -9,7 +9,7 @@ from pallas_softmax._src.sample.plan import SCRATCH
 
 ELEMENTS = 16  # elements of a lane in a step
 AT_ONCE = 2  # entries whose noise a lane computes at once
-KEPT = 6  # entries that may stay in a lane's list while it has more steps
+KEPT = 14  # entries that may stay in a lane's list while it has more steps
 ROWS_OF_LIST = AT_ONCE + KEPT + ELEMENTS  # entries that the list of a lane has room for, with padding
 WARPGROUPS = 2
 CTAS_AT_ONCE = 4 * 132  # CTAs that an H100 runs at once

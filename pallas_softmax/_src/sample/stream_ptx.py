@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.noise_ptx import log
-from pallas_softmax._src.sample.race_ptx import Noise, Race
+from pallas_softmax._src.sample.race_ptx import Noise, Race, Segment
 from pallas_softmax._src.sample.row_ptx import (
     HIGHEST,
     INF,
@@ -49,30 +49,24 @@ class StreamProgram(ClusterProgram):
     def __init__(self, plan: StreamPlan, dtype):
         super().__init__(plan.threads // LANES, plan.ctas, dtype)
         self.plan = plan
-        vocab, vec, itemsize = plan.vocab, ACCESS_BYTES // self.elements.itemsize, self.elements.itemsize
-        self.vec = vec
-        row = self.operand("row", "u32")
-        # A position counts from the start of the first vector: the row has positions `first` to `end` - 1.
-        before = self.op("mul.lo", "u32", row, vocab % vec) & (vec - 1) if vocab % vec else self.var(0, "u32")
-        self.first, self.end = before, before + vocab
-        start = self.multiply_add_wide(row, vocab, self.widened(0)) - self.widened(before)
+        vocab, itemsize = plan.vocab, self.elements.itemsize
+        self.vec, row = ACCESS_BYTES // itemsize, self.operand("row", "u32")
+        # A position counts from the start of the row's first vector: the element with index 0 has position `before`.
+        self.before = row * (vocab % self.vec) & (self.vec - 1)
+        start = self.multiply_wide(row, vocab) - self.join(self.before, self.var(0, "u32"))
         self.x = self.operand("x", "u64") + (start << (itemsize.bit_length() - 1))  # address of position 0
 
-    def widened(self, number: Value | int) -> Value:
-        """Returns an unsigned number in 64 bits."""
-        return self.join(self.var(number, "u32"), self.var(0, "u32"))
+    def load_step(self, position: Value, segment: Segment) -> list[Value]:
+        """Returns the lane's elements of a step as floats; `position` is that of its first vector.
 
-    def address(self, position: Value) -> Value:
-        """Returns the address of the element at a position."""
-        return self.multiply_add_wide(position, self.elements.itemsize, self.x)
-
-    def load_step(self, position: Value) -> list[Value]:
-        """Returns the lane's elements of a step as floats; `position` is that of its first vector."""
+        Elements outside of the segment are -inf.
+        """
         p, vec, vectors = self, self.vec, self.plan.vectors
         out = [p.fresh("f32") for _ in range(vec * vectors)]
-        at = p.address(position)
+        at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
+        first, end = segment.first + p.before, segment.end + p.before
         first_of_warp = position - p.lane * vec
-        whole = (first_of_warp >= p.first) & (first_of_warp + LANES * vec * vectors <= p.end)
+        whole = (first_of_warp >= first) & (first_of_warp + LANES * vec * vectors <= end)
         with p.when(whole):
             words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
             for i, vector in enumerate(words):
@@ -80,21 +74,19 @@ class StreamProgram(ClusterProgram):
             for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
                 p.set(register, x)
         with p.when(~whole):
+            kind = "s16" if p.elements.halves else "s32"
             for i, register in enumerate(out):
-                offset = i // vec * LANES * vec + i % vec
-                here = position + offset
-                exists = (here >= p.first) & (here < p.end)
-                kind = "s16" if p.elements.halves else "s32"
-                bits = p.load(
-                    at, kind, offset=offset * p.elements.itemsize, when=exists, default=0, space="global"
-                )
+                here = position + p.offset(i)
+                exists = (here >= first) & (here < end)
+                offset = p.offset(i) * p.elements.itemsize
+                bits = p.load(at, kind, offset=offset, when=exists, default=0, space="global")
                 bits = p.convert(bits, "s32") if p.elements.halves else bits
                 p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
         return out
 
-    def index_of(self, position: Value, i: int) -> Value:
-        """Returns the index in the row of the lane's element number i of a step."""
-        return position + (i // self.vec * LANES * self.vec + i % self.vec) - self.first
+    def offset(self, i: int) -> int:
+        """Returns how far the lane's element number i of a step is after its first one."""
+        return i // self.vec * LANES * self.vec + i % self.vec
 
 
 @functools.lru_cache(maxsize=16)
@@ -109,10 +101,11 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
     p.barrier()
     if p.ctas > 1:
         p += f"{ARRIVE} {WAIT}"
-    race = Race(p, Noise.of_row(p, stride))
+    segment = Segment(Noise.of_row(p, stride), plan.vocab)
+    race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
-        m, d = _pass(p, race)
+        m, d = _pass(p, race, segment)
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         values = [m, d, race.best, race.index, race.x]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
@@ -145,51 +138,60 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
     return [*arrival_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
 
-def _pass(p: StreamProgram, race: Race) -> tuple[Value, Value]:
+def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
     """Reads the steps of the warp; returns (m, d) of each lane, and leaves its best sum in `race`."""
-    plan, vec = p.plan, p.vec
-    size = LANES * vec * plan.vectors  # of a step
+    size = LANES * p.vec * p.plan.vectors  # of a step
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
     race.start(silent=p.greedy)
-    list_ = p.word(plan.lists, p.warp, 2 * LANES * ROWS_OF_LIST) + p.lane * 4
+    list_ = p.word(p.plan.lists, p.warp, 2 * LANES * ROWS_OF_LIST) + p.lane * 4
     for i in range(_PADDING):
         p.store(list_, p.var(-INF, "f32"), offset=_LINE * i)
         p.store(list_, 0, offset=_LINE * (ROWS_OF_LIST + i))
     empty = list_ + _LINE * _PADDING
-    end = p.var(empty)  # the address after the lane's last entry
-    first_of_warp = p.var((p.cta * p.warps + p.warp) * size)
-    more = p.fresh("pred")
-    with p.loop() as leave:
-        p.set(more, first_of_warp < p.end)
-        with p.when(more):
-            position = first_of_warp + p.lane * vec
-            elements = p.load_step(position)
-            largest = p.op("max.NaN", "f32", m, p.reduce("max.NaN", elements))
-            with p.when(p.greedy & (largest > race.best)):
-                for i, x in reversed([*enumerate(elements)]):
-                    p.set(race.index, p.index_of(position, i).bits("s32"), when=x.equals(largest))
-                p.set(race.best, largest)
-                p.set(race.x, largest)
-            p.set(m, largest)
-            finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
-            p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
-            p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]))
-            p.set(finite_m, finite)
-            race.catch_up()
-            for i, x in enumerate(elements):
-                index, can_win = p.index_of(position, i), x >= race.low
-                p.store(end, x, when=can_win)
-                p.store(end, index, offset=_LINE * ROWS_OF_LIST, when=can_win)
-                p.increase(end, _LINE, when=can_win)
-            p.increase(first_of_warp, size * p.warps * p.ctas)
-        # A list that is not empty waits for more entries, until there are no more steps.
-        until = p.select(more, empty + _LINE * KEPT, empty)
-        with p.loop() as enough:
-            enough(~p.any(end > until))
-            lines = [end - _LINE * (i + 1) for i in range(AT_ONCE)]
-            elements = [p.load(line, "f32") for line in lines]
-            indices = [p.load(line, "s32", offset=_LINE * ROWS_OF_LIST) for line in lines]
-            p.set(end, p.max(end - _LINE * AT_ONCE, empty))
-            race.enter(elements, indices, more)
-        leave(~more)
+    list_end = p.var(empty)  # the address after the lane's last entry
+    at = p.var((p.cta * p.warps + p.warp + p.warps * p.ctas) * size)  # the first position of the warp's next step
+    segment.start_at(0)
+    first_visit, more = p.var(~p.greedy), p.fresh("pred")
+    with p.loop() as leave_row:
+        p.increase(at, -size * p.warps * p.ctas)  # the last step may reach into this segment
+        with p.loop() as leave:
+            p.set(more, at < segment.end + p.before)
+            with p.when(more):
+                position = at + p.lane * p.vec
+                elements = p.load_step(position, segment)
+                index = position - p.before
+                top = p.reduce("max.NaN", elements)
+                with p.when(~first_visit):
+                    largest = p.op("max.NaN", "f32", m, top)
+                    with p.when(p.greedy & (largest > race.best)):
+                        for i, x in reversed([*enumerate(elements)]):
+                            p.set(race.index, index.bits("s32") + p.offset(i), when=x.equals(largest))
+                        p.set(race.best, largest)
+                        p.set(race.x, largest)
+                    p.set(m, largest)
+                    finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
+                    p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
+                    p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]))
+                    p.set(finite_m, finite)
+                    race.catch_up()
+                    p.increase(at, size * p.warps * p.ctas)
+                low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
+                for i, x in enumerate(elements):
+                    can_win = x >= low
+                    p.store(list_end, x, when=can_win)
+                    p.store(list_end, index + p.offset(i), offset=_LINE * ROWS_OF_LIST, when=can_win)
+                    p.increase(list_end, _LINE, when=can_win)
+            # A list that is not empty waits for more entries, until there are no more steps.
+            until = p.select(more & ~first_visit, empty + _LINE * KEPT, empty)
+            p.set(first_visit, False)
+            with p.loop() as enough:
+                enough(~p.any(list_end > until))
+                lines = [list_end - _LINE * (i + 1) for i in range(AT_ONCE)]
+                elements = [p.load(line, "f32") for line in lines]
+                indices = [p.load(line, "s32", offset=_LINE * ROWS_OF_LIST) for line in lines]
+                p.set(list_end, p.max(list_end - _LINE * AT_ONCE, empty))
+                race.enter(elements, indices, more)
+            leave(~more)
+        leave_row(segment.end >= p.plan.vocab)
+        segment.start_at(segment.end)
     return m, d

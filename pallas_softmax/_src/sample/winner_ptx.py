@@ -89,7 +89,7 @@ class WinnerSearch:
         """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
         least = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
-        self.race = Race(p, noise.from_origin(p, p.origin), least, self._is_kept, p.origin)
+        self.race = Race(p, noise.from_origin(p.origin), least, self._is_kept, p.origin)
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
