@@ -149,11 +149,10 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
         p.store(list_, 0, offset=_LINE * (ROWS_OF_LIST + i))
     empty = list_ + _LINE * _PADDING
     list_end = p.var(empty)  # the address after the lane's last entry
-    at = p.var((p.cta * p.warps + p.warp + p.warps * p.ctas) * size)  # the first position of the warp's next step
+    at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
     segment.start_at(0)
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
     with p.loop() as leave_row:
-        p.increase(at, -size * p.warps * p.ctas)  # the last step may reach into this segment
         with p.loop() as leave:
             p.set(more, at < segment.end + p.before)
             with p.when(more):
@@ -194,4 +193,7 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
             leave(~more)
         leave_row(segment.end >= p.plan.vocab)
         segment.start_at(segment.end)
+        with p.loop() as enough:  # the last steps may reach into this segment
+            enough((at <= segment.first + p.before) | (at < size * p.warps * p.ctas))
+            p.increase(at, -size * p.warps * p.ctas)
     return m, d
