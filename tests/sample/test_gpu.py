@@ -10,6 +10,8 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.sample.stream_kernel import draw_rows
+from pallas_softmax._src.sample.stream_plan import StreamPlan
 from tests.sample import kernels
 from tests.support import bounds, cases
 from tests.support.cases import BF16, F16, F32
@@ -20,6 +22,7 @@ from tests.support.draws import (
     chi_square,
     masked_rows,
     noise_at,
+    without_filters,
 )
 from tests.support.gpu import much_memory
 from tests.support.lowering import kernel_names
@@ -79,6 +82,30 @@ def test_long_rows(v, dtype, count, warpgroups):
     assert_drawn(["normal", "ascending", "integers", "constant"], v, dtype, count, warpgroups)
 
 
+@pytest.mark.parametrize(
+    ("names", "v", "dtype", "ctas"),
+    [
+        ([*cases.FINITE, *cases.SPECIAL], 1, F32, 1),
+        ([*cases.FINITE, *cases.SPECIAL], 129, BF16, 2),
+        ([*cases.FINITE, *cases.SPECIAL], 1003, F16, 1),
+        ([*cases.FINITE, *cases.SPECIAL], 9001, F32, 3),
+        ([*cases.FINITE, *cases.SPECIAL], 10_000, BF16, 16),
+        (["normal", "ascending", "descending", "integers", "constant"], cases.LARGE[0], F32, 1),
+        (["normal", "ascending", "descending", "integers", "constant"], cases.LARGE[0], BF16, 5),
+    ],
+    ids=str,
+)
+def test_without_filters(names, v, dtype, ctas):
+    """Every row with every temperature, in CTAs and in clusters. Two runs have the same bits."""
+    x, words, parameters, labels = without_filters(cases.rows(names, v, dtype))
+    plan = StreamPlan(v, np.dtype(dtype).itemsize, ctas)
+    run = jax.jit(functools.partial(draw_rows, plan=plan, stride=1))
+    got, again = (run(jnp.asarray(x), parameters[0], jnp.asarray(words)) for _ in range(2))
+    for a, b in zip(got, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_draws(got, x, words, labels, parameters)
+
+
 def assert_categorical(key, x, most=0, **filters):
     """Asserts that the kernel runs, and that at most `most` tokens differ from jax.random.categorical.
 
@@ -127,11 +154,12 @@ def test_tokens_of_many_rows(scale):
 
 
 @much_memory
-def test_more_than_2_to_the_31_elements():
+@pytest.mark.parametrize("filters", [{}, {"top_k": 100, "top_p": np.float32(0.9)}], ids=str)
+def test_more_than_2_to_the_31_elements(filters):
     """Eight rows and keys are repeated: all copies have the same bits, and the first ones are right."""
     rows, v, few = 70_000, 30_720, 8
     x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
-    keys, filters = jax.random.split(jax.random.key(3), few), {"top_k": 100, "top_p": np.float32(0.9)}
+    keys = jax.random.split(jax.random.key(3), few)
 
     @jax.jit
     def run(keys, x):

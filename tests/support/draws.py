@@ -56,6 +56,21 @@ def all_combinations(x, where=None):
     return x[rows], None if where is None else where[rows], words, parameters, names
 
 
+def without_filters(x):
+    """Returns every combination of a row and a temperature: logits, words, parameters that filter nothing, names."""
+    combinations = list(itertools.product(range(len(x)), (1.0, 0.0, 0.7, 1e-3, 1e-37, 1e30)))
+    rows, temperatures = zip(*combinations)
+    n = len(rows)
+    parameters = (
+        np.array(temperatures, F32),
+        np.full(n, NO_TOP_K, np.int32),
+        np.ones(n, F32),
+        np.zeros(n, F32),
+    )
+    words = np.array([(7, i, 1, 2**32 - 50) for i in range(n)], np.uint32)
+    return x[[*rows]], words, parameters, combinations
+
+
 def noise_at(words, v, stride=1):
     """Returns the noise of rows with v elements, in float64: `jax.random.gumbel` in the mode "low".
 
@@ -80,11 +95,11 @@ def noise_of_rows(key, rows, v):
     return noise_at(words, v)
 
 
-def assert_draws(got, x, words, names, parameters, where=None):
+def assert_draws(got, x, words, names, parameters, where=None, stride=1):
     """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
     temperature, *filters = parameters
     filters = dict(zip(("top_k", "top_p", "min_p"), filters))
-    bounds.assert_sample(got, x, noise_at(words, x.shape[-1]), names, where, temperature, **filters)
+    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, temperature, **filters)
 
 
 def assert_cutoffs(got, x, names, parameters, where=None):

@@ -32,18 +32,15 @@ filter, and where the entry is looked for. "How sample searches" in docs/design.
 After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 
-from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
 from pallas_softmax._src.sample.noise_ptx import log
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
 from pallas_softmax._src.sample.race_ptx import Noise
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
 from pallas_softmax._src.sample.winner_ptx import WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
@@ -88,7 +85,7 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
     index, x = WinnerSearch(p, noise, kept, last_tie).run()
-    with _writes(p, 0) as write:
+    with p.writes(0) as write:
         log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, total)
         write(index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
 
@@ -96,7 +93,7 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
 def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     cta, last_tie, is_cut = find_last_tie(p, kept)
-    with _writes(p, cta) as write:
+    with p.writes(cta) as write:
         limit = p.select(p.top.equals(0.0), 0.0, p.tempered_top * INF)
         logsumexp = p.select(p.temperature.equals(0.0), limit, p.tempered_top) + log(p, total)
         index = p.select(is_cut, last_tie + p.origin, HIGHEST)
@@ -167,26 +164,9 @@ def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
 def _write_nothing(p: RowProgram, stride: int | None) -> None:
     """Writes the results of a row without a draw."""
     nan, nothing = p.var(_NAN, "f32"), p.top.equals(-INF) & p.temperature.equals(p.temperature)
-    with _writes(p, 0) as write:
+    with p.writes(0) as write:
         if stride is None:
             logsumexp = p.select(nothing, -INF, nan)
             write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
         else:
             write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
-
-
-@contextlib.contextmanager
-def _writes(p: RowProgram, cta: Value | int) -> Iterator[Callable[..., None]]:
-    """Opens a block for one thread of a CTA, and yields write(name=value), which writes results of the row."""
-
-    def write(**results: Value) -> None:
-        offset = p.multiply_wide(p.operand("row", "u32"), 4)
-        for name, value in results.items():
-            p.store(p.operand(name, "u64") + offset, value, space="global")
-
-    if p.ctas > 1:
-        p += ARRIVE
-    with p.when(p.cta.equals(cta) & p.thread.equals(0)):
-        yield write
-    if p.ctas > 1:
-        p += WAIT  # no CTA exits while another one may read its shared memory

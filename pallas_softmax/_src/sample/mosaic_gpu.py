@@ -37,13 +37,14 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import draw_ptx, xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
-from pallas_softmax._src.sample.row_ptx import HIGHEST, TINY
-from pallas_softmax._src.sample.rows import Cutoff
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
+from pallas_softmax._src.sample.row_ptx import HIGHEST
+from pallas_softmax._src.sample.rows import Cutoff
+from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
+from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
 # The results, by their names in the program.
 _OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
@@ -59,40 +60,61 @@ class Params(NamedTuple):
     min_p: Any
 
 
-def plan(call: Call, capability: tuple[int, int]) -> SamplePlan | Refusal:
+class Plans(NamedTuple):
+    """How the rows of a call lie over the GPU: with filters or a mask, and without. The first plan also serves both."""
+
+    any: SamplePlan
+    unfiltered: StreamPlan | None
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
     """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
-    chosen = plan_sample(call.rows, call.vocab, jnp.dtype(call.dtype), capability)
-    return chosen or Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
+    shape = call.rows, call.vocab, jnp.dtype(call.dtype), capability
+    chosen = plan_sample(*shape)
+    if chosen is None:
+        return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
+    return Plans(chosen, plan_stream(*shape))
 
 
-def sample(plan: SamplePlan, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
+def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
     """Returns what `xla.sample` returns."""
-    words = jnp.broadcast_to(noise, (*logits.shape[:-1], 4)).reshape(-1, 4)
-    return _run(plan, logits, where, [temperature, top_k, top_p, min_p], words, stride)
+    *batch, vocab = logits.shape
+    words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
+    if plans.unfiltered is None or any(a is not None for a in (where, *filters)):
+        return _run(plans.any, logits, where, temperature, *filters, words, stride)
+    x = logits.reshape(-1, vocab)
+    results = draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
+    return tuple(result.reshape(*batch, 1) for result in results)
 
 
-def cutoff(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p):
+def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
     """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plan, logits, where, [temperature, top_k, top_p, min_p]))
+    return Cutoff(*_run(plans.any, logits, where, temperature, top_k, top_p, min_p))
 
 
-def _run(plan: SamplePlan, logits, where, parameters, words=None, stride=None):
+def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=None):
     """Folds the arrays to rows, and runs the kernel."""
     *batch, vocab = logits.shape
-
-    def per_row(numbers, off=0, dtype=jnp.float32):  # `off` filters nothing
-        numbers = jnp.asarray(off if numbers is None else numbers, dtype)
-        return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
-
-    temperature, top_k, top_p, min_p = parameters
-    filters = per_row(top_k, vocab, jnp.int32), per_row(top_p, 1), per_row(min_p, 0)
-    params = Params(per_row(temperature), *filters)
+    filters = (
+        (top_k, vocab, jnp.int32),
+        (top_p, 1, jnp.float32),
+        (min_p, 0, jnp.float32),
+    )  # with what filters nothing
+    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
+    params = Params(*(_per_row(a, batch) for a in (temperature, *numbers)))
     mask = fold_mask(where, logits.shape, len(batch))
     results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
+
+
+def _per_row(numbers, batch):
+    """Returns an array with one number for each row of the batch, or one for all."""
+    numbers = jnp.asarray(numbers)
+    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
+    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int | None) -> list:
@@ -144,11 +166,6 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         },
         approximate=True,
     )(x.reshape(view), params, words, None if mask is None else mask.array)
-
-
-def octaves_per_unit(temperature):
-    """Returns log2(e) / temperature; temperature and result are at least the smallest normal float32."""
-    return jnp.maximum(LOG2_E / jnp.maximum(temperature, TINY), TINY)
 
 
 def _run_twin(part: window_arrival.WindowPart, x_smem, params: Params, words, out, barrier, stride) -> None:

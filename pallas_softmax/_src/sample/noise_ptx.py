@@ -43,7 +43,9 @@ def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Valu
     return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
 
 
-def words_at(p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]) -> list[Value]:
+def words_at(
+    p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]
+) -> list[Value]:
     """Returns the word of each counter; `halves` are its upper and its lower half, with the first keys added.
 
     Counters take turns, so that no instruction waits for the last one.

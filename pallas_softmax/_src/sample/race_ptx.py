@@ -89,7 +89,7 @@ class Segment:
 
     def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
         """Does what `Noise.keyed` does, for indices in this stretch."""
-        p, stride = self._noise.p, self._noise.stride
+        stride = self._noise.stride
         scaled = [i.bits("u32") if stride == 1 else i.bits("u32") * stride for i in numbers]
         return [(self._keyed_high, i + self._keyed_low) for i in scaled]
 

@@ -1,5 +1,6 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
-from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT, CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import (
@@ -31,7 +32,10 @@ _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no
 
 
 class ClusterProgram(CtaProgram):
-    """A program for a row of logits that the CTAs of a cluster share: its parameters, scratch words and reductions."""
+    """A program for a row of logits that the CTAs of a cluster share: its scratch words, reductions and results.
+
+    `greedy` is a variable: whether the temperature counts as 0.
+    """
 
     def __init__(self, warps: int, ctas: int, dtype):
         super().__init__(warps, ctas)
@@ -108,6 +112,27 @@ class ClusterProgram(CtaProgram):
             self.load(at, kind, offset=4 * i, when=exists, default=default)
             for i, (kind, default) in enumerate(zip(kinds, neutral))
         ]
+
+    # --- Results
+
+    @contextlib.contextmanager
+    def writes(self, cta: Value | int) -> Iterator[Callable[..., None]]:
+        """Opens the last block, for one thread of a CTA, and yields write(name=value), which writes results of the row.
+
+        <row> is the number of the row, and <name> the address of a result in device memory.
+        """
+
+        def write(**results: Value) -> None:
+            offset = self.multiply_wide(self.operand("row", "u32"), 4)
+            for name, value in results.items():
+                self.store(self.operand(name, "u64") + offset, value, space="global")
+
+        if self.ctas > 1:
+            self += ARRIVE
+        with self.when(self.cta.equals(cta) & self.thread.equals(0)):
+            yield write
+        if self.ctas > 1:
+            self += WAIT  # no CTA exits while another one may read its shared memory
 
 
 class RowProgram(ClusterProgram):

@@ -1,46 +1,48 @@
 """Writes the program of inline PTX that draws from a row without filters: one pass, straight from device memory.
 
-The steps of a row take turns over the warps of its cluster. A step is a few vectors of 16 bytes for each lane:
+The steps of a row take turns over the warps of its cluster. A step has 16 elements for each lane, in vectors of 16
+bytes:
 
     step        0   1   2   3   4   5   6   7   8  ..
     warp        0   1   2   3   0   1   2   3   0  ..       of a cluster with four warps
 
 A warp does this with each step:
 
-    load        16 elements for each lane; an element outside of the row is -inf
-    normalizer  (m, d) of the lane includes them
-    list        each lane lists those that can still win, see `race_ptx`
-    race        the lanes take two entries each from their lists and add noise, while a list is long
+    load         elements outside of the row are -inf
+    normalizer   the pair (m, d) of each lane takes its elements in
+    list         each lane lists its elements that can still win, see `race_ptx`
+    race         while some lane has more than `KEPT` entries, each lane enters two of its own
 
-Lists of different lanes have different lengths. A lane keeps up to `KEPT` entries for the next step, so few lanes are
-idle. At a temperature of 0 there is no noise: each lane keeps its first largest element instead.
+Lanes list different numbers of elements. What they keep for the next step makes up for it, so that few lanes are idle.
+The first step has two visits: at the first one each lane lists only its largest element. These give the warps a good
+threshold at once.
 
-A positive temperature may be so small that x / temperature of the largest element is infinite. The row then gets a
-second pass, as at a temperature of 0.
+At a temperature of 0 there is no noise: each lane keeps the first of its largest elements. A temperature may be so
+small that x / temperature is infinite at the largest element. Then a second pass takes the row as at a temperature
+of 0.
 """
 
 import functools
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
-from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.noise_ptx import log
+from pallas_softmax._src.sample.plan import SCRATCH
 from pallas_softmax._src.sample.race_ptx import Noise, Race, Segment
 from pallas_softmax._src.sample.row_ptx import (
     HIGHEST,
     INF,
     LEAST_FINITE,
     LN2,
-    SCRATCH,
-    TINY,
     ClusterProgram,
 )
-from pallas_softmax._src.sample.stream_plan import AT_ONCE, KEPT, ROWS_OF_LIST, StreamPlan
+from pallas_softmax._src.sample.stream_plan import AT_ONCE, KEPT, LIST_SIZE, StreamPlan
 
 _NAN = float("nan")
-_LINE = 4 * LANES  # bytes of one entry of each lane's list: a word, of the element or of its index
-_PADDING = AT_ONCE  # entries of -inf before the first one, which a lane without entries takes
+_LINE = 4 * LANES  # bytes from one entry of a list to the next: the lists of a warp alternate word by word
+_PADDING = AT_ONCE  # entries of -inf at the start of each list: what a lane enters that has no others
+_INDICES = _LINE * LIST_SIZE  # from an element to its index
 
 
 class StreamProgram(ClusterProgram):
@@ -51,9 +53,9 @@ class StreamProgram(ClusterProgram):
         self.plan = plan
         vocab, itemsize = plan.vocab, self.elements.itemsize
         self.vec, row = ACCESS_BYTES // itemsize, self.operand("row", "u32")
-        # A position counts from the start of the row's first vector: the element with index 0 has position `before`.
-        self.before = row * (vocab % self.vec) & (self.vec - 1)
-        start = self.multiply_wide(row, vocab) - self.join(self.before, self.var(0, "u32"))
+        # A position counts from the start of the row's first vector: the element with index 0 has position `lead`.
+        self.lead = row * (vocab % self.vec) & (self.vec - 1)
+        start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
         self.x = self.operand("x", "u64") + (start << (itemsize.bit_length() - 1))  # address of position 0
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
@@ -64,7 +66,7 @@ class StreamProgram(ClusterProgram):
         p, vec, vectors = self, self.vec, self.plan.vectors
         out = [p.fresh("f32") for _ in range(vec * vectors)]
         at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
-        first, end = segment.first + p.before, segment.end + p.before
+        first, end = segment.first + p.lead, segment.end + p.lead
         first_of_warp = position - p.lane * vec
         whole = (first_of_warp >= first) & (first_of_warp + LANES * vec * vectors <= end)
         with p.when(whole):
@@ -93,42 +95,34 @@ class StreamProgram(ClusterProgram):
 def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
     """Returns the program for a row of the logits at <x>, an address in device memory.
 
-    It has the operands of `ClusterProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
-    memory of results: <index>, <log_prob>, <log_mass>.
+    It has the operands of `ClusterProgram`, the number of the row, <row>, those in `NOISE_OPERANDS`, and addresses in
+    device memory of results: <index>, <log_prob>, <log_mass>.
     """
     p = StreamProgram(plan, dtype)
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.barrier()
-    if p.ctas > 1:
-        p += f"{ARRIVE} {WAIT}"
+    p.sync_cluster()
     segment = Segment(Noise.of_row(p, stride), plan.vocab)
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
-        m, d = _pass(p, race, segment)
+        values = [*_pass(p, race, segment), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
-        values = [m, d, race.best, race.index, race.x]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
         top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
-        top = top + 0.0
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
-        p.set(log_mass, p.select(p.greedy, log(p, p.min(p.divide(p.var(1.0, "f32"), total), 1.0)), 0.0))
-        tempered_top = p.divide_exactly(top, p.max(p.temperature, TINY))
+        share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
+        p.set(log_mass, p.select(p.greedy, log(p, share_of_first), 0.0))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
         for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
             p.set(result, nothing, when=~drawable)
+        tempered_top = p.divide_exactly(top, race.temperature)
         leave(~(drawable & p.absolute(tempered_top).equals(INF)) | p.greedy)
         p.set(p.greedy, True)
-        p.sync_cluster()  # other CTAs may still read the results of this pass
-    if p.ctas > 1:
-        p += ARRIVE
-    with p.when(p.cta.equals(0) & p.thread.equals(0)):
-        offset = p.multiply_wide(p.operand("row", "u32"), 4)
-        for name, result in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
-            p.store(p.operand(name, "u64") + offset, result, space="global")
-    if p.ctas > 1:
-        p += WAIT  # no CTA exits while another one may read its shared memory
+        p.sync_cluster()  # other CTAs may still read the numbers of this pass
+    with p.writes(0) as write:
+        write(index=index, log_prob=log_prob, log_mass=log_mass)
     return p
 
 
@@ -139,27 +133,27 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
 
 
 def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
-    """Reads the steps of the warp; returns (m, d) of each lane, and leaves its best sum in `race`."""
+    """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`."""
     size = LANES * p.vec * p.plan.vectors  # of a step
+    turn = size * p.warps * p.ctas  # from a step of the warp to the next one
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
-    race.start(silent=p.greedy)
-    list_ = p.word(p.plan.lists, p.warp, 2 * LANES * ROWS_OF_LIST) + p.lane * 4
+    list_ = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
     for i in range(_PADDING):
         p.store(list_, p.var(-INF, "f32"), offset=_LINE * i)
-        p.store(list_, 0, offset=_LINE * (ROWS_OF_LIST + i))
+        p.store(list_, 0, offset=_LINE * i + _INDICES)
     empty = list_ + _LINE * _PADDING
     list_end = p.var(empty)  # the address after the lane's last entry
     at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
-    segment.start_at(0)
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
+    race.start(silent=p.greedy)
+    segment.start_at(0)
     with p.loop() as leave_row:
         with p.loop() as leave:
-            p.set(more, at < segment.end + p.before)
+            p.set(more, at < segment.end + p.lead)
             with p.when(more):
                 position = at + p.lane * p.vec
                 elements = p.load_step(position, segment)
-                index = position - p.before
-                top = p.reduce("max.NaN", elements)
+                top, index = p.reduce("max.NaN", elements), position - p.lead
                 with p.when(~first_visit):
                     largest = p.op("max.NaN", "f32", m, top)
                     with p.when(p.greedy & (largest > race.best)):
@@ -170,30 +164,30 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
                     p.set(m, largest)
                     finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
                     p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
-                    p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]))
+                    masses = [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]
+                    p.set(d, d + p.reduce("add", masses))
                     p.set(finite_m, finite)
                     race.catch_up()
-                    p.increase(at, size * p.warps * p.ctas)
+                    p.increase(at, turn)
                 low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
                 for i, x in enumerate(elements):
                     can_win = x >= low
                     p.store(list_end, x, when=can_win)
-                    p.store(list_end, index + p.offset(i), offset=_LINE * ROWS_OF_LIST, when=can_win)
+                    p.store(list_end, index + p.offset(i), offset=_INDICES, when=can_win)
                     p.increase(list_end, _LINE, when=can_win)
-            # A list that is not empty waits for more entries, until there are no more steps.
             until = p.select(more & ~first_visit, empty + _LINE * KEPT, empty)
             p.set(first_visit, False)
             with p.loop() as enough:
                 enough(~p.any(list_end > until))
-                lines = [list_end - _LINE * (i + 1) for i in range(AT_ONCE)]
-                elements = [p.load(line, "f32") for line in lines]
-                indices = [p.load(line, "s32", offset=_LINE * ROWS_OF_LIST) for line in lines]
+                entries = [list_end - _LINE * (i + 1) for i in range(AT_ONCE)]
+                elements = [p.load(entry, "f32") for entry in entries]
+                indices = [p.load(entry, "s32", offset=_INDICES) for entry in entries]
                 p.set(list_end, p.max(list_end - _LINE * AT_ONCE, empty))
                 race.enter(elements, indices, more)
             leave(~more)
         leave_row(segment.end >= p.plan.vocab)
         segment.start_at(segment.end)
-        with p.loop() as enough:  # the last steps may reach into this segment
-            enough((at <= segment.first + p.before) | (at < size * p.warps * p.ctas))
-            p.increase(at, -size * p.warps * p.ctas)
+        with p.loop() as back:  # the last steps may reach into this segment
+            back((at <= segment.first + p.lead) | (at < turn))
+            p.increase(at, -turn)
     return m, d

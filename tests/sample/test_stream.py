@@ -1,0 +1,146 @@
+"""The kernel of sample without filters: its inline PTX in numpy, the interpreter, the plan, and the choice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
+from pallas_softmax._src.gpu.interpreter import interpreted
+from pallas_softmax._src.sample import mosaic_gpu, stream_ptx
+from pallas_softmax._src.sample.plan import FEW_ROWS
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
+from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
+from pallas_softmax._src.sample.stream_plan import CLUSTERED, StreamPlan, plan_stream
+from tests.support import cases, ptx
+from tests.support.cases import BF16, F16, F32
+from tests.support.covering import first, first_values
+from tests.support.draws import assert_draws, without_filters
+from tests.support.kernels import INTERPRET
+from tests.support.lowering import kernel_names
+from tests.support.plans import HOPPER
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+EVERY = [*cases.FINITE, *cases.SPECIAL]
+_RESULTS = {"index": "int32", "log_prob": "float32", "log_mass": "float32"}
+_SCRATCH = 1024  # address of the scratch words in shared memory
+
+
+def plan_of(v, dtype, ctas):
+    return StreamPlan(v, np.dtype(dtype).itemsize, ctas)
+
+
+def run_row(plan, x, row, words, temperature, stride=1, rng=None):
+    """Runs the program for one row of x, (rows, V), and returns the results as arrays of one."""
+    results = {name: ptx.Device(np.full(len(x), -7, dtype)) for name, dtype in _RESULTS.items()}
+    operands = {
+        **{"x": ptx.Device(x), "row": row, "part": np.arange(plan.ctas), "scratch": _SCRATCH},
+        **{"temperature": temperature, "octaves_per_unit": np.asarray(octaves_per_unit(temperature))},
+        **dict(zip(NOISE_OPERANDS, words)),
+        **results,
+    }
+    rubbish = np.random.default_rng(0).integers(0, 256, (plan.ctas, _SCRATCH + 4 * plan.words))
+    text = stream_ptx.row_program(plan, x.dtype, stride)
+    ptx.Machine(text, rubbish.astype("u1"), plan.threads, operands, rng).run()
+    return [result.array[row : row + 1] for result in results.values()]
+
+
+def assert_all_right(names, v, dtype, ctas, step, stride=1, rng=None):
+    """Asserts that results are right, for every `step`-th combination of a row and a temperature."""
+    x, words, parameters, labels = without_filters(cases.rows(list(names), v, dtype))
+    for i in range(0, len(x), step):
+        one = slice(i, i + 1)
+        got = run_row(plan_of(v, dtype, ctas), x, i, words[i], parameters[0][i], stride, rng)
+        assert_draws(got, x[one], words[one], labels[one], [a[one] for a in parameters], stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "ctas", "stride", "step"),
+    first(
+        3,
+        [
+            (1003, F32, 1, 1, 31),
+            (4099, BF16, 2, 1, 47),
+            (1, F16, 1, 3, 31),
+            (2, BF16, 1, 1, 7),
+            (127, F32, 1, 1, 7),
+            (128, F16, 2, 5, 7),
+            (129, BF16, 1, 1, 7),
+            (1000, F32, 3, 1, 7),
+            (4099, F16, 1, 10**6, 11),
+            (9001, F32, 1, 10**6, 11),
+            (20_000, BF16, 1, 1, 23),
+        ],
+    ),
+    ids=str,
+)
+def test_ptx(v, dtype, ctas, stride, step):
+    """Every kind of row with every temperature. With a long stride, a row crosses several multiples of 2^32."""
+    assert_all_right(EVERY, v, dtype, ctas, step, stride)
+
+
+@pytest.mark.parametrize("seed", first_values(1, range(5)))
+def test_ptx_in_any_order(seed):
+    """Warps run in random order, unless they wait for each other."""
+    assert_all_right(["integers", "neg_inf_first"], 5003, F32, 2, 5, rng=np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize(("v", "dtype", "ctas"), [(1003, BF16, 1), (300, F32, 2)], ids=str)
+def test_interpreted(v, dtype, ctas):
+    """The kernel uses the temperature and the words of the right row."""
+    x, words, parameters, labels = (
+        a[::19] if not isinstance(a, tuple) else [b[::19] for b in a]
+        for a in without_filters(cases.rows(EVERY, v, dtype))
+    )
+    with interpreted(INTERPRET):
+        got = draw_rows(
+            jnp.asarray(x), jnp.asarray(parameters[0]), jnp.asarray(words), plan_of(v, dtype, ctas), 1
+        )
+    assert_draws(got, x, words, labels, parameters)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_plans(dtype, capability):
+    """Few rows have clusters that run at once; many rows have one CTA each."""
+    most = MAX_CLUSTER[capability[0]]
+    for v in (1, 1003, 50257, 151936, 2**20):
+        assert plan_stream(FEW_ROWS, v, dtype, capability) is None
+        for rows in (FEW_ROWS + 1, 64, 100, 257, 1024, 70_000):
+            plan = plan_stream(rows, v, dtype, capability)
+            assert plan is not None and 1 <= plan.ctas <= most
+            assert plan.ctas == 1 or plan.ctas * rows <= CLUSTERED
+            assert 4 * plan.words <= SMEM_BYTES[capability[0]]
+    of_64, of_1024 = (plan_stream(rows, 151936, dtype, HOPPER) for rows in (64, 1024))
+    assert of_64 is not None and of_1024 is not None
+    assert (of_64.ctas, of_1024.ctas, plan_stream(64, 1000, dtype, HOPPER).ctas) == (5, 1, 1)
+    assert 3 * (4 * of_1024.words + 3 * 1024) <= SMEM_BYTES[9]  # three CTAs share a multiprocessor
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "filters", "is_streamed"),
+    [
+        (64, None, {}, True),
+        (FEW_ROWS, None, {}, False),
+        (64, np.arange(1000) % 3 > 0, {}, False),
+        (64, None, {"top_k": 5}, False),
+        (64, None, {"min_p": np.zeros(64, F32)}, False),
+    ],
+    ids=str,
+)
+def test_chosen(monkeypatch, rows, where, filters, is_streamed):
+    """Many rows without filters and without a mask have this kernel."""
+    ran = []
+    for name in ("draw_rows", "sample_rows"):
+        real = getattr(mosaic_gpu, name)
+        monkeypatch.setattr(mosaic_gpu, name, lambda *a, name=name, real=real: ran.append(name) or real(*a))
+
+    def draw(x):
+        return ps.sample(jax.random.key(0), x, where=where, implementation="mosaic_gpu", **filters)
+
+    x = jax.ShapeDtypeStruct((rows, 1000), F32)
+    text = jax.jit(draw).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel_names(text) == ["sample"]
+    assert set(ran) == {"draw_rows" if is_streamed else "sample_rows"}
