@@ -33,7 +33,9 @@ def test_bits(seed, stride, start):
     def write(p, thread):
         schedule = noise_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
         counter = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
-        first, second = noise_ptx.words_at(p, schedule, [counter, counter])
+        low, high = p.split(counter)
+        keyed = high + schedule[0][0], low + schedule[0][1]
+        first, second = noise_ptx.words_at(p, schedule, [keyed, keyed])
         return p.select(first.equals(second), first, 0)
 
     got = run(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)
@@ -53,7 +55,7 @@ def test_gumbel():
     fractions = np.concatenate([2**ends - 1, 2**23 - 2**ends, others])[:COUNT]
     p = Program()
     at = p.at(p.operand("words", "u32"), p.operand("thread", "u32"), 4)
-    p.store(at, noise_ptx.gumbel(p, noise_ptx.one_plus_uniform(p.load(at, "u32"))))
+    p.store(at, noise_ptx.gumbel(p, noise_ptx.one_plus_uniform(p, p.load(at, "u32"))))
     memory = (fractions << 9).astype("u4")
     ptx.run(p, memory.view("u1"), words=0)
     got = memory.view("f4")

@@ -9,10 +9,9 @@ import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
 from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.sample import mosaic_gpu, stream_ptx
-from pallas_softmax._src.sample.plan import FEW_ROWS
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
-from pallas_softmax._src.sample.stream_plan import CLUSTERED, StreamPlan, plan_stream
+from pallas_softmax._src.sample.stream_plan import FEW_ROWS, StreamPlan, plan_stream
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
@@ -104,34 +103,52 @@ def test_interpreted(v, dtype, ctas):
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_plans(dtype, capability):
-    """Few rows have clusters that run at once; many rows have one CTA each."""
-    most = MAX_CLUSTER[capability[0]]
+    """Clusters have a possible size, and shared memory has room for the lists."""
     for v in (1, 1003, 50257, 151936, 2**20):
-        assert plan_stream(FEW_ROWS, v, dtype, capability) is None
-        for rows in (FEW_ROWS + 1, 64, 100, 257, 1024, 70_000):
+        for rows in (1, FEW_ROWS + 1, 64, 100, 257, 1024, 70_000):
             plan = plan_stream(rows, v, dtype, capability)
-            assert plan is not None and 1 <= plan.ctas <= most
-            assert plan.ctas == 1 or plan.ctas * rows <= CLUSTERED
-            assert 4 * plan.words <= SMEM_BYTES[capability[0]]
-    of_64, of_1024 = (plan_stream(rows, 151936, dtype, HOPPER) for rows in (64, 1024))
-    assert of_64 is not None and of_1024 is not None
-    assert (of_64.ctas, of_1024.ctas, plan_stream(64, 1000, dtype, HOPPER).ctas) == (5, 1, 1)
-    assert 3 * (4 * of_1024.words + 3 * 1024) <= SMEM_BYTES[9]  # three CTAs share a multiprocessor
+            assert plan is not None or rows <= FEW_ROWS and v > 2**16
+            if plan is not None:
+                assert 1 <= plan.ctas <= MAX_CLUSTER[capability[0]]
+                assert 4 * plan.words <= SMEM_BYTES[capability[0]]
 
 
 @pytest.mark.parametrize(
-    ("rows", "where", "filters", "is_streamed"),
+    ("rows", "v", "ctas", "warpgroups"),
     [
-        (64, None, {}, True),
-        (FEW_ROWS, None, {}, False),
-        (64, np.arange(1000) % 3 > 0, {}, False),
-        (64, None, {"top_k": 5}, False),
-        (64, None, {"min_p": np.zeros(64, F32)}, False),
+        (1024, 151936, 1, 2),
+        (512, 128256, 2, 2),
+        (256, 128256, 1, 2),
+        (180, 151936, 2, 2),
+        (64, 128256, 5, 2),
+        (8, 128256, 16, 2),
+        (64, 8192, 2, 2),
+        (20_000, 4096, 1, 1),
     ],
     ids=str,
 )
-def test_chosen(monkeypatch, rows, where, filters, is_streamed):
-    """Many rows without filters and without a mask have this kernel."""
+def test_chosen_plans(rows, v, ctas, warpgroups):
+    """Few rows have clusters that run at once; many rows have one CTA each, and three CTAs share a multiprocessor."""
+    plan = plan_stream(rows, v, F32, HOPPER)
+    assert plan is not None
+    assert (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+    assert 3 * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "where", "filters", "is_streamed"),
+    [
+        (64, 1000, None, {}, True),
+        (FEW_ROWS, 1000, None, {}, True),
+        (FEW_ROWS, 128256, None, {}, False),
+        (64, 1000, np.arange(1000) % 3 > 0, {}, False),
+        (64, 1000, None, {"top_k": 5}, False),
+        (64, 1000, None, {"min_p": np.zeros(64, F32)}, False),
+    ],
+    ids=str,
+)
+def test_chosen(monkeypatch, rows, v, where, filters, is_streamed):
+    """Calls without filters and without a mask have this kernel, except for a few long rows."""
     ran = []
     for name in ("draw_rows", "sample_rows"):
         real = getattr(mosaic_gpu, name)
@@ -140,7 +157,7 @@ def test_chosen(monkeypatch, rows, where, filters, is_streamed):
     def draw(x):
         return ps.sample(jax.random.key(0), x, where=where, implementation="mosaic_gpu", **filters)
 
-    x = jax.ShapeDtypeStruct((rows, 1000), F32)
+    x = jax.ShapeDtypeStruct((rows, v), F32)
     text = jax.jit(draw).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert kernel_names(text) == ["sample"]
     assert set(ran) == {"draw_rows" if is_streamed else "sample_rows"}

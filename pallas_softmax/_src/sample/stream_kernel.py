@@ -12,7 +12,7 @@ from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample import stream_ptx, xla
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import TINY
-from pallas_softmax._src.sample.stream_plan import WARPGROUPS, StreamPlan
+from pallas_softmax._src.sample.stream_plan import StreamPlan
 
 _RESULTS = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
@@ -47,7 +47,7 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
         name="sample",
         grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
         cluster=plan.ctas,
-        warpgroups=WARPGROUPS,
+        warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in _RESULTS.values()],
         scratch_types={"scratch": plgpu.SMEM((plan.words,), jnp.int32)},
         approximate=True,

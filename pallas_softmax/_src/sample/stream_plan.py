@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, MAX_CLUSTER, WARPGROUP, WARPS
-from pallas_softmax._src.sample.plan import FEW_ROWS, SCRATCH
+from pallas_softmax._src.sample.plan import SCRATCH
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers.
 ELEMENTS = 16  # elements of a lane in a step
@@ -13,10 +13,15 @@ AT_ONCE = 2  # entries of a list whose noise a lane computes at once
 KEPT = 14  # entries that may stay in the list of a lane while it has more steps
 LIST_SIZE = AT_ONCE + KEPT + ELEMENTS  # entries that the list of a lane has room for, with padding
 WARPGROUPS = 2  # of a CTA; three CTAs share a multiprocessor
-# A few rows take as many CTAs as a GPU runs at once. An H100 has 396 places for CTAs, but clusters leave some of them
-# empty. Clusters of these sizes fill at least 336.
-CLUSTERED = 336
+SHORT = (
+    LANES * ELEMENTS * WARPS * WARPGROUPS
+)  # a row in which no warp has two steps; one warpgroup is enough for it
+# How many CTAs an H100 runs at once, by the most CTAs of a cluster: clusters leave places empty.
+PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
 CLUSTERS = *range(1, 9), 12, 16
+OVERHEAD = 2**14  # elements that a CTA could take in the time that its start, its end and its first threshold cost
+# A few long rows are faster in the kernel for filters, which has more warps for each row.
+FEW_ROWS, LONG_BYTES = 4, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +33,14 @@ class StreamPlan:
     ctas: int  # in the cluster of a row
 
     @property
+    def warpgroups(self) -> int:
+        """Number of warpgroups of a CTA."""
+        return 1 if self.vocab <= SHORT else WARPGROUPS
+
+    @property
     def threads(self) -> int:
         """Number of threads of a CTA."""
-        return WARPGROUPS * WARPGROUP
+        return self.warpgroups * WARPGROUP
 
     @property
     def vectors(self) -> int:
@@ -49,9 +59,17 @@ class StreamPlan:
 
 
 def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan | None:
-    """Returns how rows lie over a GPU of this compute capability; None if the kernel for filters is faster."""
-    if rows <= FEW_ROWS:
+    """Returns how rows lie over a GPU of this compute capability; None if the kernel for filters is faster.
+
+    All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    if rows <= FEW_ROWS and vocab * itemsize > LONG_BYTES:
         return None
-    steps_of_cta = LANES * ELEMENTS * WARPS * WARPGROUPS  # elements, if each warp has one step
-    most = max(1, min(CLUSTERED // rows, -(-vocab // steps_of_cta), MAX_CLUSTER[capability[0]]))
-    return StreamPlan(vocab, jnp.dtype(dtype).itemsize, max(c for c in CLUSTERS if c <= most))
+
+    def time(ctas: int) -> float:
+        places = next(places for most, places in PLACES.items() if ctas <= most)
+        return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
+
+    most = max(1, min(-(-vocab // SHORT), MAX_CLUSTER[capability[0]]))
+    return StreamPlan(vocab, itemsize, min((c for c in CLUSTERS if c <= most), key=time))
