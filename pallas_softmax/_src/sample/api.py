@@ -22,7 +22,7 @@ from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, DRAW, SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, as_float
+from pallas_softmax._src.sample.rows import Cutoff, as_float, with_log_mass
 from pallas_softmax._src.sample.xla import filtered
 
 _INT32_MAX = np.iinfo(np.int32).max
@@ -223,9 +223,9 @@ def sample_for(
             gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
         static = choose_all(call.of(DRAW), "xla")
         x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
-        results = *evaluate(static, x, mask, *per_row), cut.log_mass
+        drawn, log_probs = evaluate(static, x, mask, *per_row)
+        results = with_log_mass(drawn, log_probs, cut.log_mass)
     indices, log_probs, log_mass = results
-    log_mass = jnp.maximum(log_mass, lax.stop_gradient(log_probs))  # rounding may make it smaller
     log_mass = without_gradient(f"{function}: log_mass", log_mass, x, t)
     return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 

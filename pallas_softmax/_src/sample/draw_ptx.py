@@ -87,7 +87,7 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
     index, x = WinnerSearch(p, noise, kept, last_tie).run()
     with p.writes(0) as write:
         log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, total)
-        write(index=index, log_prob=log_prob, log_mass=_log_mass(p, kept, total))
+        write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept, total), log_prob))
 
 
 def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:

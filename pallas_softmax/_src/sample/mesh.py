@@ -30,6 +30,7 @@ from pallas_softmax._src.sample.rows import (
     tempered,
     totals_of,
     totals_of_rows,
+    with_log_mass,
 )
 from pallas_softmax._src.sample.xla import (
     Best,
@@ -189,8 +190,9 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         # An index is of one shard only. A row without a draw has no results, whatever its x.
         xs = (jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards))
         index, log_probs = drawn_results(index, reduce_split(jnp.maximum, xs), totals)
-        # log_mass: a greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
-        return index, log_probs, jnp.where(totals.greedy | (index < 0), log_probs, 0)
+        # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
+        log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
+        return with_log_mass(index, log_probs, log_mass)
 
     numbers = perturbed, index, x, x if top is None else top, d
     return merge_over(row.mesh_axes, merge, numbers, temperature)

@@ -180,6 +180,11 @@ def drawn_results(drawn, x, totals: Totals):
     return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
 
 
+def with_log_mass(drawn, log_probs, log_mass):
+    """Returns the results of a draw; rounding must not make `log_mass` less than `log_probs`."""
+    return drawn, log_probs, jnp.maximum(log_mass, lax.stop_gradient(log_probs))
+
+
 def mass_goal(top_p, total):
     """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)

@@ -19,7 +19,9 @@ SHORT = (
 # How many CTAs an H100 runs at once, by the most CTAs of a cluster: clusters leave places empty.
 PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
 CLUSTERS = *range(1, 9), 12, 16
-OVERHEAD = 2**14  # elements that a CTA could take in the time that its start, its end and its first threshold cost
+OVERHEAD = (
+    2**14
+)  # elements that a CTA could take in the time that its start, its end and its first threshold cost
 # A few long rows are faster in the kernel for filters, which has more warps for each row.
 FEW_ROWS, LONG_BYTES = 4, 2**18
 

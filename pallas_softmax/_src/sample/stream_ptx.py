@@ -113,7 +113,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
         p.set(index, winner)
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
         share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
-        p.set(log_mass, p.select(p.greedy, log(p, share_of_first), 0.0))
+        p.set(log_mass, p.max(p.select(p.greedy, log(p, share_of_first), 0.0), log_prob))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
         for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
             p.set(result, nothing, when=~drawable)

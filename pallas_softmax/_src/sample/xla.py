@@ -40,6 +40,7 @@ from pallas_softmax._src.sample.rows import (
     search,
     tempered,
     totals_of_rows,
+    with_log_mass,
 )
 from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard, topk_grad, topk_tangent
 
@@ -84,7 +85,7 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     def by_search(logits):
         cut = search(logits, where, temperature, *filters)
         noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        return *draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass
+        return with_log_mass(*draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass)
 
     def among(best, totals):
         return sample_among(best, totals, words, temperature, *filters, row.length, stride=stride)[:2]
@@ -225,7 +226,7 @@ def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, m
     noise = gumbel_at(words, best.index, stride)
     drawn = winner(best.value, best.index, noise, kept, temperature, totals.greedy)
     x = jnp.max(jnp.where(best.index == drawn, best.x, -jnp.inf), -1, keepdims=True)
-    return (*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
+    return with_log_mass(*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
 
 
 def _by_candidates(logits, where, temperature, top_k, among, by_search):
