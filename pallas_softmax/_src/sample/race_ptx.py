@@ -49,7 +49,7 @@ class Noise:
         return Noise(p, noise_ptx.key_schedule(p, key0, key1), p.join(low, high), stride)
 
     def from_origin(self, origin: Value) -> "Noise":
-        """Returns the noise in which number 0 is the element with the index `origin`, which may be negative."""
+        """Returns the same noise, with elements counted from the index `origin`, which may be negative."""
         p = self.p
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(origin.bits("u32"), self.stride, self.start)
@@ -64,7 +64,7 @@ class Noise:
 
 
 class Segment:
-    """A stretch of a row whose counters have the same upper half: nearly always the whole row.
+    """A stretch of a row with the same upper half of all counters: nearly always the whole row.
 
     `first` and `end` are indices in the row.
     """
@@ -105,7 +105,7 @@ class Race:
         is_kept: Callable[[Value, Value], Value] | None = None,
         origin: Value | int = 0,
     ):
-        """Entries below `least`, or for which is_kept(element, number) is false, do not take part.
+        """Entries below `least` do not take part, nor those where is_kept(element, number) is false.
 
         The number of an entry is its index less the origin.
         """

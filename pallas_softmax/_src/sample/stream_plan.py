@@ -9,19 +9,17 @@ from pallas_softmax._src.sample.plan import SCRATCH
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers.
 ELEMENTS = 16  # elements of a lane in a step
-AT_ONCE = 2  # entries of a list whose noise a lane computes at once
+AT_ONCE = 2  # entries of its list that a lane enters in the race at once
 KEPT = 14  # entries that may stay in the list of a lane while it has more steps
 LIST_SIZE = AT_ONCE + KEPT + ELEMENTS  # entries that the list of a lane has room for, with padding
 WARPGROUPS = 2  # of a CTA; three CTAs share a multiprocessor
-SHORT = (
-    LANES * ELEMENTS * WARPS * WARPGROUPS
-)  # a row in which no warp has two steps; one warpgroup is enough for it
+# Rows of up to this many elements have at most one step for each warp. One warpgroup is enough for them.
+SHORT = LANES * ELEMENTS * WARPS * WARPGROUPS
 # How many CTAs an H100 runs at once, by the most CTAs of a cluster: clusters leave places empty.
 PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
 CLUSTERS = *range(1, 9), 12, 16
-OVERHEAD = (
-    2**14
-)  # elements that a CTA could take in the time that its start, its end and its first threshold cost
+# What the start, the end and the low first threshold of a CTA cost, as a number of elements.
+OVERHEAD = 2**14
 # A few long rows are faster in the kernel for filters, which has more warps for each row.
 FEW_ROWS, LONG_BYTES = 4, 2**18
 

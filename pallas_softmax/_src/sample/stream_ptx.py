@@ -13,7 +13,7 @@ A warp does this with each step:
     list         each lane lists its elements that can still win, see `race_ptx`
     race         while some lane has more than `KEPT` entries, each lane enters two of its own
 
-Lanes list different numbers of elements. What they keep for the next step makes up for it, so that few lanes are idle.
+Lanes list different numbers of elements. They keep some for the next step, so that few lanes are idle in a round.
 The first step has two visits: at the first one each lane lists only its largest element. These give the warps a good
 threshold at once.
 
@@ -59,7 +59,7 @@ class StreamProgram(ClusterProgram):
         self.x = self.operand("x", "u64") + (start << (itemsize.bit_length() - 1))  # address of position 0
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
-        """Returns the lane's elements of a step as floats; `position` is that of its first vector.
+        """Returns the lane's elements of a step as floats; its first vector is at `position`.
 
         Elements outside of the segment are -inf.
         """
@@ -95,8 +95,8 @@ class StreamProgram(ClusterProgram):
 def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
     """Returns the program for a row of the logits at <x>, an address in device memory.
 
-    It has the operands of `ClusterProgram`, the number of the row, <row>, those in `NOISE_OPERANDS`, and addresses in
-    device memory of results: <index>, <log_prob>, <log_mass>.
+    `ClusterProgram` has further operands. <row> is the number of the row, and `NOISE_OPERANDS` describe its noise.
+    <index>, <log_prob> and <log_mass> are addresses of results in device memory.
     """
     p = StreamProgram(plan, dtype)
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
