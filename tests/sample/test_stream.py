@@ -11,7 +11,7 @@ from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.sample import mosaic_gpu, stream_ptx
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
-from pallas_softmax._src.sample.stream_plan import FEW_ROWS, StreamPlan, plan_stream
+from pallas_softmax._src.sample.stream_plan import FEW_LONG_ROWS, StreamPlan, plan_stream
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
@@ -76,8 +76,19 @@ def assert_all_right(names, v, dtype, ctas, step, stride=1, rng=None):
     ids=str,
 )
 def test_ptx(v, dtype, ctas, stride, step):
-    """Every kind of row with every temperature. With a long stride, a row crosses several multiples of 2^32."""
+    """Every kind of row, and every temperature. With a long stride, a row crosses several multiples of 2^32."""
     assert_all_right(EVERY, v, dtype, ctas, step, stride)
+
+
+@pytest.mark.parametrize(("dtype", "ctas"), [(F32, 1), (BF16, 2)], ids=str)
+def test_the_first_entry_of_zeros(dtype, ctas):
+    """At a temperature of 0, +0 is above -0, as in `lax.top_k`; in one lane, and in different ones."""
+    for at in (1, 5, 700):
+        x = np.full((1, 701), -0.0, dtype)
+        x[0, at] = 0
+        x[0, -1] = 0
+        index, _, _ = run_row(plan_of(701, dtype, ctas), x, 0, (1, 2, 0, 3), F32.type(0))
+        assert index[0] == at
 
 
 @pytest.mark.parametrize("seed", first_values(1, range(5)))
@@ -105,9 +116,9 @@ def test_interpreted(v, dtype, ctas):
 def test_plans(dtype, capability):
     """Clusters have a possible size, and shared memory has room for the lists."""
     for v in (1, 1003, 50257, 151936, 2**20):
-        for rows in (1, FEW_ROWS + 1, 64, 100, 257, 1024, 70_000):
+        for rows in (1, FEW_LONG_ROWS + 1, 64, 100, 257, 1024, 70_000):
             plan = plan_stream(rows, v, dtype, capability)
-            assert plan is not None or rows <= FEW_ROWS and v > 2**16
+            assert plan is not None or rows <= FEW_LONG_ROWS and v > 2**16
             if plan is not None:
                 assert 1 <= plan.ctas <= MAX_CLUSTER[capability[0]]
                 assert 4 * plan.words <= SMEM_BYTES[capability[0]]
@@ -128,7 +139,7 @@ def test_plans(dtype, capability):
     ids=str,
 )
 def test_chosen_plans(rows, v, ctas, warpgroups):
-    """Few rows have clusters that run at once; many rows have one CTA each, and three CTAs share a multiprocessor."""
+    """Few rows have clusters, many have one CTA each. Three CTAs share a multiprocessor."""
     plan = plan_stream(rows, v, F32, HOPPER)
     assert plan is not None
     assert (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
@@ -139,8 +150,8 @@ def test_chosen_plans(rows, v, ctas, warpgroups):
     ("rows", "v", "where", "filters", "is_streamed"),
     [
         (64, 1000, None, {}, True),
-        (FEW_ROWS, 1000, None, {}, True),
-        (FEW_ROWS, 128256, None, {}, False),
+        (FEW_LONG_ROWS, 1000, None, {}, True),
+        (FEW_LONG_ROWS, 128256, None, {}, False),
         (64, 1000, np.arange(1000) % 3 > 0, {}, False),
         (64, 1000, None, {"top_k": 5}, False),
         (64, 1000, None, {"min_p": np.zeros(64, F32)}, False),

@@ -58,7 +58,7 @@ def all_combinations(x, where=None):
 
 def without_filters(x):
     """Returns every combination of a row and a temperature: logits, words, parameters that filter nothing, names."""
-    combinations = list(itertools.product(range(len(x)), (1.0, 0.0, 0.7, 1e-3, 1e-37, 1e30)))
+    combinations = list(itertools.product(range(len(x)), (1.0, 0.0, 0.7, 1e-3, 1e-37, 1e30, np.nan)))
     rows, temperatures = zip(*combinations)
     n = len(rows)
     parameters = (

@@ -1,7 +1,8 @@
-"""The kernel of `sample`: draws from each row of logits, and reads each row once from device memory.
+"""The kernels of `sample`, which read each row once from device memory.
 
-A row lies in the shared memory of a cluster of CTAs, one part in each CTA. The example has top_k = 4, and the
-temperature t = log2(e) = 1.44, which makes the masses powers of two:
+Rows without filters have the one of `stream_kernel`. In the other one, a row lies in the shared memory of a cluster of
+CTAs, one part in each CTA. The example has top_k = 4, and the temperature t = log2(e) = 1.44, which makes the masses
+powers of two:
 
     index                 0     1     2     3  |  4     5     6     7       two CTAs, with four elements each
     x                     3     5     0     4  |  5     1     4     4
@@ -61,7 +62,7 @@ class Params(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """How the rows of a call lie over the GPU: with filters or a mask, and without. The first plan also serves both."""
+    """How the rows of a call lie over the GPU: with filters or a mask; and without, or None if `any` is faster."""
 
     any: SamplePlan
     unfiltered: StreamPlan | None

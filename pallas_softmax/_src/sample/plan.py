@@ -63,8 +63,8 @@ FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 class Scratch(NamedTuple):
     """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words: multiples of 16 bytes."""
 
-    # The largest element of the CTA, its relative mass, a bound for a small top_k; or what a draw without filters has
-    # instead: the best sum with noise, its index and its element.
+    # The largest element of the CTA, and its relative mass. Then a bound for a small top_k; or, without filters, the
+    # best sum with noise, its index and its element.
     normalizer: int = 8
     zone: int = 8  # sums over the CTA above the zone and in it, the least and the greatest key in the zone
     best: int = 8  # twice: the best sum with noise in the CTA, its index and its element

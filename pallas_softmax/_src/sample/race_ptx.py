@@ -1,11 +1,11 @@
 """The race of a row: which entry has the largest sum of x / temperature and noise.
 
-Noise takes about 70 instructions, and most elements cannot win. If some entry has the sum `threshold`, another element
-needs noise of at least threshold - x / temperature. Noise is at most `noise_ptx.MAX_NOISE`, about 16:
+Noise takes 78 instructions, 68 of them threefry, and most elements cannot win. If some entry has the sum `threshold`,
+another element needs noise of at least threshold - x / temperature. Noise is at most `noise_ptx.MAX_NOISE`, about 16:
 
-    threshold   the best sum so far, which the CTAs send to each other
+    threshold   the best sum that the warp knows; with filters, a guess at first. The CTAs send each other better ones
     low         elements below this x cannot reach the threshold, so they need no noise
-    needed      even above it, few words of noise reach the threshold. Noise is at most -log(1 - u), a bound that needs
+    needed      even above `low`, most noise is too small. Noise is at most -log(1 - u), a bound that needs
                 no logarithm: see `Race.enter`. A thread computes the two logarithms and the division only if this bound
                 reaches the threshold
 
@@ -116,7 +116,7 @@ class Race:
         self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
     def start(self, threshold: Value | float = -INF, *, silent: Value | None = None) -> None:
-        """Starts with this threshold; where `silent` holds, no entry needs noise, and `low` stays infinite."""
+        """Starts with this threshold; where `silent` holds, no finite entry takes part, and `low` stays infinite."""
         p = self.p
         for register, number in ((self.best, -INF), (self.index, HIGHEST), (self.x, -INF)):
             p.set(register, number)
@@ -151,9 +151,9 @@ class Race:
 
     @staticmethod
     def first_best(p: ClusterProgram, best: Value, index: Value, x: Value) -> list[Value]:
-        """Returns the largest sum of all lanes, the lowest index that has it, and the element there."""
+        """Returns the largest sum of all lanes, the lowest index that has it, and the element there; +0 is above -0."""
         (largest,) = p.over_warp(["max"], [best])
-        index = p.select(best.equals(largest), index, HIGHEST)
+        index = p.select(best.bits("s32").equals(largest.bits("s32")), index, HIGHEST)
         first = p.over_lanes("min", index)
         return [largest, first, p.shuffle(x, "idx", p.first_that(index.equals(first)))]
 
@@ -174,7 +174,7 @@ class Race:
     def _compare(self, one_plus_u: Value, x: Value, number: Value) -> None:
         """Makes an entry the best one of this thread, if it takes part and is better."""
         p = self.p
-        z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u)
+        z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
         index = number if isinstance(self.origin, int) else number + self.origin
         wins = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = wins & (p.absolute(x) < INF)
@@ -194,7 +194,7 @@ class Race:
 
 
 def _order(x: Value) -> Value:
-    """Returns an unsigned integer in the order of the floats: above 0, except for a NaN."""
+    """Returns an unsigned integer in the order of the floats: above 0, except for the NaN with all bits set."""
     return flip_negative(x.bits("s32")).bits("u32") ^ _SIGN
 
 

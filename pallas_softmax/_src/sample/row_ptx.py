@@ -1,4 +1,4 @@
-"""The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
+"""The base of both programs of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
 import contextlib
 import functools

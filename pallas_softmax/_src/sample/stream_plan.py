@@ -10,18 +10,19 @@ from pallas_softmax._src.sample.plan import SCRATCH
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers.
 ELEMENTS = 16  # elements of a lane in a step
 AT_ONCE = 2  # entries of its list that a lane enters in the race at once
-KEPT = 14  # entries that may stay in the list of a lane while it has more steps
+KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = AT_ONCE + KEPT + ELEMENTS  # entries that the list of a lane has room for, with padding
-WARPGROUPS = 2  # of a CTA; three CTAs share a multiprocessor
-# Rows of up to this many elements have at most one step for each warp. One warpgroup is enough for them.
+# Of a CTA. Three CTAs share a multiprocessor if a thread has at most 80 registers; the program takes 78 to 80.
+WARPGROUPS = 2
+# Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * ELEMENTS * WARPS * WARPGROUPS
-# How many CTAs an H100 runs at once, by the most CTAs of a cluster: clusters leave places empty.
+# How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
 PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
 CLUSTERS = *range(1, 9), 12, 16
 # What the start, the end and the low first threshold of a CTA cost, as a number of elements.
 OVERHEAD = 2**14
 # A few long rows are faster in the kernel for filters, which has more warps for each row.
-FEW_ROWS, LONG_BYTES = 4, 2**18
+FEW_LONG_ROWS, LONG_BYTES = 4, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +65,11 @@ def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> St
     All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    if rows <= FEW_ROWS and vocab * itemsize > LONG_BYTES:
+    if rows <= FEW_LONG_ROWS and vocab * itemsize > LONG_BYTES:
         return None
 
     def time(ctas: int) -> float:
-        places = next(places for most, places in PLACES.items() if ctas <= most)
+        places = next(places for size, places in PLACES.items() if ctas <= size)
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
 
     most = max(1, min(-(-vocab // SHORT), MAX_CLUSTER[capability[0]]))

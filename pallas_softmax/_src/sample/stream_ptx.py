@@ -1,30 +1,31 @@
 """Writes the program of inline PTX that draws from a row without filters: one pass, straight from device memory.
 
-The steps of a row take turns over the warps of its cluster. A step has 16 elements for each lane, in vectors of 16
-bytes:
+The warps of a cluster take the steps of a row in turn. A step has 16 elements for each lane:
 
     step        0   1   2   3   4   5   6   7   8  ..
     warp        0   1   2   3   0   1   2   3   0  ..       of a cluster with four warps
 
 A warp does this with each step:
 
-    load         elements outside of the row are -inf
+    load         in vectors of 16 bytes; elements outside of the row are -inf
     normalizer   the pair (m, d) of each lane takes its elements in
     list         each lane lists its elements that can still win, see `race_ptx`
-    race         while some lane has more than `KEPT` entries, each lane enters two of its own
+    race         rounds: each lane enters two entries, while some lane has more than `KEPT`; after the last step, until
+                 the lists are empty
 
 Lanes list different numbers of elements. They keep some for the next step, so that few lanes are idle in a round.
-The first step has two visits: at the first one each lane lists only its largest element. These give the warps a good
-threshold at once.
+Each warp visits its first step twice. The first time, each lane lists only its largest element, and (m, d) stays. So
+the warp soon has a good threshold.
 
-At a temperature of 0 there is no noise: each lane keeps the first of its largest elements. A temperature may be so
-small that x / temperature is infinite at the largest element. Then a second pass takes the row as at a temperature
-of 0.
+At a temperature of 0 there is no noise: each lane keeps its first element in the order of sort keys. A temperature may
+be so small that x / temperature is infinite at the largest element. Then a second pass takes the row as at a
+temperature of 0.
 """
 
 import functools
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.noise_ptx import log
@@ -99,8 +100,8 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
     <index>, <log_prob> and <log_mass> are addresses of results in device memory.
     """
     p = StreamProgram(plan, dtype)
+    p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
-    p.barrier()
     p.sync_cluster()
     segment = Segment(Noise.of_row(p, stride), plan.vocab)
     race = Race(p, segment)
@@ -141,8 +142,8 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
     for i in range(_PADDING):
         p.store(list_, p.var(-INF, "f32"), offset=_LINE * i)
         p.store(list_, 0, offset=_LINE * i + _INDICES)
-    empty = list_ + _LINE * _PADDING
-    list_end = p.var(empty)  # the address after the lane's last entry
+    first_entry = list_ + _LINE * _PADDING
+    list_end = p.var(first_entry)  # the address after the lane's last entry
     at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
     race.start(silent=p.greedy)
@@ -156,11 +157,8 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
                 top, index = p.reduce("max.NaN", elements), position - p.lead
                 with p.when(~first_visit):
                     largest = p.op("max.NaN", "f32", m, top)
-                    with p.when(p.greedy & (largest > race.best)):
-                        for i, x in reversed([*enumerate(elements)]):
-                            p.set(race.index, index.bits("s32") + p.offset(i), when=x.equals(largest))
-                        p.set(race.best, largest)
-                        p.set(race.x, largest)
+                    with p.when(p.greedy):
+                        _keep_first(p, race, elements, index)
                     p.set(m, largest)
                     finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
                     p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
@@ -175,19 +173,30 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
                     p.store(list_end, x, when=can_win)
                     p.store(list_end, index + p.offset(i), offset=_INDICES, when=can_win)
                     p.increase(list_end, _LINE, when=can_win)
-            until = p.select(more & ~first_visit, empty + _LINE * KEPT, empty)
+            until = p.select(more & ~first_visit, first_entry + _LINE * KEPT, first_entry)
             p.set(first_visit, False)
             with p.loop() as enough:
                 enough(~p.any(list_end > until))
                 entries = [list_end - _LINE * (i + 1) for i in range(AT_ONCE)]
-                elements = [p.load(entry, "f32") for entry in entries]
+                listed = [p.load(entry, "f32") for entry in entries]
                 indices = [p.load(entry, "s32", offset=_INDICES) for entry in entries]
-                p.set(list_end, p.max(list_end - _LINE * AT_ONCE, empty))
-                race.enter(elements, indices, more)
+                p.set(list_end, p.max(list_end - _LINE * AT_ONCE, first_entry))
+                race.enter(listed, indices, more)
             leave(~more)
         leave_row(segment.end >= p.plan.vocab)
         segment.start_at(segment.end)
-        with p.loop() as back:  # the last steps may reach into this segment
-            back((at <= segment.first + p.lead) | (at < turn))
-            p.increase(at, -turn)
+        # The last step of the warp may reach into this segment.
+        p.increase(at, -turn, when=(at > segment.first + p.lead) & (at >= turn))
     return m, d
+
+
+def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:
+    """Makes the first of the elements, in the order of sort keys, the best one of the lane, if it comes before that."""
+    best = p.var(flip_negative(race.best.bits("s32")))
+    for i, x in enumerate(elements):
+        key = flip_negative(x.bits("s32"))
+        comes_before = key > best
+        p.set(best, key, when=comes_before)
+        p.set(race.index, index.bits("s32") + p.offset(i), when=comes_before)
+    p.set(race.best, flip_negative(best).bits("f32"))
+    p.set(race.x, race.best)

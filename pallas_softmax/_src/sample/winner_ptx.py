@@ -6,7 +6,8 @@
                 1 - exp(-e^2), in 99.94% of all rows
     sweep       each warp lists its elements from `Race.low` up, and enters 64 listed ones at a time; where most
                 elements can win, it lists all of them, which is faster
-    again       if the winner is below the guess, its sum becomes the threshold of another sweep
+    again       if the winner is below the guess, its sum becomes the threshold of another sweep; if no sum was found,
+                that sweep takes all elements
 
 If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
 the guess nor on the order of the sums.
