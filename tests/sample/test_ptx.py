@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.sample.draw_ptx import row_program
-from pallas_softmax._src.sample.mosaic_gpu import octaves_per_unit
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
+from pallas_softmax._src.sample.stream_kernel import octaves_per_unit
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values

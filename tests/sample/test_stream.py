@@ -8,7 +8,7 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
 from pallas_softmax._src.gpu.interpreter import interpreted
-from pallas_softmax._src.sample import mosaic_gpu, stream_ptx
+from pallas_softmax._src.sample import mosaic_gpu, stream_kernel, stream_ptx
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
 from pallas_softmax._src.sample.stream_plan import FEW_LONG_ROWS, StreamPlan, plan_stream
@@ -161,9 +161,9 @@ def test_chosen_plans(rows, v, ctas, warpgroups):
 def test_chosen(monkeypatch, rows, v, where, filters, is_streamed):
     """Calls without filters and without a mask have this kernel, except for a few long rows."""
     ran = []
-    for name in ("draw_rows", "sample_rows"):
-        real = getattr(mosaic_gpu, name)
-        monkeypatch.setattr(mosaic_gpu, name, lambda *a, name=name, real=real: ran.append(name) or real(*a))
+    for module, name in ((stream_kernel, "draw_rows"), (mosaic_gpu, "sample_rows")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, name=name, real=real: ran.append(name) or real(*a))
 
     def draw(x):
         return ps.sample(jax.random.key(0), x, where=where, implementation="mosaic_gpu", **filters)

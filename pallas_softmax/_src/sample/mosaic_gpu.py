@@ -38,18 +38,16 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.sample import draw_ptx, xla
+from pallas_softmax._src.sample import draw_ptx, stream_kernel, xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.sample.rows import Cutoff
-from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
 from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
-# The results, by their names in the program.
+# The results of a cutoff, by their names in the program.
 _OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
-_OF_DRAW = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
 
 class Params(NamedTuple):
@@ -87,7 +85,7 @@ def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p,
     if plans.unfiltered is None or any(a is not None for a in (where, *filters)):
         return _run(plans.any, logits, where, temperature, *filters, words, stride)
     x = logits.reshape(-1, vocab)
-    results = draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
+    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
@@ -128,7 +126,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     rows, vocab = x.shape
     window = plan.window
     view = aligned_view(rows, vocab, window.vec)
-    names = _OF_CUTOFF if stride is None else _OF_DRAW
+    names = _OF_CUTOFF if stride is None else stream_kernel.RESULTS
 
     def sample(
         x_gmem, params_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
@@ -144,7 +142,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
             return
         location = {"row": row, "part": part.place.index, "origin": part.origin}
         numbers = {
-            "octaves_per_unit": octaves_per_unit(row_params.temperature),
+            "octaves_per_unit": stream_kernel.octaves_per_unit(row_params.temperature),
             **row_params._asdict(),
             **dict(zip(NOISE_OPERANDS, words)),
         }

@@ -14,7 +14,8 @@ from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import TINY
 from pallas_softmax._src.sample.stream_plan import StreamPlan
 
-_RESULTS = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
+# The results, by their names in the program.
+RESULTS = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
 
 def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
@@ -40,7 +41,7 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
             **dict(zip(NOISE_OPERANDS, words)),
         }
         program = stream_ptx.row_program(plan, x.dtype, stride)
-        insert_ptx(program, {"x": x_gmem, "scratch": scratch, **dict(zip(_RESULTS, out))}, numbers)
+        insert_ptx(program, {"x": x_gmem, "scratch": scratch, **dict(zip(RESULTS, out))}, numbers)
 
     return gpu_kernel(
         draw,
@@ -48,7 +49,7 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
         grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
         cluster=plan.ctas,
         warpgroups=plan.warpgroups,
-        out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in _RESULTS.values()],
+        out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in RESULTS.values()],
         scratch_types={"scratch": plgpu.SMEM((plan.words,), jnp.int32)},
         approximate=True,
     )(x, temperature, words)
