@@ -12,14 +12,14 @@ ELEMENTS = 16  # elements of a lane in a step
 AT_ONCE = 2  # entries of its list that a lane enters in the race at once
 KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = AT_ONCE + KEPT + ELEMENTS  # entries that the list of a lane has room for, with padding
-# Of a CTA. Three CTAs share a multiprocessor if a thread has at most 80 registers; the program takes 78 to 80.
+# Three CTAs of two warpgroups share a multiprocessor if a thread has at most 80 registers; it has 78 to 80.
 WARPGROUPS = 2
 # Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * ELEMENTS * WARPS * WARPGROUPS
 # How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
 PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
 CLUSTERS = *range(1, 9), 12, 16
-# What the start, the end and the low first threshold of a CTA cost, as a number of elements.
+# The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
 OVERHEAD = 2**14
 # A few long rows are faster in the kernel for filters, which has more warps for each row.
 FEW_LONG_ROWS, LONG_BYTES = 4, 2**18
