@@ -33,6 +33,28 @@ _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _NEIGHBOURS = 8  # lanes that load neighbouring vectors
 
 
+class LaneNormalizer:
+    """The normalizer (m, d) of each lane, in variables."""
+
+    def __init__(self, p: ClusterProgram):
+        self._p = p
+        self.m, self.d, self._finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
+
+    def raise_to(self, x: Value) -> None:
+        """Raises m to x, if x is greater, or NaN."""
+        p = self._p
+        p.set(self.m, p.op("max.NaN", "f32", self.m, x))
+        finite = p.max(self.m, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
+        p.set(self.d, self.d * p.exp2((self._finite_m - finite) * p.octaves_per_unit))
+        p.set(self._finite_m, finite)
+
+    def add(self, elements: list[Value]) -> None:
+        """Adds the masses of elements that m is not below."""
+        p = self._p
+        masses = [p.exp2((x - self._finite_m) * p.octaves_per_unit) for x in elements]
+        p.set(self.d, self.d + p.reduce("add", masses))
+
+
 def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
@@ -41,14 +63,11 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     # For bfloat16, the histogram is as fast as a bound.
     small = 0 if p.plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= small) & (p.top_k < p.plan.window.vocab))
-    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
+    normalizer = LaneNormalizer(p)
     for words, _ in p.sweep():
-        largest = p.op("max.NaN", "f32", m, p.greatest(words))
-        p.set(m, largest)
-        finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
-        p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
-        p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.octaves_per_unit) for x in p.floats(words)]))
-        p.set(finite_m, finite)
+        normalizer.raise_to(p.greatest(words))
+        normalizer.add(p.floats(words))
+    m, d = normalizer.m, normalizer.d
     # how many elements of each CTA must reach its bound
     share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
     share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)

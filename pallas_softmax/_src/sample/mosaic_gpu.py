@@ -60,9 +60,9 @@ class Params(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """How the rows of a call lie over the GPU: with filters or a mask; and without, or None if `any` is faster."""
+    """How the rows of a call lie over the GPU: with filters or a mask; and without, or None if `general` is faster."""
 
-    any: SamplePlan
+    general: SamplePlan
     unfiltered: StreamPlan | None
 
 
@@ -83,7 +83,7 @@ def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p,
     *batch, vocab = logits.shape
     words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
     if plans.unfiltered is None or any(a is not None for a in (where, *filters)):
-        return _run(plans.any, logits, where, temperature, *filters, words, stride)
+        return _run(plans.general, logits, where, temperature, *filters, words, stride)
     x = logits.reshape(-1, vocab)
     results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
@@ -91,7 +91,7 @@ def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p,
 
 def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
     """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plans.any, logits, where, temperature, top_k, top_p, min_p))
+    return Cutoff(*_run(plans.general, logits, where, temperature, top_k, top_p, min_p))
 
 
 def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=None):

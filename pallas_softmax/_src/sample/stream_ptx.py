@@ -31,13 +31,7 @@ from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.noise_ptx import log
 from pallas_softmax._src.sample.plan import SCRATCH
 from pallas_softmax._src.sample.race_ptx import Noise, Race, Segment
-from pallas_softmax._src.sample.row_ptx import (
-    HIGHEST,
-    INF,
-    LEAST_FINITE,
-    LN2,
-    ClusterProgram,
-)
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, LEAST_FINITE, LN2, ClusterProgram
 from pallas_softmax._src.sample.stream_plan import AT_ONCE, KEPT, LIST_SIZE, StreamPlan
 
 _NAN = float("nan")
@@ -92,6 +86,41 @@ class StreamProgram(ClusterProgram):
         return i // self.vec * LANES * self.vec + i % self.vec
 
 
+class LaneList:
+    """The list of each lane, in shared memory: elements and their indices. No other lane reads it."""
+
+    def __init__(self, p: StreamProgram):
+        self._p = p
+        start = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
+        for i in range(_PADDING):
+            p.store(start, p.var(-INF, "f32"), offset=_LINE * i)
+            p.store(start, 0, offset=_LINE * i + _INDICES)
+        self._first = start + _LINE * _PADDING  # the address of the first entry after the padding
+        self._end = p.var(self._first)  # the address after the last entry
+
+    def append(self, x: Value, index: Value, when: Value) -> None:
+        """Appends an element, where `when` holds."""
+        p = self._p
+        p.store(self._end, x, when=when)
+        p.store(self._end, index, offset=_INDICES, when=when)
+        p.increase(self._end, _LINE, when=when)
+
+    def enter(self, race: Race, keeps_some: Value, more: Value) -> None:
+        """Enters the last entries in the race, until no lane has more than `KEPT`, or any if `keeps_some` is false.
+
+        `more` is a condition: whether further elements will follow.
+        """
+        p = self._p
+        until = p.select(keeps_some, self._first + _LINE * KEPT, self._first)
+        with p.loop() as enough:
+            enough(~p.any(self._end > until))
+            entries = [self._end - _LINE * (i + 1) for i in range(AT_ONCE)]
+            elements = [p.load(entry, "f32") for entry in entries]
+            indices = [p.load(entry, "s32", offset=_INDICES) for entry in entries]
+            p.set(self._end, p.max(self._end - _LINE * AT_ONCE, self._first))
+            race.enter(elements, indices, more)
+
+
 @functools.lru_cache(maxsize=16)
 def row_program(plan: StreamPlan, dtype, stride: int) -> StreamProgram:
     """Returns the program for a row of the logits at <x>, an address in device memory.
@@ -137,13 +166,8 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
     """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`."""
     size = LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * p.ctas  # from a step of the warp to the next one
-    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
-    list_ = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
-    for i in range(_PADDING):
-        p.store(list_, p.var(-INF, "f32"), offset=_LINE * i)
-        p.store(list_, 0, offset=_LINE * i + _INDICES)
-    first_entry = list_ + _LINE * _PADDING
-    list_end = p.var(first_entry)  # the address after the lane's last entry
+    normalizer = arrival_ptx.LaneNormalizer(p)
+    list_ = LaneList(p)
     at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
     race.start(silent=p.greedy)
@@ -156,38 +180,23 @@ def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]
                 elements = p.load_step(position, segment)
                 top, index = p.reduce("max.NaN", elements), position - p.lead
                 with p.when(~first_visit):
-                    largest = p.op("max.NaN", "f32", m, top)
                     with p.when(p.greedy):
                         _keep_first(p, race, elements, index)
-                    p.set(m, largest)
-                    finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
-                    p.set(d, d * p.exp2((finite_m - finite) * p.octaves_per_unit))
-                    masses = [p.exp2((x - finite) * p.octaves_per_unit) for x in elements]
-                    p.set(d, d + p.reduce("add", masses))
-                    p.set(finite_m, finite)
+                    normalizer.raise_to(top)
+                    normalizer.add(elements)
                     race.catch_up()
                     p.increase(at, turn)
                 low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
                 for i, x in enumerate(elements):
-                    can_win = x >= low
-                    p.store(list_end, x, when=can_win)
-                    p.store(list_end, index + p.offset(i), offset=_INDICES, when=can_win)
-                    p.increase(list_end, _LINE, when=can_win)
-            until = p.select(more & ~first_visit, first_entry + _LINE * KEPT, first_entry)
+                    list_.append(x, index + p.offset(i), x >= low)
+            list_.enter(race, keeps_some=more & ~first_visit, more=more)
             p.set(first_visit, False)
-            with p.loop() as enough:
-                enough(~p.any(list_end > until))
-                entries = [list_end - _LINE * (i + 1) for i in range(AT_ONCE)]
-                listed = [p.load(entry, "f32") for entry in entries]
-                indices = [p.load(entry, "s32", offset=_INDICES) for entry in entries]
-                p.set(list_end, p.max(list_end - _LINE * AT_ONCE, first_entry))
-                race.enter(listed, indices, more)
             leave(~more)
         leave_row(segment.end >= p.plan.vocab)
         segment.start_at(segment.end)
         # The last step of the warp may reach into this segment.
         p.increase(at, -turn, when=(at > segment.first + p.lead) & (at >= turn))
-    return m, d
+    return normalizer.m, normalizer.d
 
 
 def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:
