@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
@@ -261,7 +261,11 @@ def last_axis(
       mask vary over the mesh axes that a row is spread over.
     """
     mesh_axes = bound_mesh_axes(function, axis_name)
-    where = None if where is None else jnp.moveaxis(mask(function, where, x.shape), axis, -1)
+    where = None if where is None else mask(function, where, x.shape)
+    # Plain forms compare several readings of an element. Without the barrier, XLA may compute it anew for each reading,
+    # in fusions that round differently.
+    x, where = lax.optimization_barrier((x, where))
+    where = None if where is None else jnp.moveaxis(where, axis, -1)
     for name, a in per_row:
         if a is not None and varies(a, mesh_axes):
             raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
