@@ -19,6 +19,7 @@ from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
 from pallas_softmax._src.misfits import has_wide_integers, is_known, misfit
+from pallas_softmax._src.temperatures import is_zero
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -144,27 +145,19 @@ def in_range(
     return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
 
 
-def normal_temperature(temperature, logits) -> Any:
-    """Returns the temperature. If it is known, subnormal numbers become normal ones: XLA may flush subnormals to 0."""
-    if not is_known(temperature):
-        return temperature
-    is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
-    tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
-    values = np.asarray(temperature)
-    return np.where(values > 0, np.maximum(values, tiny), values) if np.any(values < tiny) else temperature
-
-
 def known_temperature(function: str, temperature, logits) -> Any:
     """Returns the temperature, checked if it is known, for `eager.at_once`; None if it is known to be 1."""
-    temperature = parameter(function, "temperature", temperature)
+    temperature = in_range(function, "temperature", temperature, lambda t: t >= 0, "at least 0")
     if not is_known(temperature):
         return temperature
     known = np.asarray(temperature)
-    if known.dtype.kind in "bc":
-        raise TypeError(f"{function}: temperature must be real, got {known.dtype.name}")
-    if not np.all(known >= 0):
-        raise ValueError(f"{function}: temperature must be at least 0, got {temperature}")
-    return None if known.ndim == 0 and known == 1 else normal_temperature(temperature, logits)
+    if known.ndim == 0 and known == 1:
+        return None
+    # A positive temperature is never 0, whatever its dtype becomes.
+    is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
+    least = np.finfo(np.float64 if is_wide else np.float32).smallest_subnormal
+    is_less = (known > 0) & (known < least)
+    return np.where(is_less, least, known) if np.any(is_less) else temperature
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
@@ -173,15 +166,10 @@ def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: in
     `temperature` is as `known_temperature` returns it. The logits have this shape and axis, and their softmax has the
     floating `dtype`.
     """
-    t = array(function, "temperature", temperature)
-    if t.dtype == jnp.bool_ or jnp.issubdtype(t.dtype, jnp.complexfloating):
-        raise TypeError(f"{function}: temperature must be real, got {t.dtype.name}")
-    t = per_row(function, "temperature", t, shape, axis)
+    t = per_row(function, "temperature", temperature, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
-    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
-    tiny = jnp.finfo(t.dtype).tiny
-    positive = jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
-    return jnp.where(t == 0, 0, positive)
+    t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))
+    return jnp.where(t == jnp.inf, jnp.finfo(t.dtype).max, t)
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:

@@ -26,6 +26,7 @@ from jax import export, lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import sort_keys
+from pallas_softmax._src.temperatures import Temperature
 
 LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
@@ -84,46 +85,49 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 class Scale(NamedTuple):
-    """1 / temperature as two factors. At temperature 0 their product exceeds the range of float32.
+    """1 / temperature in a kernel, as the factors of (x before - m before) factor again.
 
-    Each difference of two float32 numbers, multiplied by both, is then 0 or far below the exponents of float32.
+    No step overflows that should not. At temperature 0, the result is 0 or far below the exponents of float32.
     """
 
+    before: Any  # 1, or less for huge temperatures: x - m might overflow
     factor: Any
-    again: Any  # 1, or at temperature 0 a large number
+    again: Any  # 1, or more for tiny temperatures: the factor might overflow
+
+    @property
+    def is_limit(self):
+        """Whether the temperature is 0."""
+        return self.factor == _LIMIT
 
 
-def scale_of(reciprocal) -> Scale:
-    """Returns the factors, given float32 numbers 1 / temperature, +inf at temperature 0."""
-    most = float(2**126)  # the largest reciprocal of a normal number
-    is_limit = reciprocal > most
-    return Scale(jnp.where(is_limit, most, reciprocal), jnp.where(is_limit, most, 1.0))
+_LIMIT = 2.0**100  # the factor at temperature 0
 
 
-def scaled(below, scale: "ArrayLike | Scale | None"):
-    """Returns the differences, divided by the temperature."""
+def encoded_scale(temperature: jax.Array) -> jax.Array:
+    """Returns the number that tells a kernel the `Scale`: 1 / temperature, or -1 / divisor with another factor."""
+    t = Temperature.of(temperature)
+    return jnp.where(t.factor == 1, 1, -1) / t.divisor
+
+
+def scale_of(encoded) -> Scale:
+    """Returns the factors, given `encoded_scale`."""
+    size = jnp.abs(encoded)
+    is_huge, is_tiny = (encoded < 0) & (size < 0.5), (encoded < 0) & (size > 0.5)
+    return Scale(jnp.where(is_huge, 0.25, 1.0), jnp.minimum(size, _LIMIT), jnp.where(is_tiny, _LIMIT, 1.0))
+
+
+def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
+    """Returns x - m, divided by the temperature."""
+    if isinstance(scale, Temperature):
+        return scale.distance(x, m)
     if isinstance(scale, Scale):
-        return below * scale.factor * scale.again
-    return below if scale is None else below * scale
+        return (x * scale.before - m * scale.before) * scale.factor * scale.again
+    return x - m if scale is None else (x - m) * scale
 
 
-def at_limit(x: jax.Array, m: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns logits and temperatures with the same softmax, where no temperature is 0.
-
-    At temperature 0, the limit is the softmax at temperature 1 of logits with -inf below the largest, m. The largest
-    are compared by their bits: a difference of subnormal numbers counts, although XLA flushes it to 0 on the CPU.
-    """
-    is_limit = temperature == 0
-    x_bits, m_bits = (lax.bitcast_convert_type(a, f"int{8 * a.dtype.itemsize}") for a in (x, m))
-    magnitude = jnp.iinfo(m_bits.dtype).max
-    compared = jnp.where(m_bits & magnitude == 0, magnitude, -1)  # 0 and -0 tie
-    ties = (x_bits & compared) == (m_bits & compared)
-    return jnp.where(is_limit & ~ties & (x == x), -jnp.inf, x), jnp.where(is_limit, 1, temperature)
-
-
-def distance(x: jax.Array, shift: jax.Array, scale: "ArrayLike | Scale | None" = None) -> jax.Array:
-    """Returns (x - shift) scale, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
-    return jnp.maximum(scaled(x - shift, scale), _FAR)
+def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
+    """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
+    return jnp.maximum(below(x, shift, scale), _FAR)
 
 
 def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
@@ -139,7 +143,7 @@ def _sums_from(part: Sums, shift: jax.Array, scale: ArrayLike | None = None) -> 
         below = distance(part.m, shift, scale)
         e = jnp.exp(below)
         return part.d * e, (part.t + below * part.d) * e
-    return (part.d * _exp(part.m - shift, scale),)
+    return (part.d * _exp_below(part.m, shift, scale),)
 
 
 def log_of(normalizer: Normalizer | Moments) -> jax.Array:
@@ -237,7 +241,7 @@ def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike |
 
         d, t = tree(lambda a, b: (a[0] + b[0], a[1] + b[1]), blocks, sums_of)
         return Moments(m, kept[0] + d, kept[1] + t)
-    return Normalizer(m, kept[0] + tree_sum(_exp(x - s, scale) for x in blocks))
+    return Normalizer(m, kept[0] + tree_sum(_exp_below(x, s, scale) for x in blocks))
 
 
 def combine_lanes(
@@ -274,7 +278,7 @@ def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.where((x == m) | (x != x), position, last)
 
 
-def combine_parts(parts: Normalizer, temperature: jax.Array | None = None) -> Normalizer:
+def combine_parts(parts: Normalizer, temperature: Temperature | None = None) -> Normalizer:
     """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature).
 
     A temperature of None is 1.
@@ -282,10 +286,7 @@ def combine_parts(parts: Normalizer, temperature: jax.Array | None = None) -> No
     m = largest(parts.m)
 
     def d_of(part: Normalizer) -> jax.Array:
-        if temperature is None:
-            return part.d * jnp.exp(part.m - shift(m))
-        tops, divisor = at_limit(part.m, m, temperature)
-        return part.d * jnp.exp((tops - shift(m)) / divisor)
+        return part.d * jnp.exp(below(part.m, shift(m), temperature))
 
     return Normalizer(m, reduce_split(operator.add, map(d_of, split_if_few(parts))))
 
@@ -329,11 +330,13 @@ def tree(join: Callable, terms: Sequence[Any], of: Callable = lambda term: term)
     return join(tree(join, terms[:half], of), tree(join, terms[half:], of))
 
 
-def _exp(x, scale):
+def _exp_below(x, m, scale):
     # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
+    if scale is None or isinstance(scale, Temperature):
+        return jnp.exp(below(x, m, scale))
     if isinstance(scale, Scale):
-        return jnp.exp2(x * (scale.factor * LOG2_E) * scale.again)
-    return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * LOG2_E))
+        return jnp.exp2(below(x, m, scale._replace(factor=scale.factor * LOG2_E)))
+    return jnp.exp2(below(x, m, scale * LOG2_E))
 
 
 # ---- The dtype of the arithmetic

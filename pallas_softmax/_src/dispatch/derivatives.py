@@ -28,6 +28,7 @@ from pallas_softmax._src.dispatch.linear_map import LinearMap
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, whole_rows
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
 from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.temperatures import is_zero
 
 
 class Static(NamedTuple):
@@ -138,7 +139,7 @@ def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tupl
     if not dict(static.keywords).get("scaled", False):
         return saved, lambda numbers: numbers
     (logits, temperature, *residuals), *others = saved
-    is_limit = temperature == 0
+    is_limit = is_zero(temperature)
     saved = (logits, jnp.where(is_limit, 1, temperature), *residuals), *others
     return saved, lambda numbers: tuple(jnp.where(is_limit, 0, a) for a in numbers)
 

@@ -14,12 +14,12 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
-from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.derivatives import Static
 from pallas_softmax._src.linear.losses import Head, Tokens, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
+from pallas_softmax._src.temperatures import is_zero
 
 WORKSPACE_BYTES = 512 * 2**20
 """The default of `workspace_bytes` in the `linear_*` functions: 536,870,912 bytes, which is 512 MiB."""
@@ -138,7 +138,7 @@ def checked_call(
         weights = _one_per_token(name, "token_weights", weights, batch, dtype)
         # Not jnp.where(weights != 0, weights, 0): on the CPU, it would make 0 of subnormal weights.
         weights = weights if where is None else jnp.where(where, weights, 0)
-        where = ~formulas.is_zero(weights)
+        where = ~is_zero(weights)
         weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
     tokens = checked_tokens(name, tokens, where, batch, dtype, vocab)
     per_token = tokens._replace(kept=None)._asdict()

@@ -22,6 +22,7 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards as combine_normalizers
 from pallas_softmax._src.stats.mesh import combine_shards
+from pallas_softmax._src.temperatures import is_zero, times_power
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +247,6 @@ def product(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(finite, values * weights, lax.stop_gradient(result))
 
 
-def is_zero(x: jax.Array) -> jax.Array:
-    """Returns which elements are exactly 0.
-
-    On the CPU, comparisons of floats take subnormal numbers for 0, and LLVM turns `_bits(x) == 0` into one. So this
-    compares a number that grows with the bits.
-    """
-    return _bits(x).astype(x.dtype) * 0.75 + 0.25 < 0.5
-
-
 def shares(weights: jax.Array) -> jax.Array:
     """Returns the weights divided by their sum; 0 if the sum is 0, NaN if it is not finite.
 
@@ -262,7 +254,11 @@ def shares(weights: jax.Array) -> jax.Array:
     all sums, so that devices exchange them at once.
     """
     large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
-    each = weights / large, weights, _times_power(weights, large**1.5)
+    each = (
+        weights / large,
+        weights,
+        jnp.where(jnp.abs(weights) < 1, times_power(weights, large**1.5), jnp.inf),
+    )
     counts = ~is_zero(weights)
     small_sum, given_sum, large_sum = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
     is_small = (jnp.abs(given_sum) < 1 / large) & jnp.isfinite(large_sum)
@@ -272,27 +268,6 @@ def shares(weights: jax.Array) -> jax.Array:
     share = product(lax.select_n(chosen, *each), 1 / jnp.where(usable, total, 1))
     tiny = lax.stop_gradient(jnp.finfo(share.dtype).tiny - share)  # a share of 0 would leave the token out
     return jnp.where(usable, share + jnp.where(counts & (share == 0), tiny, 0), total - total)
-
-
-def _times_power(x: jax.Array, power: float) -> jax.Array:
-    """Returns x times a large power of two, or inf for |x| of 1 and more, so that no sum is NaN.
-
-    Subnormal numbers count, although XLA takes them for 0 on the CPU.
-
-    The bits of a subnormal number are an integer, its multiple of the smallest subnormal number.
-    """
-    info, bits = jnp.finfo(x.dtype), _bits(x)
-    scaled = jnp.where(jnp.abs(x) < 1, x * power, jnp.inf)
-    exact = bits.astype(x.dtype) * (float(info.smallest_subnormal) * power)
-    exact = jnp.where(jnp.signbit(x), -exact, exact)
-    is_subnormal = bits < _bits(jnp.asarray(info.tiny, x.dtype))
-    return scaled + lax.stop_gradient(jnp.where(is_subnormal, exact - scaled, 0))
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of the absolute values. On the CPU, `jnp.abs` would make 0 of subnormal numbers."""
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return bits & jnp.iinfo(bits.dtype).max
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:

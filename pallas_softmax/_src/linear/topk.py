@@ -43,14 +43,14 @@ _NO_GRADIENT = (
 
 
 def linear_topk(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: "ArrayLike",
+    w: "ArrayLike",
     k: int | np.integer,
     *,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
     log: bool = False,
-    bias: ArrayLike | None = None,
+    bias: "ArrayLike | None" = None,
     softcap: float | None = None,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -128,7 +128,7 @@ def _projection_topk(
 
         def step(chunk: Chunk, found: TopK) -> TopK:
             z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
-            arrays = z, None, chunk.slice(tokens.divisor)[:, None]
+            arrays = z, None, chunk.slice(tokens.temperature)[:, None]
             best, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
             return chunk.put(found, vary(TopK(*best), x, w, tokens)[0])
 
@@ -139,15 +139,9 @@ def _projection_topk(
         return vary(empty, x, w, tokens)[0]
 
     found, _ = on_kept_rows(winners, tokens.kept, (x, tokens), none(x.shape[0]))
-    if log:  # a tie has at least 1 / V; the others have a large number instead of -inf
-        found = found._replace(
-            values=tokens.at_0(jnp.where(found.values < _NO_TIE, -jnp.inf, found.values), found.values)
-        )
     if tokens.kept is None:
         return found
     return TopK(*(jnp.where(tokens.kept[:, None], a, 0) for a in found))
 
-
-_NO_TIE = -1e4  # the log of 1 / V is larger
 
 PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)

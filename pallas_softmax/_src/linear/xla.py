@@ -17,11 +17,12 @@ _PRODUCT_BYTES = 32 * 2**20
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head):
-    """Returns the logits z of some rows, in the dtype of the arithmetic."""
+    """Returns the logits z of some rows, in the dtype of the arithmetic; all readers see the same roundings."""
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    return z if tokens.temperature is None else z / tokens.divisor[:, None]
+    z = z if tokens.temperature is None else z / tokens.divisor[:, None]
+    return lax.optimization_barrier(z)
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:

@@ -23,7 +23,6 @@ from pallas_softmax._src.sample.rows import (
     NOWHERE,
     Row,
     as_float,
-    divisor_of,
     drawn_results,
     is_kept,
     positions,
@@ -40,6 +39,7 @@ from pallas_softmax._src.sample.xla import (
     unless_complete,
     winner,
 )
+from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.mesh import wide_logits
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
@@ -136,13 +136,14 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     """Returns the results of `xla.draw`; its arguments are for this device's shard."""
     row, shard = Row(logits.shape[-1], mesh_axes), Row(logits.shape[-1])
     totals = totals_of_rows(logits, where, temperature)
-    d = jnp.where(totals.m == -jnp.inf, 0, totals.total)
     kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
-    drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, temperature, totals.greedy)
+    drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, totals.top, temperature)
     drawn = jnp.minimum(drawn, shard.vocab - 1)  # a row with a NaN has no winner
     noise = jnp.take_along_axis(noise, drawn, -1)
     has_draw = jnp.any(kept, -1, keepdims=True)
-    return _winner_of_shards(logits, drawn, has_draw, noise, _largest(logits, where), d, temperature, row)[:2]
+    return _winner_of_shards(
+        logits, drawn, has_draw, noise, _largest(logits, where), totals.total, temperature, row
+    )[:2]
 
 
 def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
@@ -164,26 +165,28 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
       temperature: as for `xla.draw`.
       row: the row.
     """
-    value = jnp.take_along_axis(as_float(logits), drawn, -1)
-    perturbed = jnp.where(has_draw, tempered(value, temperature, temperature == 0) + noise, -jnp.inf)
     x = jnp.take_along_axis(wide_logits(logits), drawn, -1)
     x = jnp.where(has_draw, x, lowest_value(x.dtype))
     index = jnp.where(has_draw, row.start + drawn, NOWHERE)
 
     def merge(gathered, temperature):
-        perturbed, index, x, tops, d = gathered
+        noise, index, x, tops, d = gathered
         floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
         float_tops, float_x = jnp.split(floats, 2, -1)
         m = reduce_split(jnp.maximum, split_if_few(float_tops))
-        total = normalizers.combine_parts(Normalizer(float_tops, d), divisor_of(temperature, m)).d
+        total = normalizers.combine_parts(Normalizer(float_tops, d), Temperature.of(temperature)).d
         totals = totals_of(
             reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
         )
-        shards = split_if_few((perturbed, index, x, float_x))
-        ranks = [
-            jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
-            for perturbed, _, x, _ in shards
-        ]
+        shards = split_if_few((noise, index, x, float_x))
+
+        def rank(noise, index, x, _):
+            perturbed = jnp.where(
+                index == NOWHERE, -jnp.inf, tempered(as_float(x), totals.top, temperature) + noise
+            )
+            return jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
+
+        ranks = [rank(*shard) for shard in shards]
         best = reduce_split(jnp.maximum, ranks)
         firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
         index = reduce_split(jnp.minimum, firsts)
@@ -194,7 +197,7 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
         return with_log_mass(index, log_probs, log_mass)
 
-    numbers = perturbed, index, x, x if top is None else top, d
+    numbers = noise, index, x, x if top is None else top, d
     return merge_over(row.mesh_axes, merge, numbers, temperature)
 
 
@@ -203,8 +206,7 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
     # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
     n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
     static = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
-    divisor = divisor_of(temperature, as_float(logits))
-    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, divisor), static)
+    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, temperature), static)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = _largest(logits, where)
     won = wide_logits(jnp.take_along_axis(logits, in_shard, -1))
@@ -212,19 +214,19 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
     if where is not None:  # the complement, which is negative, says that the entry is masked
         index = jnp.where(mask_at(where, logits, in_shard), index, ~index)
 
-    def merge(gathered, divisor):
+    def merge(gathered, temperature):
         won, index, tops, d = gathered
         kept = None if where is None else index >= 0
         position = jnp.broadcast_to(positions(won.ndim, won.shape[-1]), won.shape)
-        lists = won, kept, position, (tops, d), divisor
-        static = {"k": n, "log": True, "dtype": divisor.dtype}
+        lists = won, kept, position, (tops, d), temperature
+        static = {"k": n, "log": True, "dtype": temperature.dtype}
         # kernels merge lists of k winners only
         merged = MERGE.plain(*lists, **static) if row.vocab < n else run_shard(MERGE, lists, static)
         (_, position), (m, total) = merged
         won, index = (jnp.take_along_axis(a, position, -1) for a in (won, index))
         return won, index, m, total
 
-    won, index, m, total = merge_over(row.mesh_axes, merge, (won, index, top, d), divisor)
+    won, index, m, total = merge_over(row.mesh_axes, merge, (won, index, top, d), temperature)
     won, kept = won.astype(logits.dtype), None if where is None else index >= 0
     key = sort_keys.wide_key(won)
     key = key if kept is None else jnp.where(kept, key, jnp.iinfo(key.dtype).min)

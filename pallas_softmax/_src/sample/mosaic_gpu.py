@@ -47,7 +47,9 @@ from pallas_softmax._src.sample.rows import Cutoff
 from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
 # The results of a cutoff, by their names in the program.
-_OF_CUTOFF = {"key": jnp.int32, "index": jnp.int32, "logsumexp": jnp.float32, "log_mass": jnp.float32}
+_OF_CUTOFF = dict.fromkeys(("key", "index"), jnp.int32) | dict.fromkeys(
+    ("top", "log_total", "log_mass"), jnp.float32
+)
 
 
 class Params(NamedTuple):

@@ -24,6 +24,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import logits_of
+from pallas_softmax._src.temperatures import Temperature, is_zero
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
 # Elements of a chunk. The search takes the sums of chunks first, so a chunk has about the square root of a vocabulary.
@@ -31,7 +32,7 @@ _CHUNK = 256
 
 
 class Cutoff(NamedTuple):
-    """Where the filters cut each row, (..., 1), and two sums of it.
+    """Where the filters cut each row, (..., 1), its largest logit, and two sums of it.
 
     An entry is kept if its sort key is greater than `key`, or if its key equals `key` and its index is at most `index`.
     If several pairs (key, index) keep the right entries, any of them may be returned.
@@ -39,16 +40,18 @@ class Cutoff(NamedTuple):
     Attributes:
       key: int32 (int64 for 64-bit logits). In a row without a draw it is the greatest integer, which keeps nothing.
       index: int32.
-      logsumexp: of logits / temperature over the whole row, floating. At temperature 0 its limit: +inf, -inf, or the
-        log of the number of ties, by the sign of the largest logit. -inf in a row with nothing to draw from. NaN or
-        +inf in a row with an unmasked NaN or +inf, or with a NaN temperature.
+      top: the largest logit, floating. -inf in a row with nothing to draw from. NaN or +inf in a row with an unmasked
+        NaN or +inf. With a NaN temperature it may be any number.
+      log_total: the log of the row's mass, the sum of exp((x - top) / temperature), floating. NaN in a row without a
+        draw. At temperature 0, the log of the number of ties.
       log_mass: the log of the share of the row's mass that is kept, floating. NaN in a row without a draw. At
         temperature 0, -log of the number of ties.
     """
 
     key: Any
     index: Any
-    logsumexp: Any
+    top: Any
+    log_total: Any
     log_mass: Any
 
 
@@ -58,16 +61,16 @@ class Totals(NamedTuple):
     Attributes:
       top: the largest logit, floating.
       m: the largest of the row's `elements` x: `top`, or 0 for integers. The mass of x is exp((x - m) / temperature).
-      total: the mass of the row: at least 1, or NaN in a row without a draw.
-      divisor: the temperature, but at least the smallest normal number.
-      greedy: whether only the first entry is kept. This is so at temperature 0, and if top / temperature overflows:
-        then only the largest logit and its ties have a mass.
+      total: the mass of the row. At least 1, or 0 in a row with nothing to draw from, or NaN in a row that has failed.
+      divisor: the temperature.
+      greedy: whether only the first entry is kept. This is so at temperature 0, and if top / temperature overflows at
+        a normal temperature: then only the largest logit and its ties have a mass.
     """
 
     top: Any
     m: Any
     total: Any
-    divisor: Any
+    divisor: Temperature
     greedy: Any
 
 
@@ -129,9 +132,15 @@ def elements(logits, where):
     return logits_of(normalizers.to_float(logits, (-1,), where), where)
 
 
-def tempered(x, temperature, greedy):
-    """Returns x / temperature, and 0 in greedy rows."""
-    return jnp.where(greedy, 0, x) / jnp.where(greedy, 1, temperature)
+def tempered(x, top, temperature):
+    """Returns x / temperature, and 0 in greedy rows; `top` is the largest logit of each row.
+
+    If top / temperature overflows, quotients count from `top`, so that ties get different noise.
+    """
+    greedy = is_greedy(top, temperature)
+    divisor, x = Temperature.of(jnp.where(greedy, 1, temperature)), jnp.where(greedy, 0, x)
+    overflows = jnp.isinf(divisor.divide(top)) & jnp.isfinite(top)
+    return jnp.where(overflows, divisor.distance(x, jnp.where(overflows, top, 0)), divisor.divide(x))
 
 
 # --- Totals, and the results that follow from them
@@ -140,35 +149,37 @@ def tempered(x, temperature, greedy):
 def totals_of_rows(logits, where, temperature) -> Totals:
     x = elements(logits, where)
     m = _max(x)
+    some_subnormal = jnp.any(jnp.abs(m) < jnp.finfo(m.dtype).tiny)  # a CPU takes them for 0
+    m = _on_cpu_if(some_subnormal, functools.partial(normalizers.largest, x), lambda: m, (x,))
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
     top = m if is_float else _max(logits_of(as_float(logits), where))
-    return totals_of(top, m, _sum(jnp.exp((x - m) / divisor_of(temperature, x))), temperature)
+    below = Temperature.of(temperature).distance(x, normalizers.shift(m))
+    return totals_of(top, m, _sum(jnp.exp(below)), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
     """Returns the `Totals` with these first three fields."""
-    divisor = divisor_of(temperature, m)
-    greedy = (temperature == 0) | jnp.isinf(top / divisor) & jnp.isfinite(top)
-    return Totals(top, m, total, divisor, greedy)
+    return Totals(top, m, total, Temperature.of(temperature), is_greedy(top, temperature))
 
 
-def divisor_of(temperature, x):
-    """Returns the temperature, but at least the smallest normal number of the dtype of x."""
-    return jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
+def is_greedy(top, temperature):
+    """Returns `Totals.greedy` of rows with these largest logits."""
+    normal = jnp.maximum(temperature, jnp.finfo(top.dtype).tiny)
+    return is_zero(temperature) | jnp.isinf(top / normal) & jnp.isfinite(top)
 
 
-def cutoff_of(key, index, kept_total, totals: Totals, temperature) -> Cutoff:
+def cutoff_of(key, index, kept_total, totals: Totals) -> Cutoff:
     """Returns the `Cutoff` with this key and index. The kept entries have the mass `kept_total`."""
-    top, _, total, divisor, greedy = totals
-    drawable = total >= 1  # False where it is NaN
-    limit = jnp.where(top == 0, jnp.log(total), jnp.where(top > 0, jnp.inf, -jnp.inf))
-    logsumexp = jnp.where(greedy, limit, top / divisor + jnp.log(total))
-    nothing = (top == -jnp.inf) & ~jnp.isnan(temperature)
-    log_mass = jnp.where(greedy, -jnp.log(total), jnp.minimum(jnp.log(kept_total / total), 0))
+    drawable = totals.total >= 1
+    log_total = jnp.log(totals.total)
+    log_mass = jnp.where(totals.greedy, -log_total, jnp.minimum(jnp.log(kept_total / totals.total), 0))
     return Cutoff(
         jnp.where(drawable, key, jnp.iinfo(key.dtype).max),
         jnp.where(drawable, index, -1),
-        jnp.where(nothing, -jnp.inf, jnp.where(drawable | ~jnp.isfinite(top), logsumexp, jnp.nan)),
+        jnp.where(
+            jnp.isnan(totals.total), jnp.nan, totals.top
+        ),  # on a CPU, the largest number may hide a NaN
+        jnp.where(drawable, log_total, jnp.nan),
         jnp.where(drawable, log_mass, jnp.nan),
     )
 
@@ -176,7 +187,7 @@ def cutoff_of(key, index, kept_total, totals: Totals, temperature) -> Cutoff:
 def drawn_results(drawn, x, totals: Totals):
     """Returns the results of `xla.draw` for the drawn index. `x` is the drawn one of the row's `elements`."""
     drawable = totals.total >= 1
-    log_probs = (x - totals.m) / totals.divisor - jnp.log(totals.total)
+    log_probs = totals.divisor.distance(x, totals.m) - jnp.log(totals.total)
     return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
 
 
@@ -215,12 +226,12 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     kept_total = _sum(kept(mass))
     last = _first_entries_if_greedy(last, logits, where, totals)
     key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
-    return cutoff_of(key, index, kept_total, totals, temperature)
+    return cutoff_of(key, index, kept_total, totals)
 
 
 def _masses(logits, where, totals: Totals):
     """Returns the mass of each entry; masked ones have 0."""
-    return jnp.exp((elements(logits, where) - totals.m) / totals.divisor)
+    return jnp.exp(totals.divisor.distance(elements(logits, where), totals.m))
 
 
 def _first_entries_if_greedy(last, logits, where, totals: Totals):
@@ -320,7 +331,9 @@ def _index_reaching(measure, goal):
     if chunks_of(measure.shape[-1])[0] > 1:
         chunks = in_chunks(measure)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
-        measure, first = jnp.take_along_axis(chunks, chunk[..., None], -2)[..., 0, :], chunk * _CHUNK
+        # not a gather: XLA aborts the process if it divides two chunks over four devices
+        is_chunk = jnp.arange(chunks.shape[-2])[:, None] == chunk[..., None]
+        measure, first = jnp.max(jnp.where(is_chunk, chunks, 0), -2), chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
     return first + position
 

@@ -56,8 +56,9 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
 
 
 def octaves_per_unit(temperature):
-    """Returns log2(e) / temperature; temperature and result are at least the smallest normal float32."""
-    return jnp.maximum(LOG2_E / jnp.maximum(temperature, TINY), TINY)
+    """Returns log2(e) / temperature, for a temperature of at least the smallest normal float32."""
+    before = jnp.where(temperature > 2.0**120, 0.25, 1.0)  # divisors above 2^126 may give 0
+    return LOG2_E / jnp.maximum(temperature * before, TINY) * before
 
 
 def _run_twin(x_gmem, part, temperature, words, out, stride: int) -> None:

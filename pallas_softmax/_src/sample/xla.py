@@ -2,8 +2,8 @@
 
     logits        of any rank, floats or integers; a row is the last axis
     where         None, or a boolean of the rank of the logits that broadcasts to them
-    temperature   0, or a positive normal number with a normal reciprocal, or NaN: then the row has no draw. 0 keeps the
-                  first entry in the order of `lax.top_k`, whatever the filters.
+    temperature   at least 0, or NaN: then the row has no draw. 0 keeps the first entry in the order of `lax.top_k`,
+                  whatever the filters.
     top_k         int32, at least 1; or None. At the row's length or more it filters nothing.
     top_p         in [0, 1], or None. 0 keeps the first entry, 1 keeps all that top_k keeps.
     min_p         in [0, 1], or None
@@ -42,6 +42,7 @@ from pallas_softmax._src.sample.rows import (
     totals_of_rows,
     with_log_mass,
 )
+from pallas_softmax._src.temperatures import is_zero
 from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard, topk_grad, topk_tangent
 
 # The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
@@ -108,13 +109,13 @@ def draw(logits, where, noise, temperature, key, index):
     row = Row(logits.shape[-1])
     totals, indices = totals_of_rows(logits, where, temperature), row.indices(logits.ndim)
     kept = is_kept(logits, where, key, index, indices)
-    drawn = winner(as_float(logits), indices, noise, kept, temperature, totals.greedy)
+    drawn = winner(as_float(logits), indices, noise, kept, totals.top, temperature)
     return drawn_results(drawn, jnp.take_along_axis(elements(logits, where), drawn, -1), totals)
 
 
-def winner(x, indices, noise, kept, temperature, greedy):
+def winner(x, indices, noise, kept, top, temperature):
     """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
-    perturbed = jnp.where(kept, tempered(x, temperature, greedy) + noise, -jnp.inf)
+    perturbed = jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf)
     is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
     return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
 
@@ -125,28 +126,36 @@ def noise_of_mass(vocab):
 
 
 def draw_by_mass(mass, again, noise):
-    """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
+    """Draws once from each row in proportion to its positive masses: first a chunk of neighbours, then one of them.
+
+    A row without positive masses draws in proportion to the negative ones. So does a chunk.
 
     Both steps draw as `jax.random.categorical` does. A row needs a number of noise for each chunk and for each element
     of one chunk, and no array of V elements is stored.
 
     Args:
-      mass: (..., V), floating, at least 0.
-      again: the same numbers. If the caller computes them a second time, XLA stores neither of the two.
+      mass: (..., V), floating.
+      again: the same numbers. If the caller computes them a second time, XLA stores neither of the two. They may round
+        differently, if no chunk then loses all its numbers.
       noise: (..., noise_of_mass(V)), Gumbel numbers of the same dtype.
 
     Returns:
-      (..., 1), int32. -1 in a row with NaN, or with no positive mass.
+      (..., 1), int32. -1 in a row with NaN, or with zeros only.
     """
     count, size = chunks_of(mass.shape[-1])
+
+    def of_one_sign(mass, reduce):
+        positive, negative = (reduce(jnp.maximum(m, 0)) for m in (mass, -mass))
+        return jnp.where(jnp.any(positive > 0, -1, keepdims=True), positive, negative)
 
     def winner(mass, noise):
         return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
 
-    chunk = winner(jnp.sum(in_chunks(mass), -1), noise[..., :count])
+    sums = of_one_sign(in_chunks(mass), lambda a: jnp.sum(a, -1))
+    chunk = winner(sums, noise[..., :count])
     masses = jnp.take_along_axis(in_chunks(again), chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
-    index = chunk * size + winner(masses, noise[..., count:])
-    return jnp.where(jnp.max(masses, -1, keepdims=True) > 0, index, -1)
+    index = chunk * size + winner(of_one_sign(masses, lambda a: a), noise[..., count:])
+    return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
 
 
 def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes=()):
@@ -156,11 +165,10 @@ def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes
     """
     x = as_float(logits)
     indices = Row(logits.shape[-1], mesh_axes).indices(logits.ndim) if indices is None else indices
-    greedy = (temperature == 0) | jnp.isinf(cut.logsumexp)
     live = is_kept(logits, where, cut.key, cut.index, indices) & jnp.isfinite(x)
-    z = tempered(jnp.where(live, x, 0), jnp.where(jnp.isnan(temperature), 1, temperature), greedy)
-    failed = (cut.index < 0) & (cut.logsumexp != -jnp.inf)
-    return jnp.where(failed, jnp.nan, jnp.where(live, z, -jnp.inf))
+    z = tempered(jnp.where(live, x, 0), cut.top, jnp.where(jnp.isnan(temperature), 1, temperature))
+    nothing = (cut.top == -jnp.inf) & ~jnp.isnan(temperature)
+    return jnp.where(live, z, jnp.where((cut.index >= 0) | nothing, -jnp.inf, jnp.nan))
 
 
 # --- The best entries of each row only: candidates on a CPU, and what the devices of a mesh exchange
@@ -193,7 +201,7 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
     """
     n = best.key.shape[-1]
     position = positions(best.key.ndim, n)
-    mass = jnp.exp((best.x - totals.m) / totals.divisor)
+    mass = jnp.exp(totals.divisor.distance(best.x, totals.m))
     # `known`: whether the listed entries tell where top_k ends.
     kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
     is_free = ~totals.greedy
@@ -217,14 +225,14 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
     key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (best.key, best.index))
     key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, NOWHERE, index)
     kept_total = jnp.where(is_free, totals.total, _sum(jnp.where(kept, mass, 0)))
-    return cutoff_of(key, index, kept_total, totals, temperature), kept, complete, is_free
+    return cutoff_of(key, index, kept_total, totals), kept, complete, is_free
 
 
 def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, min_p, length, *, stride):
     """Returns the results of `sample`, valid in complete rows; which rows are complete; and which are free."""
     cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
     noise = gumbel_at(words, best.index, stride)
-    drawn = winner(best.value, best.index, noise, kept, temperature, totals.greedy)
+    drawn = winner(best.value, best.index, noise, kept, totals.top, temperature)
     x = jnp.max(jnp.where(best.index == drawn, best.x, -jnp.inf), -1, keepdims=True)
     return with_log_mass(*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
 
@@ -276,7 +284,7 @@ def _candidates(logits, where, row: Row):
         return _sum(jnp.where(before, 1.0, 0.0))
 
     listed = number(keys(logits, where), row.indices(x.ndim)) == _CANDIDATES
-    value, x = (jnp.take_along_axis(a, index, -1) for a in (as_float(logits), x))
+    value, x = (jnp.take_along_axis(a, index, -1) for a in (logits_of(as_float(logits), where), x))
     return Best((~lowest_first).astype(jnp.int32), index, value, x), listed
 
 
@@ -308,7 +316,7 @@ def sample_tangent(residuals, where, dx, dt, *, mesh_axes=()):
 def _has_derivative(residuals):
     """Returns which rows have a draw, at another temperature than 0."""
     _, temperature, _, log_probs = residuals
-    return jnp.isfinite(log_probs) & (temperature != 0)
+    return jnp.isfinite(log_probs) & ~is_zero(temperature)
 
 
 def _drawn_as_winner(residuals, where, mesh_axes):
@@ -321,7 +329,7 @@ def _drawn_as_winner(residuals, where, mesh_axes):
     has_draw = jnp.isfinite(log_probs)
     logits, log_probs = jnp.where(has_draw, logits, 0), jnp.where(has_draw, log_probs, 0)
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
-    temperature = jnp.where(has_draw & (temperature != 0), temperature, 1)
+    temperature = jnp.where(has_draw & ~is_zero(temperature), temperature, 1)
     if mesh_axes:
         in_shard, _ = indices_in_shard(
             index, logits.shape[-1], mesh_axes

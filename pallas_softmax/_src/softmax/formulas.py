@@ -135,7 +135,7 @@ class Formula(NamedTuple):
     at_scale: "Callable[[Any], Formula] | None" = None
 
     def scaled(self, scale) -> "Formula":
-        """Returns the formula with 1 / temperature = `scale`; itself if `scale` is None."""
+        """Returns the formula with the temperature of `normalizers.encoded_scale`; itself if `scale` is None."""
         if scale is None:
             return self
         assert self.at_scale is not None
@@ -173,7 +173,7 @@ def _token_stats(scale=None, *, counted: bool = False) -> Formula:
     def constants(total: Located) -> tuple:
         m, d, t = total.moments
         log_d = log_of_sum(d)
-        lse = jnp.where(m == jnp.inf, m, normalizers.scaled(m, scale) + log_d)
+        lse = jnp.where(m == jnp.inf, m, normalizers.below(m, 0.0, scale) + log_d)
         return lse, log_d - t / d, m, d, t, total.at, *([total.before] if counted else [])
 
     row_dtypes = (F32,) * 5 + (jnp.int32,) * (1 + counted)

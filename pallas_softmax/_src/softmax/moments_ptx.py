@@ -115,7 +115,9 @@ def _insert(program: Program, form: Form, refs: dict, blocks: dict, scale) -> tu
 
 def _factors(scale: Scale | None) -> dict[str, Any]:
     """Returns the operands with the product log2(e) / temperature."""
-    return {"a": LOG2_E} if scale is None else {"a": scale.factor * LOG2_E, "again": scale.again}
+    if scale is None:
+        return {"a": LOG2_E}
+    return {"before": scale.before, "a": scale.factor * LOG2_E, "again": scale.again}
 
 
 def add_program(count: int, form: Form = Form()) -> Program:
@@ -129,7 +131,7 @@ def add_program(count: int, form: Form = Form()) -> Program:
     xs = p.operands("f32", *(f"x{i}" for i in range(count)))
     new_m, new_d, new_t = p.operands("f32", "new_m", "new_d", "new_t")
     p.set(new_m, p.reduce("max.NaN", [m, *xs]))
-    shift = _shift(p, new_m)
+    shift = _shift(p, form, new_m)
     old_d, old_t = _rescaled(p, form, m, d, t, shift)
     # Four sums of d and four of t: an addition need not wait for the one before, and fewer rounding errors add up.
     ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in ("d", "t"))
@@ -194,7 +196,7 @@ def _set_results(p: Program, state: _State) -> None:
 def _combine_lanes(p: CtaProgram, form: Form, state: _State) -> _State:
     """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
     (m,) = p.over_warp(["max.NaN"], [state.m])
-    parts = _part_of(p, form, state, m, _shift(p, m))
+    parts = _part_of(p, form, state, m, _shift(p, form, m))
     return _State(m, *p.over_warp(_MERGES[: len(parts)], parts))
 
 
@@ -204,7 +206,7 @@ _MERGES = ["add", "add", "min", "add"]  # of d, t, place and before
 def _combine(p: Program, form: Form, states: list[_State]) -> _State:
     """Merges some states of this thread."""
     m = p.reduce("max.NaN", [state.m for state in states])
-    shift = _shift(p, m)
+    shift = _shift(p, form, m)
     parts = [_part_of(p, form, state, m, shift) for state in states]
     return _State(m, *[p.reduce(op, numbers) for op, numbers in zip(_MERGES, zip(*parts))])
 
@@ -223,14 +225,19 @@ def _rescaled(p: Program, form: Form, m: Value, d: Value, t: Value, shift: Value
     return d * factor, p.multiply_add(u * _LN_2, d, t) * factor
 
 
-def _shift(p: Program, m: Value) -> Value:
-    """Returns what is subtracted from logits: m, or 0 if m is -inf, because -inf - -inf is NaN."""
-    return p.select(m.equals(float("-inf")), 0.0, m)
+def _shift(p: Program, form: Form, m: Value) -> Value:
+    """Returns what is subtracted from logits: m <before>, or 0 if m is -inf, because -inf - -inf is NaN."""
+    return _before(p, form, p.select(m.equals(float("-inf")), 0.0, m))
+
+
+def _before(p: Program, form: Form, x: Value) -> Value:
+    """Returns x <before> with a temperature, else x."""
+    return x * p.operand("before", "f32") if form.scaled else x
 
 
 def _distance(p: Program, form: Form, x: Value, shift: Value) -> Value:
-    """Returns u = (x - shift) <a>, with a temperature times <again>, at least FAR; NaN stays."""
-    u = x - shift
+    """Returns u = (x <before> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
+    u = _before(p, form, x) - shift
     for factor in p.operands("f32", *form.factors):
         u = u * factor
     return p.op("max.NaN", "f32", u, FAR)

@@ -112,7 +112,7 @@ class Refs(NamedTuple):
     sent_smem: Any = None
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
     mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
-    scale_gmem: Any = None  # 1 / temperature, (rows,) or (1,), or None
+    scale_gmem: Any = None  # `normalizers.encoded_scale`, (rows,) or (1,), or None
     label_gmem: Any = None  # the `Label` of each row, (rows,), or None
     reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
     scratch_smem: Any = None  # with one state for each thread, memory to merge the threads

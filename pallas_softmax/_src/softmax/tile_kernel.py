@@ -34,7 +34,7 @@ def compute_rows(
     if mask is not None:
         keep = tiles.load_mask(mask_gmem, tile, row, mask.row)
         term = jnp.where(keep, term, fill)
-    element_scale, row_scale = _load_scales(scale_gmem, tile, row)  # 1 / temperature in two layouts
+    element_scale, row_scale = _load_scales(scale_gmem, tile, row)  # in two layouts
 
     total = _reduce(formula.scaled(element_scale), tile, term)
     if label_gmem is not None:
@@ -101,7 +101,7 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
-    `scale` is 1 / temperature, (rows,) or (1,), for a formula with a temperature. `label` is for a formula that
+    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula that
     `counts`. `name` is the kernel's name in profiles. `approximate` says whether exp may be approximate
     (`plan.approximate`). Returns one array (rows, vocab) of the last array's dtype, or if the formula has per-row
     outputs, arrays (rows, 1).

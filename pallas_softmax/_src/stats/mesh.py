@@ -53,13 +53,13 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperatu
 
     def merge(gathered, temperature):
         *parts, label_logits, positions = gathered
-        parts, scale = Moments(*parts), None
+        parts = Moments(*parts)
         keys = value_key(parts.m)
         is_largest = keys == jnp.max(keys, -1, keepdims=True)
-        if temperature is not None:
-            tops, positive = normalizers.at_limit(parts.m, normalizers.largest(parts.m), temperature)
-            parts, scale = parts._replace(m=tops), 1 / positive
-        total = normalizers.combine_lanes(parts, -1, lambda per_row: per_row[..., None], scale)
+        scale = None if temperature is None else Temperature.of(temperature)
+        total = normalizers.combine_lanes(
+            parts, -1, lambda per_row: per_row[..., None], scale, normalizers.largest(parts.m)[..., 0]
+        )
         total = Moments(*(a[..., None] for a in total))
         first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
         return total, jnp.sum(label_logits, -1, keepdims=True), first

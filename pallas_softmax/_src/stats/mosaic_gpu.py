@@ -9,7 +9,7 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.normalizers import Moments
+from pallas_softmax._src.normalizers import Moments, encoded_scale
 from pallas_softmax._src.softmax import parts_kernel, tile_kernel
 from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Label
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
@@ -22,6 +22,7 @@ from pallas_softmax._src.stats.xla import (
     tempered_largest,
     with_rank,
 )
+from pallas_softmax._src.temperatures import is_zero
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
@@ -63,7 +64,7 @@ def counted_stats(
             [x],
             mask,
             plan,
-            1 / temperatures if scaled else None,
+            encoded_scale(temperatures) if scaled else None,
             label,
             name="token_stats_forward",
             approximate=approximate(x.dtype),
@@ -71,7 +72,9 @@ def counted_stats(
     )
     moments = Moments(m, d, t)
     if scaled:
-        lse = jnp.where(temperature == 0, tempered_largest(moments.m, temperature) + jnp.log(moments.d), lse)
+        lse = jnp.where(
+            is_zero(temperature), tempered_largest(moments.m, temperature) + jnp.log(moments.d), lse
+        )
     label_logit = logits_at(labels, logits, where)
     at_label = label_distance(label_logit, moments.m, temperature, is_column(labels, logits.shape[-1]))
     return RowStats(lse, entropy, at_label, moments, argmax, *count)

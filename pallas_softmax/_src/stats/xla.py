@@ -19,6 +19,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import logits_of, mask_at, masked, sum_over
 from pallas_softmax._src.normalizers import Moments
+from pallas_softmax._src.temperatures import Temperature
 
 _NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
 
@@ -50,8 +51,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
     largest = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
     m = largest if scaled else _maximum(x, largest)
-    below, positive = normalizers.at_limit(x, m, temperature) if scaled else (x, temperature)
-    u = _distance(below, jnp.where(jnp.isinf(m), 0, m), positive, scaled)
+    u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
     e = jnp.exp(u)
     m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
@@ -119,10 +119,8 @@ def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> R
 
 
 def tempered_largest(m, temperature):
-    """Returns m / temperature. At temperature 0, it is 0 if m is 0, else infinite, for a subnormal m as well."""
-    is_limit, key = temperature == 0, sort_keys.value_key(m)
-    at_0 = jnp.where(key > 0, jnp.inf, jnp.where(key < 0, -jnp.inf, 0))
-    return jnp.where(is_limit & ~jnp.isnan(m), at_0, m / jnp.where(is_limit, 1, temperature))
+    """Returns m / temperature; at temperature 0 it is 0 or infinite."""
+    return Temperature.of(temperature).divide(m)
 
 
 def first_of_largest(x):
@@ -132,8 +130,8 @@ def first_of_largest(x):
 
 def label_distance(label_logit, m, temperature, has_label):
     """Returns u at the label of each row, NaN for a label that is no column."""
-    label_logit, temperature = normalizers.at_limit(label_logit, m, temperature)
-    return jnp.where(has_label, (label_logit - normalizers.shift(m)) / temperature, jnp.nan)
+    u = Temperature.of(temperature).distance(label_logit, normalizers.shift(m))
+    return jnp.where(has_label, u, jnp.nan)
 
 
 def logits_at(labels, logits, where, mesh_axes=()):
@@ -168,7 +166,7 @@ def _first_column(logits, mesh_axes):
 
 def _distance(x, shift, temperature, scaled):
     """Returns u, bounded as `normalizers.distance` bounds it."""
-    return normalizers.distance(x, shift, 1 / temperature if scaled else None)
+    return normalizers.distance(x, shift, Temperature.of(temperature) if scaled else None)
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
@@ -194,9 +192,10 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
     dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
     dz = masked(dz, where, 0)
-    dx = (dz / temperature if scaled else dz).astype(logits.dtype)
-    dt = -sum_over(dz * u, (-1,), mesh_axes) / temperature
-    return dx, dt - jnp.where(g_lse == 0, 0, g_lse * m) / temperature**2
+    over = Temperature.of(temperature).over
+    dx = (over(dz) if scaled else dz).astype(logits.dtype)
+    dt = sum_over(dz * u, (-1,), mesh_axes) + jnp.where(g_lse == 0, 0, over(g_lse * m))
+    return dx, -over(dt)
 
 
 def _harmless(residuals, where, scaled):
@@ -226,9 +225,10 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
     _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
     e = jnp.exp(u)
-    du = (masked(normalizers.widen(dx), where, 0) - u * dt) / temperature
+    over = Temperature.of(temperature).over
+    du = over(masked(normalizers.widen(dx), where, 0) - u * dt)
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
     dlabel = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
-    dlogsumexp = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
+    dlogsumexp = dd / d - over(jnp.where(dt == 0, 0, over(m * dt)))
     return dlogsumexp, (dd * (t / d) - dt_of_u) / d, dlabel, dd, dd + dt_of_u

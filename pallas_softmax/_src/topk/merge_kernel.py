@@ -45,7 +45,7 @@ from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.normalizers import Normalizer, Scale, log_of_sum, scale_of
+from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
 from pallas_softmax._src.topk.ranking_ptx import (
     CANDIDATE_BYTES,
@@ -73,12 +73,12 @@ class Request:
     scaled: bool = False  # whether the temperature may differ from 1, and so may be 0
     normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
 
-    def scale(self, reciprocals, row) -> Any:
+    def scale(self, scales, row) -> Any:
         """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
-        if reciprocals is None:
+        if scales is None:
             return None
-        reciprocal = reciprocals[row if reciprocals.shape[0] > 1 else 0]
-        return scale_of(reciprocal) if self.scaled else reciprocal
+        scale = scales[row if scales.shape[0] > 1 else 0]
+        return scale_of(scale) if self.scaled else scale
 
 
 def topk_merge(
@@ -196,13 +196,15 @@ def merge_rows(
     lists, count = WinnerLists(keys, indices), won.shape[1] // k
     if parts is not None:
         lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
-    return results(_launch(lists, None if parts is None else 1 / temperature, count, count, request))
+    return results(
+        _launch(lists, None if parts is None else encoded_scale(temperature), count, count, request)
+    )
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
-    The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
+    The lists of row 0 come first. A single list per row is final already. `scale` is `normalizers.encoded_scale`, (1,) or (rows,).
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
@@ -288,9 +290,9 @@ def probability(key, dtype, normalizer: Normalizer | None, scale, *, log: bool, 
         if not masked:
             return value
         return jnp.where(key == sort_keys.lowest_key(dtype), jnp.full_like(value, -jnp.inf), value)
-    scaled = normalizers.scaled(sort_keys.from_key32(key, dtype) - normalizer.m, scale)
+    scaled = normalizers.below(sort_keys.from_key32(key, dtype), normalizer.m, scale)
     if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
-        scaled = jnp.where((scale.again > 1) & (scaled < 0), -jnp.inf, scaled)
+        scaled = jnp.where(scale.is_limit & (scaled < 0), -jnp.inf, scaled)
     value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     if not masked:
         return value

@@ -7,6 +7,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import gather, merge_over
 from pallas_softmax._src.masks import mask_at
 from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.xla import TopK, best_order, within
 
 
@@ -59,11 +60,12 @@ def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keyw
     normalizer, or (). `keywords` are the static arguments of `merge`.
     """
     won, position, normalizer = lists
+    divisor = Temperature.of(temperature) if normalizer and keywords["scaled"] else None
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, *parts = gather((won, position, *normalizer), mesh_axis)
         if normalizer:
             tops, d = parts
-            _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
+            _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), divisor)
             normalizer = normalizers.largest(tops), d
         order = best_order(won, _kept(position, masks), min(keywords["k"], won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))

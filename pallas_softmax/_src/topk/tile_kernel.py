@@ -85,7 +85,7 @@ def topk_rows(
         ],
         name="softmax_topk" if normalized else "top_k",
         approximate=True,
-    )(x, 1 / temperature if normalized else None, None if mask is None else mask.array)
+    )(x, normalizers.encoded_scale(temperature) if normalized else None, None if mask is None else mask.array)
     return TopK(values, indices), Normalizer(*normalizer) if normalized else None
 
 

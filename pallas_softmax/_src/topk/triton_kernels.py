@@ -12,8 +12,8 @@ and no loop depends on the values.
 `topk_kernel` does this in one launch, with a program for each part. If a row has several parts, `merge_kernel` merges
 their candidates and normalizers, in one or more launches.
 
-In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x - m) * scale * again). `scale` and
-`again` are the two factors of 1 / temperature, see `normalizers.Scale`; without a temperature both are 1.
+In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x before - m before) * scale * again).
+These are the factors of 1 / temperature, see `normalizers.Scale`; without a temperature all are 1.
 """
 
 # language.py explains why pyright cannot check kernels.
@@ -36,7 +36,7 @@ from pallas_softmax._src.triton.language import (
 )
 
 _NOTHING = tl.constexpr(-(2**63))  # loses to the candidate of any element
-_MOST = tl.constexpr(float(2**126))  # the largest reciprocal of a normal number
+_LIMIT, _HOT = tl.constexpr(2.0**100), tl.constexpr(2.0**120)  # as in `normalizers.Scale` and temperatures.py
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number, so that -inf minus it is not NaN
 
 
@@ -109,21 +109,21 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _combine_lanes(m, d, scale, again):
+def _combine_lanes(m, d, before, scale, again):
     """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
-    return largest, tl.sum(d * exp((m - shift(largest)) * scale * again), 0)
+    return largest, tl.sum(d * exp((m * before - shift(largest) * before) * scale * again), 0)
 
 
 @triton.jit
 def _scale(temperature_ptr, row, SCALAR: tl.constexpr, SCALED: tl.constexpr):
     """Returns the factors of 1 / temperature of a row. If SCALAR, all rows share one; unless SCALED, it is 1."""
-    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+    t = tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32)
     if SCALED:
-        limit = scale > _MOST
-        return tl.where(limit, _MOST, scale), tl.where(limit, _MOST, 1.0)
+        before, again = tl.where(t > _HOT, 0.25, 1.0), tl.where(t < 1 / _LIMIT, _LIMIT, 1.0)
+        return before, tl.minimum(tl.div_rn(1.0, t * before * again), _LIMIT), again
     else:
-        return scale, 1.0
+        return 1.0, tl.div_rn(1.0, t), 1.0
 
 
 @triton.jit
@@ -132,6 +132,7 @@ def _store(
     best,
     m,
     d,
+    before,
     scale,
     again,
     row,
@@ -166,9 +167,9 @@ def _store(
         key = (best >> 32).to(tl.int32)
         value = from_sort_key(key, DTYPE)
         if LOG is not None:
-            scaled = (value.to(tl.float32) - m) * scale * again
+            scaled = (value.to(tl.float32) * before - m * before) * scale * again
             if SCALED:  # at temperature 0, any negative number is -inf
-                scaled = tl.where(scaled < 0, scaled + tl.where(again > 1, float("-inf"), 0.0), scaled)
+                scaled = tl.where(scaled < 0, scaled + tl.where(scale == _LIMIT, float("-inf"), 0.0), scaled)
             value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
             masked = 0.0 if LOG == False else float("-inf")  # noqa: E712
@@ -213,7 +214,7 @@ def topk_kernel(
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
-    scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
+    before, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     start = part * LENGTH
     stop = start + min(LENGTH, V - start)
 
@@ -227,14 +228,14 @@ def topk_kernel(
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
         if LOG is not None:
             # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
-            e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E) * again)
+            e = tl.exp2(-tl.abs(x * before - m * before) * (scale * LOG2E) * again)
             d = tl.where(x > m, d * e + 1, d + e)
             m = tl.maximum(m, x)
         best_col = tl.where(key > best, col, best_col)  # of tied keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
-    m, d = _combine_lanes(m, d, scale, again)
+    m, d = _combine_lanes(m, d, before, scale, again)
 
     best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
     for level in tl.static_range(len(LEVELS)):
@@ -243,8 +244,8 @@ def topk_kernel(
         best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
-        best, m, d, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
-        x_ptr.dtype.element_ty, SCALED,
+        best, m, d, before, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
+        PARTS, x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip
 
 
@@ -277,15 +278,15 @@ def merge_kernel(
     A row has LISTS lists before the launch, and PARTS lists after it. The grid is (ROWS, PARTS).
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
+    before, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     which = part * FAN_IN + tl.arange(0, FAN_IN)
     m = tl.load(list_normalizers_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
     d = tl.load(list_normalizers_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
-    m, d = _combine_lanes(m, d, scale, again)
+    m, d = _combine_lanes(m, d, before, scale, again)
     slot = part * (FAN_IN * SLOTS) + tl.arange(0, FAN_IN * SLOTS)
     row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
     best = tl.topk(tl.load(row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
-        best, m, d, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
-        x_ptr.dtype.element_ty, SCALED,
+        best, m, d, before, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
+        PARTS, x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip

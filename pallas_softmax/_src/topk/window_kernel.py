@@ -135,7 +135,7 @@ def topk_rows(
     temperature, nothing is normalized: the values are the winners as they are, of the dtype of x.
     """
     request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
-    scale = None if temperature is None else 1 / temperature
+    scale = None if temperature is None else normalizers.encoded_scale(temperature)
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
@@ -227,8 +227,8 @@ def _add_step_in_jax(
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     s = shift(m)
-    terms = jnp.exp(normalizers.scaled(x - s[None, :, None], scale))
-    return Normalizer(m, lane.d * jnp.exp(normalizers.scaled(lane.m - s, scale)) + jnp.sum(terms, (0, 2)))
+    terms = jnp.exp(normalizers.below(x, s[None, :, None], scale))
+    return Normalizer(m, lane.d * jnp.exp(normalizers.below(lane.m, s, scale)) + jnp.sum(terms, (0, 2)))
 
 
 @twin(_add_step_in_jax)
@@ -249,8 +249,9 @@ def _add_step(
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
 
-    `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; of a `Scale`,
-    it is two factors. If there is a mask (`masked`), an element with the lowest key is masked, and counts as -inf.
+    `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; a `Scale` has
+    three factors, the first for m, x and s. If there is a mask (`masked`), an element with the lowest key is masked,
+    and counts as -inf.
     Without a normalizer `lane`, writes the group_keys alone.
     """
     element, p = Elements(memory.x.dtype), Program()
@@ -273,12 +274,18 @@ def _add_step(
         insert_ptx(p, refs, {"step": step})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    first, *again = scale if isinstance(scale, Scale) else (scale,)
-    factors = {"log2_scale": first * LOG2_E} | dict(zip(["again"], again))
+    before = {"before": scale.before} if isinstance(scale, Scale) else {}
+    factor, *again = scale[1:] if isinstance(scale, Scale) else (scale,)
+    factors = {"log2_scale": factor * LOG2_E} | dict(zip(["again"], again))
     p.set(new_m, p.max(p.reduce("max", largest), m))
-    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+
+    def in_range(x):  # so that x - s does not overflow
+        return x * p.operand("before", "f32") if before else x
+
+    s = in_range(p.select(new_m.equals(-math.inf), 0.0, new_m))
 
     def exponential(x):
+        x = in_range(x) - s
         for factor in p.operands("f32", *factors):
             x = x * factor
         return p.exp2(x)
@@ -286,13 +293,13 @@ def _add_step(
     terms = []
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else element.floats(p, words, marked=False):
-            terms.append(exponential(x - s))
-    rescale = exponential(m - s)
+            terms.append(exponential(x))
+    rescale = exponential(m)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert_ptx(
         p,
         refs,
-        {"step": step, **factors},
+        {"step": step, **before, **factors},
         {"m": lane.m, "d": lane.d},
         {"new_m": "f32", "new_d": "f32"},
     )

@@ -22,6 +22,7 @@ from jax.lax import top_k  # as it is at the import, in case a program replaces 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
 from pallas_softmax._src.normalizers import Normalizer, widen
+from pallas_softmax._src.temperatures import Temperature
 
 
 class TopK(NamedTuple):
@@ -52,13 +53,11 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     winners = at(x, indices)
     some = isinstance(k, int) and k > 0  # a symbolic k may be 0
     m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
-    given = temperature
-    if scaled:
-        x, temperature = normalizers.at_limit(x, m, given)
-    d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
+    divisor = Temperature.of(temperature) if scaled else None
+    d = jnp.sum(jnp.exp(normalizers.below(x, m, divisor)), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
     kept = None if where is None else mask_at(where, logits, indices)
-    return TopK(_values(winners, kept, normalizer, given, log, dtype), indices), normalizer
+    return TopK(_values(winners, kept, normalizer, divisor, log, dtype), indices), normalizer
 
 
 def select(operand, where, lengths, *, k, sorted):
@@ -133,17 +132,17 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True)
     if temperature is None:
         return TopK(*(jnp.take_along_axis(a, order, -1) for a in (won, indices))), None
     tops, d = parts
-    normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), temperature)
+    divisor = Temperature.of(temperature) if scaled else None
+    normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), divisor)
     kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
     winners = normalizers.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
-    values = _values(winners, kept, normalizer, temperature, log, dtype)
+    values = _values(winners, kept, normalizer, divisor, log, dtype)
     return TopK(values, jnp.take_along_axis(indices, order, -1)), normalizer
 
 
-def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
+def _values(winners, kept, normalizer: Normalizer, divisor: Temperature | None, log: bool, dtype):
     """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
-    winners, temperature = normalizers.at_limit(winners, normalizer.m, temperature)
-    scaled = (winners - normalizer.m) / temperature
+    scaled = normalizers.below(winners, normalizer.m, divisor)
     p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
 
@@ -166,7 +165,8 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     direct = g if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - sum_over(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
-    everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
+    over = Temperature.of(temperature).over
+    everywhere, won = over(p * rest), over(direct + p_won * rest)
     dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
     dx = put(everywhere.astype(dtype), indices, won.astype(dtype))
 
@@ -174,7 +174,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
         """Returns the sum of weight * scaled. A weight of 0 contributes 0, even where x is -inf."""
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
-    dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
+    dt = -over(rest * slope(p, scaled) + slope(direct, scaled_won))
     return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
 
 
@@ -191,7 +191,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     # 0 also where x is -inf, if the temperature is constant.
     by_temperature = jnp.where(dt == 0, 0, scaled * dt)
-    ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
+    ds = Temperature.of(temperature).over(masked(widen(dx), where, 0) - by_temperature)
     mean = sum_over(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
     dlog_p = at_or_zero(ds, indices) - mean
     p_won = at_or_zero(p, indices)
@@ -208,8 +208,10 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 
     Both are also 0 where x is infinitely far below a finite m: derivatives would multiply 0 by -inf.
     """
-    no_mass = jnp.isneginf(x - m) & jnp.isfinite(m)
-    scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
+    divisor = Temperature.of(temperature)
+    no_mass = jnp.isneginf(divisor.distance(x, m)) & jnp.isfinite(m)
+    left_out = no_mass if where is None else no_mass | ~where
+    scaled = divisor.distance(*(jnp.where(left_out, 0, a) for a in (x, m)))
     p = masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
     return scaled, jnp.where(no_mass, 0, p)
 
