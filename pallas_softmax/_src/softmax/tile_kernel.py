@@ -101,8 +101,8 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
-    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula that
-    `counts`. `name` is the kernel's name in profiles. `approximate` says whether exp may be approximate
+    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula
+    that `counts`. `name` is the kernel's name in profiles. `approximate` says whether exp may be approximate
     (`plan.approximate`). Returns one array (rows, vocab) of the last array's dtype, or if the formula has per-row
     outputs, arrays (rows, 1).
     """

@@ -8,6 +8,7 @@ from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.sort_keys import value_key
 from pallas_softmax._src.stats.xla import RowStats, finished, is_column, label_keys, logits_at, with_rank
+from pallas_softmax._src.temperatures import Temperature
 
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):

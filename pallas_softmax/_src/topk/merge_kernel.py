@@ -204,7 +204,8 @@ def merge_rows(
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
-    The lists of row 0 come first. A single list per row is final already. `scale` is `normalizers.encoded_scale`, (1,) or (rows,).
+    The lists of row 0 come first. A single list per row is final already. `scale` is
+    `normalizers.encoded_scale`, (1,) or (rows,).
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
