@@ -28,6 +28,7 @@ from pallas_softmax._src.sample.rows import (
     Row,
     Totals,
     as_float,
+    chunk_of,
     chunks_of,
     cutoff_of,
     drawn_results,
@@ -115,7 +116,8 @@ def draw(logits, where, noise, temperature, key, index):
 
 def winner(x, indices, noise, kept, top, temperature):
     """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
-    perturbed = jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf)
+    # The sums are compared with their maximum, so they must not be computed twice.
+    perturbed = lax.optimization_barrier(jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf))
     is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
     return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
 
@@ -153,7 +155,7 @@ def draw_by_mass(mass, again, noise):
 
     sums = of_one_sign(in_chunks(mass), lambda a: jnp.sum(a, -1))
     chunk = winner(sums, noise[..., :count])
-    masses = jnp.take_along_axis(in_chunks(again), chunk[..., None], -2, mode="promise_in_bounds")[..., 0, :]
+    masses = chunk_of(again, chunk)
     index = chunk * size + winner(of_one_sign(masses, lambda a: a), noise[..., count:])
     return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
 
