@@ -166,7 +166,7 @@ def _arguments(arguments: ast.arguments) -> list[str]:
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    kind = f": {_text(argument.annotation)}" if argument.annotation else ""
+    kind = ": " + _text(argument.annotation).strip('"') if argument.annotation else ""
     return f"{argument.arg}{kind}" + (f" = {_text(default)}" if default else "")
 
 

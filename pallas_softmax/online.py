@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax._src import arguments, normalizers, sort_keys
+from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.normalizers import Moments, Normalizer, Sums, entropy
 
 __all__ = ["Candidates", "Moments", "Normalizer", "combine", "entropy", "identity", "merge", "reduce", "scan"]
@@ -27,8 +27,9 @@ class Candidates(NamedTuple):
     indices: jax.Array
 
 
+@at_once("shape", "dtype", "of")
 def identity(
-    shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32, *, of: type[Sums] = Normalizer
+    shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of: type[Sums] = Normalizer
 ) -> Sums:
     """Returns the normalizer of the empty set, neutral under `combine`: m = -inf, and sums of 0.
 
@@ -41,7 +42,8 @@ def identity(
     return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
 
 
-def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
+@at_once()
+def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
     """The operator ⊕ (paper, equation 4): returns the normalizers of the unions of sets of logits.
 
     It is associative and commutative. t merges as exp(m' - m) (t' + (m' - m) d'), where m' is the part's maximum.
@@ -63,21 +65,16 @@ def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
     for name, pair in (("a", a), ("b", b)):
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
-                _check_floats("combine", f"{name}.{field}", value)
+                _floats("combine", f"{name}.{field}", value)
     return normalizers.combine(a, b, scale=scale)
 
 
-def _check_floats(function: str, name: str, value) -> None:
-    """Raises unless `value` is a floating or complex array or number. Lists are refused, like in jax.numpy."""
-    wanted = f"online.{function}: {name} must be a floating or complex array"
-    if isinstance(value, int | float | complex):
-        value = np.asarray(value)
-    to_array = None if hasattr(value, "dtype") else getattr(value, "__jax_array__", None)
-    value = to_array() if to_array else value
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"{wanted}, got {value!r} ({type(value).__name__})")
+def _floats(function: str, name: str, value) -> jax.Array:
+    """Returns `value` as a JAX array, or raises TypeError."""
+    value = arguments.array(f"online.{function}", name, value)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise TypeError(f"{wanted}, got {value.dtype.name}")
+        raise TypeError(f"online.{function}: {name} must be a floating or complex array, got {value.dtype}")
+    return value
 
 
 def _check_of(function: str, of) -> None:
@@ -85,7 +82,8 @@ def _check_of(function: str, of) -> None:
         raise TypeError(f"online.{function}: of must be Normalizer or Moments, got {of!r}")
 
 
-def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
+@at_once("axis", "of")
+def scan(x: "ArrayLike", axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
     """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
 
     Args:
@@ -108,8 +106,9 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
     return lax.associative_scan(normalizers.combine, single, axis=axis)
 
 
+@at_once("axis", "chunk", "of")
 def reduce(
-    x: ArrayLike,
+    x: "ArrayLike",
     axis: int | Sequence[int] = -1,
     where: jax.Array | None = None,
     *,
@@ -150,13 +149,13 @@ def reduce(
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
-    _check_floats(function, "x", x)
-    x = jnp.asarray(x)
+    x = _floats(function, "x", x)
     if axis is None:
         raise TypeError(f"online.{function}: axis must be an int or a sequence of ints, got None")
     return x, arguments.normalized_axes(f"online.{function}", axis, x.ndim)
 
 
+@at_once("k")
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index."""
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))

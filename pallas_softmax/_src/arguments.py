@@ -132,7 +132,7 @@ def in_range(
         check_array(function, name, value, any_integer=True)
     else:
         value = parameter(function, name, value)
-    number: Any = np.asarray(value) if is_known(value) else value
+    number: Any = np.asarray(jax.device_get(value)) if is_known(value) else value
     is_integer = jnp.issubdtype(number.dtype, jnp.integer)
     if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
         kind = "an integer" if integer else "a real number"
@@ -142,7 +142,9 @@ def in_range(
     # in float16, 1e-37 would be 0
     if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
-    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
+    if not integer or (isinstance(value, jax.Array) and not has_wide_integers(value)):
+        return value  # an array on a device stays there
+    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32)
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
@@ -150,7 +152,7 @@ def known_temperature(function: str, temperature, logits) -> Any:
     temperature = in_range(function, "temperature", temperature, lambda t: t >= 0, "at least 0")
     if not is_known(temperature):
         return temperature
-    known = np.asarray(temperature)
+    known = np.asarray(jax.device_get(temperature))
     if known.ndim == 0 and known == 1:
         return None
     # A positive temperature is never 0, whatever its dtype becomes.
@@ -163,10 +165,10 @@ def known_temperature(function: str, temperature, logits) -> Any:
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
 
-    `temperature` is as `known_temperature` returns it. The logits have this shape and axis, and their softmax has the
-    floating `dtype`.
+    `temperature` is as `known_temperature` returns it; None is 1. The logits have this shape and axis. Their softmax
+    has the floating `dtype`.
     """
-    t = per_row(function, "temperature", temperature, shape, axis)
+    t = per_row(function, "temperature", 1.0 if temperature is None else temperature, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))
     return jnp.where(t == jnp.inf, jnp.finfo(t.dtype).max, t)

@@ -341,6 +341,16 @@ def test_explain_gives_the_reason_of_a_refusal():
     assert "empty" in str(choice)
 
 
+def test_a_choice_and_what_it_holds_are_shown_without_addresses():
+    x, w = jnp.ones((8, 256), jnp.bfloat16), jnp.ones((256, 512), jnp.bfloat16)
+    for choice in ps.explain(
+        lambda: (ps.sample(jax.random.key(0), x), ps.route(x, 2), ps.linear_topk(x, w, 2))
+    ):
+        assert repr(choice) == str(choice) and repr(choice.call) == str(choice.call)
+        for each in choice, choice.call, choice.call.operation, choice.plan:
+            assert "0x" not in repr(each) and "\n" not in repr(each)
+
+
 def test_explain_raises_other_errors():
     def fails(x):
         raise NotImplementedError("of the user")

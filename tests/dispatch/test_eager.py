@@ -1,6 +1,7 @@
 """Calls outside of jit: each is one program, and checks its arguments like a call in jit."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -177,6 +178,67 @@ def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
     got = call()
     assert len(COMPILATIONS) == before
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def _required(function, dtype):
+    """Returns device arrays for the arguments that have no default."""
+    x = jnp.linspace(-1, 1, 64, dtype=dtype).reshape(8, 8)
+    given = dict.fromkeys(("a", "x", "w", "teacher_x", "teacher_w", "logits", "operand"), x)
+    given |= {"key": KEYS[0], "k": 2, "labels": jnp.arange(8), "draft_tokens": jnp.arange(7)}
+    if function is ps.online.merge:
+        given |= dict.fromkeys("ab", ps.online.Candidates(x, jnp.broadcast_to(jnp.arange(8), (8, 8))))
+    elif function in vars(ps.online).values():
+        given |= dict.fromkeys(["a", "b", "moments"], ps.online.reduce(x, of=ps.online.Moments))
+    return {
+        name: given[name]
+        for name, p in inspect.signature(function).parameters.items()
+        if p.default is p.empty
+    }
+
+
+EAGER = {
+    name: f
+    for module in (ps, ps.online)
+    for name in module.__all__
+    if inspect.isfunction(f := getattr(module, name)) and f is not ps.explain
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize("name", [n if n in ("sample", "verify", "top_k") else slow(n) for n in EAGER])
+def test_a_call_of_device_arrays_transfers_nothing(name, dtype, quick_compilation):
+    given = _required(EAGER[name], dtype)
+    half, integers = jnp.full(8, 0.5), jnp.arange(1, 9)
+    more = dict.fromkeys(("temperature", "top_p", "min_p", "bias", "token_weights", "label_smoothing"), half)
+    more |= {"z_loss": half, "top_k": integers, "lengths": integers, "where": integers < 7, "scale": half[0]}
+    more = {
+        argument: more[argument] for argument in inspect.signature(EAGER[name]).parameters if argument in more
+    }
+    with jax.transfer_guard("disallow"):
+        EAGER[name](**given)
+        EAGER[name](**given | more)
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "sample" else slow(n)
+        for n in EAGER
+        if n not in ("verify", "linear_topk", *ps.online.__all__)
+    ],
+)
+def test_a_gradient_of_device_arrays_transfers_nothing(name, dtype, quick_compilation):
+    given = _required(EAGER[name], dtype)
+    [variable, *_] = [argument for argument in given if argument in ("a", "x", "logits", "operand")]
+
+    def first(x):
+        results = jax.tree.leaves(EAGER[name](**given | {variable: x}))
+        return next(a for a in results if jnp.issubdtype(a.dtype, jnp.floating))
+
+    cotangent = jnp.ones_like(first(given[variable]))
+    with jax.transfer_guard("disallow"):
+        jax.vjp(first, given[variable])[1](cotangent)
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("linear")])

@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import pydoc
 import re
+import typing
 
 import pytest
 
@@ -43,6 +45,13 @@ def test_a_signature_is_that_of_the_function(name):
     for parameter, default in given.items():
         if not isinstance(default, ast.Name | ast.Attribute):  # of a type, such as Normalizer
             assert eval(ast.unparse(default)) == expected[parameter].default
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_shows_array_like_by_its_name(name):
+    """In quotes, ArrayLike and DTypeLike stay one word; otherwise Python shows the long unions that they stand for."""
+    assert not re.search(r"numpy\.bool|SupportsDType", pydoc.render_doc(FUNCTIONS[name]))
+    typing.get_type_hints(FUNCTIONS[name])  # the words in quotes exist
 
 
 def test_the_site_gets_every_entry_and_example():

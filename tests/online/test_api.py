@@ -352,9 +352,7 @@ def test_combine_refuses_other_sums():
 @pytest.mark.parametrize("function", [online.scan, online.reduce])
 @pytest.mark.parametrize("x", [[1.0, 2.0], "a", None, np.array(["a"])], ids=str)
 def test_what_is_no_array_of_floats_is_refused(function, x):
-    with pytest.raises(
-        TypeError, match=rf"online.{function.__name__}: x must be a floating or complex array, got"
-    ):
+    with pytest.raises(TypeError, match=rf"online.{function.__name__}: x must be .*, got"):
         function(x)
 
 
@@ -377,7 +375,7 @@ def test_combine_refuses_fields_that_are_no_floats(name, field):
     ones = online.Normalizer(jnp.ones(3), jnp.ones(3))
     pair = {"a": ones, "b": ones}
     pair[name[0]] = ones._replace(**{name[2]: field})
-    with pytest.raises(TypeError, match=rf"online.combine: {name} must be a floating or complex array, got"):
+    with pytest.raises(TypeError, match=rf"online.combine: {name} must be .*, got"):
         online.combine(**pair)
 
 

@@ -1,10 +1,11 @@
-"""Types: pyright knows the type of each public symbol and refuses wrong arguments."""
+"""Types: pyright knows the type of each public symbol; pyright and mypy refuse wrong arguments."""
 
 import inspect
 import json
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,23 @@ def test_wrong_arguments_are_refused():
     report = pyright(typing_checks.__file__)
     assert report["summary"]["filesAnalyzed"] == 1
     assert report["generalDiagnostics"] == []
+
+
+def test_mypy_refuses_the_same():
+    pytest.importorskip("mypy")
+    options = "--strict", "--follow-imports=silent", "--cache-dir", os.devnull
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, typing_checks.__file__],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("function", [ps.logsumexp, ps.linear_cross_entropy])
+def test_overloads_take_the_arguments_of_the_function(function):
+    each = typing.get_overloads(inspect.unwrap(function))
+    assert len(each) == 3
+    for overload in each:
+        assert [*inspect.signature(overload).parameters] == [*inspect.signature(function).parameters]

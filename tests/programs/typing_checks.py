@@ -1,6 +1,6 @@
-"""Calls that a type checker must accept or refuse; tests/package/test_typing.py runs pyright on this file.
+"""Calls that a type checker must accept or refuse; tests/package/test_typing.py runs pyright and mypy on this file.
 
-Each `pyright: ignore` marks a call that pyright must refuse: pyright reports an unnecessary comment as an error.
+Each `type: ignore` marks a call that both must refuse: they report an unnecessary comment as an error.
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=error
 
@@ -28,22 +28,40 @@ def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name
     ps.linear_cross_entropy(x, w, labels, reduction=reduction, implementation="mosaic_gpu")
     choices: list[Choice] = ps.explain(ps.softmax, x)
     cuda: str | None = choices[0].cuda
+    plus: jax.Array = ps.token_stats(x, labels, rank=True).log_probs + 1
+    mean: jax.Array = ps.linear_token_stats(x, w, labels).log_probs.mean()
     ps.online.combine(ps.online.identity(), ps.online.scan(x))
-    print(cuda)
+    print(cuda, plus, mean)
+
+
+def results_of_flags(x: jax.Array, w: jax.Array, labels: jax.Array, flag: bool) -> None:
+    """Has calls with results that depend on a flag, known or not."""
+    loss: jax.Array = ps.linear_cross_entropy(x, w, labels)
+    number = float(ps.linear_cross_entropy(x, w, labels, return_logsumexp=False))
+    pair: tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(x, w, labels, return_logsumexp=True)
+    either: jax.Array | tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(
+        x, w, labels, return_logsumexp=flag
+    )
+    total: jax.Array = ps.logsumexp(x, None, None, False, False)
+    pair = ps.logsumexp(x, None, None, return_sign=True)
+    either = ps.logsumexp(x, None, None, False, flag)
+    print(loss, number, pair, either, total)
 
 
 def refused(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
     """Has calls that a type checker refuses."""
-    ps.softmax(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.log_softmax(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.logsumexp(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.fused_topk(x, 1, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.fused_topk(x, 1.0)  # pyright: ignore[reportArgumentType]
-    ps.top_k(x, 1, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.sample(key, x, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.sample(0, x)  # pyright: ignore[reportArgumentType]
-    ps.linear_logsumexp(x, w, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.linear_log_probs(x, w, labels, implementation="cuda")  # pyright: ignore[reportArgumentType]
-    ps.linear_cross_entropy(x, w, labels, reduction="max")  # pyright: ignore[reportArgumentType]
-    ps.online.combine(ps.online.identity(), None)  # pyright: ignore[reportArgumentType]
-    ps.explain(ps.softmax(x))  # pyright: ignore[reportArgumentType]
+    ps.softmax(x, implementation="cuda")  # type: ignore
+    ps.log_softmax(x, implementation="cuda")  # type: ignore
+    ps.logsumexp(x, implementation="cuda")  # type: ignore
+    ps.fused_topk(x, 1, implementation="cuda")  # type: ignore
+    ps.fused_topk(x, 1.0)  # type: ignore
+    ps.top_k(x, 1, implementation="cuda")  # type: ignore
+    ps.sample(key, x, implementation="cuda")  # type: ignore
+    ps.sample(0, x)  # type: ignore
+    ps.linear_logsumexp(x, w, implementation="cuda")  # type: ignore
+    ps.linear_log_probs(x, w, labels, implementation="cuda")  # type: ignore
+    ps.linear_cross_entropy(x, w, labels, reduction="max")  # type: ignore
+    float(ps.linear_cross_entropy(x, w, labels, return_logsumexp=True))  # type: ignore
+    print(ps.token_stats(x, labels).log_probs.nothing)  # type: ignore
+    ps.online.combine(ps.online.identity(), None)  # type: ignore
+    ps.explain(ps.softmax(x))  # type: ignore

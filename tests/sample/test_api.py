@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -614,6 +615,15 @@ def test_log_mass_has_no_gradient(transform):
     assert jnp.isnan(tangents.log_mass).all() and jnp.isfinite(tangents.log_probs).all()
 
 
+def test_the_log_mass_with_a_derivative_that_the_documents_give():
+    limits = (Path(ps.__file__).parents[1] / "docs/limits.md").read_text()
+    (formula,) = re.findall(r"log-mass with a derivative is\s+`(.*)`", limits)
+    names = {"x": X[0], "t": 0.7, "w": X[0] < 1}
+    got = eval(formula.replace("...", "top_k=9"), vars(ps) | names)
+    want = sample(KEY, names["x"], temperature=names["t"], where=names["w"], top_k=9).log_mass
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_gradient_at_temperature_0_and_of_rows_without_a_draw():
     x = jnp.stack([X[0, 0], jnp.full(300, jnp.nan), jnp.full(300, -jnp.inf)])
     dx = jax.grad(lambda x: sample(KEY, x, temperature=jnp.array([0.0, 1.0, 1.0])).log_probs.sum())(x)
@@ -796,7 +806,11 @@ def test_a_traced_top_k_of_64_bits_never_wraps(x64):
         ({"mode": "highest of all"}, ValueError, "mode must be None or one of"),
         ({"key": 0}, TypeError, "key must be a key of jax.random"),
         ({"key": KEYS}, ValueError, r"key must be one key or have the batch shape \(3,\), got \(2, 3\)"),
-        ({"key": np.zeros((3, 2), np.uint32)}, TypeError, "an array of keys must be typed"),
+        (
+            {"key": np.zeros((3, 2), np.uint32)},
+            TypeError,
+            r"an array of keys must be typed, .*; convert raw keys by key = jax\.random\.wrap_key_data\(key\)",
+        ),
         ({"key": np.zeros(2, F32)}, TypeError, "key must be a key of jax.random"),
         ({"logits": np.ones((3, 4), bool)}, TypeError, "logits must be a float or integer array, got bool"),
         ({"logits": np.ones((3, 4), np.complex64)}, TypeError, "logits must be a float or integer array"),

@@ -74,8 +74,11 @@ class Operation:
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
+    def __repr__(self) -> str:
+        return self.name
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RowOperation(Operation):
     """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names.
 
@@ -188,7 +191,7 @@ class Call:
         """Returns the call of another operation on the same rows."""
         return dataclasses.replace(self, operation=operation)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
         over = f" over {', '.join(self.mesh_axes)}" if self.mesh_axes else ""
         logits = f"[{self.rows}, {self.vocab}]"
@@ -277,7 +280,7 @@ class Choice:
             )
         return self.cuda
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self.cuda is None:
             where = "nothing"
         elif self.elsewhere is None:

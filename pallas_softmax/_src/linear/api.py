@@ -1,7 +1,7 @@
 """The functions of a projection and its softmax, linear_*."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,12 @@ Reduction = Literal["mean", "sum"] | None
 
 
 def linear_logsumexp(
-    x: ArrayLike,
-    w: ArrayLike,
+    x: "ArrayLike",
+    w: "ArrayLike",
     *,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    bias: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
+    bias: "ArrayLike | None" = None,
     softcap: float | None = None,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -72,23 +72,49 @@ def linear_logsumexp(
     name = "linear_logsumexp"
     tokens = known_tokens(name, None, temperature=temperature)
     options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    losses, _ = _losses(x, w, bias, where, None, tokens, options)
-    return losses
+    return _losses(x, w, bias, where, None, tokens, options)[0]
 
 
+@overload
 def linear_cross_entropy(
-    x: ArrayLike,
-    w: ArrayLike,
-    labels: ArrayLike,
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, label_probs: ArrayLike | None = ...,
+    where: ArrayLike | None = ..., token_weights: ArrayLike | None = ..., temperature: ArrayLike = ...,
+    bias: ArrayLike | None = ..., softcap: float | None = ..., label_smoothing: ArrayLike = ...,
+    z_loss: ArrayLike = ..., reduction: Reduction = ..., return_logsumexp: Literal[False] = ...,
+    transpose_w: bool = ..., workspace_bytes: int = ..., axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, label_probs: ArrayLike | None = ...,
+    where: ArrayLike | None = ..., token_weights: ArrayLike | None = ..., temperature: ArrayLike = ...,
+    bias: ArrayLike | None = ..., softcap: float | None = ..., label_smoothing: ArrayLike = ...,
+    z_loss: ArrayLike = ..., reduction: Reduction = ..., return_logsumexp: Literal[True],
+    transpose_w: bool = ..., workspace_bytes: int = ..., axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, label_probs: ArrayLike | None = ...,
+    where: ArrayLike | None = ..., token_weights: ArrayLike | None = ..., temperature: ArrayLike = ...,
+    bias: ArrayLike | None = ..., softcap: float | None = ..., label_smoothing: ArrayLike = ...,
+    z_loss: ArrayLike = ..., reduction: Reduction = ..., return_logsumexp: bool = ...,
+    transpose_w: bool = ..., workspace_bytes: int = ..., axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def linear_cross_entropy(
+    x: "ArrayLike",
+    w: "ArrayLike",
+    labels: "ArrayLike",
     *,
-    label_probs: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    bias: ArrayLike | None = None,
+    label_probs: "ArrayLike | None" = None,
+    where: "ArrayLike | None" = None,
+    token_weights: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
+    bias: "ArrayLike | None" = None,
     softcap: float | None = None,
-    label_smoothing: ArrayLike = 0.0,
-    z_loss: ArrayLike = 0.0,
+    label_smoothing: "ArrayLike" = 0.0,
+    z_loss: "ArrayLike" = 0.0,
     reduction: Reduction = "mean",
     return_logsumexp: bool = False,
     transpose_w: bool = False,
@@ -165,13 +191,13 @@ def linear_cross_entropy(
 
 
 def linear_log_probs(
-    x: ArrayLike,
-    w: ArrayLike,
-    labels: ArrayLike,
+    x: "ArrayLike",
+    w: "ArrayLike",
+    labels: "ArrayLike",
     *,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    bias: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
+    bias: "ArrayLike | None" = None,
     softcap: float | None = None,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -205,13 +231,13 @@ def linear_log_probs(
 
 
 def linear_token_stats(
-    x: ArrayLike,
-    w: ArrayLike,
-    labels: ArrayLike | None = None,
+    x: "ArrayLike",
+    w: "ArrayLike",
+    labels: "ArrayLike | None" = None,
     *,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    bias: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
+    bias: "ArrayLike | None" = None,
     softcap: float | None = None,
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -260,8 +286,7 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
     if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
         # kernels sort several labels
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
-    results: Any = derivatives.per_token(static, x, w, bias, tokens)
-    losses, logsumexp = results
+    losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
     losses = _zero_if_left_out(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
     return losses, _zero_if_left_out(tokens, jax.lax.stop_gradient(logsumexp))
@@ -277,9 +302,8 @@ def _zero_if_left_out(tokens: Tokens, results):
 @at_once("options")
 def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
     losses, _ = _weighted_losses(x, w, bias, where, None, tokens, options)
-    losses = (
-        losses[..., :0] if jnp.shape(tokens.labels)[-1:] == (0,) and losses.ndim == jnp.ndim(x) else losses
-    )
+    if jnp.shape(tokens.labels)[-1:] == (0,) and losses.ndim == jnp.ndim(x):
+        losses = losses[..., :0]
     return 0 - losses  # not -losses: tokens left out get 0, not -0
 
 
@@ -288,8 +312,7 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
     static, arrays = checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
-    found: Any = derivatives.per_token(static, x, w, bias, tokens)
-    *floats, bits = found
+    *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
     log_probs, entropy, logsumexp = (_zero_if_left_out(tokens, differentiable_if_finite(a)) for a in floats)
     argmax = _zero_if_left_out(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
@@ -306,11 +329,9 @@ def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, r
     if reduction == "mean":
         weights = formulas.shares(weights)
     if x.dtype == jnp.float16:
-        results: Any = derivatives.per_token(static, x, w, bias, tokens)
-        losses, logsumexp = results
+        losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
         losses = formulas.weighted_sum(differentiable_if_finite(losses), weights)
         total = differentiable_if_finite(losses)
     else:
-        results: Any = derivatives.total(static, x, w, bias, tokens, weights)
-        total, logsumexp = results
+        total, logsumexp = derivatives.total(static, x, w, bias, tokens, weights)
     return total, jnp.where(weights == 0, 0, jax.lax.stop_gradient(logsumexp))

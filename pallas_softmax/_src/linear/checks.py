@@ -85,7 +85,7 @@ def _known_number(function: str, name: str, value) -> Any:
     default, accepted, wanted = _RANGES[name]
     value = arguments.in_range(function, name, value, accepted, wanted)
     is_scalar = arguments.is_known(value) and not np.ndim(value)
-    return None if is_scalar and np.asarray(value) == default else value
+    return None if is_scalar and jax.device_get(value) == default else value
 
 
 def known_weights(function: str, name: str, weights) -> Any:
@@ -104,7 +104,7 @@ def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
     smoothing = tokens.label_smoothing
     if label_probs is None:
         return tokens
-    if smoothing is not None and (not arguments.is_known(smoothing) or np.any(smoothing)):
+    if smoothing is not None and (not arguments.is_known(smoothing) or np.any(jax.device_get(smoothing))):
         raise ValueError(f"{function}: label_smoothing must be 0 with label_probs, got {smoothing}")
     probs = known_weights(function, "label_probs", label_probs)
     return tokens._replace(label_probs=probs, label_smoothing=None)

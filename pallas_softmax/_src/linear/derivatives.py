@@ -20,6 +20,9 @@ from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.vmap import as_tokens
 
+# Any: pyright does not see what the functions return
+_differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+
 
 class Static(NamedTuple):
     """Everything about a call that is known while tracing; hashable.
@@ -65,7 +68,7 @@ class Static(NamedTuple):
 # ---- The losses or statistics of each token
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_differentiable
 def per_token(static: Static, x, w, bias, tokens: Tokens) -> Any:
     """Returns the loss of each token and its logsumexp, or its statistics if the projection has `Head.entropy`.
 
@@ -139,7 +142,7 @@ per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 # ---- A weighted sum of the losses
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_differentiable
 def total(static: Static, x, w, bias, tokens: Tokens, weights):
     """Returns the sum of weights * losses, and the logsumexp of each token, which has no derivative.
 

@@ -48,16 +48,16 @@ def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
     known=_known_bias,
 )
 def route(
-    logits: ArrayLike,
+    logits: "ArrayLike",
     k: int | np.integer,
     *,
     score: Score = "softmax",
-    bias: ArrayLike | None = None,
+    bias: "ArrayLike | None" = None,
     groups: int = 1,
     top_groups: int | None = None,
     group_best: int | None = None,
     renormalize: bool = False,
-    scale: ArrayLike | None = 1.0,
+    scale: "ArrayLike | None" = 1.0,
     implementation: ImplementationName | None = None,
 ) -> Routing:
     """Returns the k experts of each token, their weights, and the logsumexp of the logits, in one read of the logits.

@@ -47,9 +47,8 @@ class Sample(NamedTuple):
 export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
-# For each parameter, which numbers are accepted, and the same in words.
+# For each filter, which numbers are accepted, and the same in words.
 _RANGES: dict[str, tuple[Callable, str]] = {
-    "temperature": (lambda t: t >= 0, "0 or positive"),
     "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
     "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
     "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
@@ -60,12 +59,12 @@ def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
     """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
-    known = {
+    t = arguments.known_temperature(function, given["temperature"], given["logits"])
+    return {"temperature": t} | {
         name: arguments.in_range(function, name, given[name], *of_name, integer=name == "top_k")
         for name, of_name in _RANGES.items()
-        if given[name] is not None or name == "temperature"
+        if given[name] is not None
     }
-    return known | {"temperature": arguments.normal_temperature(known["temperature"], given["logits"])}
 
 
 @at_once(
@@ -73,14 +72,14 @@ def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
 )
 def sample(
     key: jax.Array | np.ndarray,
-    logits: ArrayLike,
+    logits: "ArrayLike",
     *,
     axis: int = -1,
-    temperature: ArrayLike = 1.0,
-    top_k: ArrayLike | None = None,
-    top_p: ArrayLike | None = None,
-    min_p: ArrayLike | None = None,
-    where: ArrayLike | None = None,
+    temperature: "ArrayLike" = 1.0,
+    top_k: "ArrayLike | None" = None,
+    top_p: "ArrayLike | None" = None,
+    min_p: "ArrayLike | None" = None,
+    where: "ArrayLike | None" = None,
     mode: str | None = None,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
@@ -141,14 +140,14 @@ def sample(
     "axis", "axis_name", "implementation", known=functools.partial(known_numbers, function="filter_logits")
 )
 def filter_logits(
-    logits: ArrayLike,
+    logits: "ArrayLike",
     *,
     axis: int = -1,
-    temperature: ArrayLike = 1.0,
-    top_k: ArrayLike | None = None,
-    top_p: ArrayLike | None = None,
-    min_p: ArrayLike | None = None,
-    where: ArrayLike | None = None,
+    temperature: "ArrayLike" = 1.0,
+    top_k: "ArrayLike | None" = None,
+    top_p: "ArrayLike | None" = None,
+    min_p: "ArrayLike | None" = None,
+    where: "ArrayLike | None" = None,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
@@ -264,13 +263,13 @@ def _cutoff(call: Call, implementation: str | None, *arrays: Any) -> Cutoff:
 def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
-    The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
-    to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
+    The temperature is NaN where a parameter is out of range; such a row gets no draw. A top_k that filters nothing
+    becomes int32's maximum.
     """
-    given, wide = {"temperature": 1.0} | given, jax.eval_shape(as_float, x).dtype
+    wide = jax.eval_shape(as_float, x).dtype
 
     def per_row(name: str) -> Any:
-        if given.get(name) is None:
+        if given[name] is None:
             return None
         value = arguments.per_row(function, name, given[name], x.shape, axis)
         if name != "top_k":
@@ -279,13 +278,12 @@ def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:
             value = jnp.clip(value, -2 if jnp.iinfo(value.dtype).min else 0, _INT32_MAX)  # -2 is out of range
         return value.astype(jnp.int32)
 
-    t, k, top_p, min_p = numbers = [per_row(name) for name in _RANGES]
+    t = arguments.row_temperature(function, given["temperature"], x.shape, axis, wide)
+    k, top_p, min_p = numbers = [per_row(name) for name in _RANGES]
     in_range = [accepted(n) for n, (accepted, _) in zip(numbers, _RANGES.values()) if n is not None]
     k = None if k is None else jnp.where(k > 0, k, _INT32_MAX)
     top_p = None if top_p is None else jnp.minimum(top_p, 1)
-    tiny, good = jnp.finfo(wide).tiny, functools.reduce(operator.and_, in_range)
-    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
-    return [t, k, top_p, min_p]
+    return [jnp.where(functools.reduce(operator.and_, in_range, True), t, jnp.nan), k, top_p, min_p]
 
 
 def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:
@@ -294,7 +292,8 @@ def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim > 1:
             raise TypeError(
-                f"{function}: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+                f"{function}: an array of keys must be typed, got {jax.typeof(key)}; convert raw keys by "
+                "key = jax.random.wrap_key_data(key)"
             )
         try:
             key = jax.random.wrap_key_data(key)

@@ -21,9 +21,9 @@ _jax_logsumexp: Any = jax.nn.logsumexp
 
 @at_once("axis", "axis_name", "implementation")
 def softmax(
-    x: ArrayLike,
+    x: "ArrayLike",
     axis: Axis = -1,
-    where: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
     *,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
@@ -61,9 +61,9 @@ def softmax(
 
 @at_once("axis", "axis_name", "implementation")
 def log_softmax(
-    x: ArrayLike,
+    x: "ArrayLike",
     axis: Axis = -1,
-    where: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
     *,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
@@ -94,30 +94,22 @@ def log_softmax(
 
 @overload
 def logsumexp(
-    a: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    keepdims: bool = False,
-    return_sign: Literal[False] = False,
-    where: ArrayLike | None = None,
-    *,
-    axis_name: AxisName = None,
-    implementation: ImplementationName | None = None,
-) -> jax.Array: ...
-
-
+    a: ArrayLike, axis: Axis = ..., b: ArrayLike | None = ..., keepdims: bool = ...,
+    return_sign: Literal[False] = ..., where: ArrayLike | None = ..., *, axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> jax.Array: ...  # fmt: skip
 @overload
 def logsumexp(
-    a: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    keepdims: bool = False,
-    *,
-    return_sign: Literal[True],
-    where: ArrayLike | None = None,
-    axis_name: AxisName = None,
-    implementation: ImplementationName | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+    a: ArrayLike, axis: Axis = ..., b: ArrayLike | None = ..., keepdims: bool = ...,
+    *, return_sign: Literal[True], where: ArrayLike | None = ..., axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def logsumexp(
+    a: ArrayLike, axis: Axis = ..., b: ArrayLike | None = ..., keepdims: bool = ...,
+    return_sign: bool = ..., where: ArrayLike | None = ..., *, axis_name: AxisName = ...,
+    implementation: ImplementationName | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +122,12 @@ def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
 
 @at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=_known_numbers)
 def logsumexp(
-    a: ArrayLike,
+    a: "ArrayLike",
     axis: Axis = None,
-    b: ArrayLike | None = None,
+    b: "ArrayLike | None" = None,
     keepdims: bool = False,
     return_sign: bool = False,
-    where: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
     *,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,

@@ -32,11 +32,11 @@ class TokenStats(NamedTuple):
       rank: int32, 1 + the number of logits before the label's in the order of `lax.top_k`; None unless asked for.
     """
 
-    log_probs: jax.Array | None
+    log_probs: jax.Array | Any  # not `| None`: a caller who passes labels need not test for None
     entropy: jax.Array
     logsumexp: jax.Array
     argmax: jax.Array
-    rank: jax.Array | None = None
+    rank: jax.Array | Any = None
 
 
 export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
@@ -51,12 +51,12 @@ def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
 
 @at_once("axis", "rank", "axis_name", "implementation", known=_known_numbers)
 def token_stats(
-    logits: ArrayLike,
-    labels: ArrayLike | None = None,
+    logits: "ArrayLike",
+    labels: "ArrayLike | None" = None,
     *,
     axis: int = -1,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
     rank: bool = False,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
@@ -104,14 +104,13 @@ def token_stats(
         x = x.astype(floating)
     if (ranked := arguments.static_bool(name, "rank", rank)) and labels is None:
         raise ValueError(f"{name}: rank=True needs labels, got labels=None")
-    scaled = temperature is not None
-    t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, floating)
+    t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     column = _labels(name, labels, x.shape, axis)
     per_row = [("temperature", t), ("labels", column)]
     operation = RANKED_STATS if ranked else TOKEN_STATS
     call, (x, *arrays) = arguments.last_axis(operation, name, x, axis, where, axis_name, per_row)
     call = dataclasses.replace(call, dtype=floating.name)
-    run = functools.partial(evaluate, choose_all(call, implementation, scaled=scaled))
+    run = functools.partial(evaluate, choose_all(call, implementation, scaled=temperature is not None))
     stats = _of_integers(run, x, *arrays, mesh_axes=call.mesh_axes) if is_wide else run(x, *arrays)
     log_probs = stats.at_label - jnp.log(stats.moments.d)
     log_probs, entropy, logsumexp = (

@@ -27,14 +27,14 @@ def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
 
 @at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
 def fused_topk(
-    logits: ArrayLike,
+    logits: "ArrayLike",
     k: int | np.integer,
     *,
     axis: int = -1,
-    where: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
+    where: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
     log: bool = False,
-    dtype: DTypeLike | None = None,
+    dtype: "DTypeLike | None" = None,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> TopK:
@@ -83,15 +83,14 @@ def fused_topk(
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.winners(name, k, length)
     floating = jax.eval_shape(jnp.exp, x).dtype
-    scaled = temperature is not None
-    t = arguments.row_temperature(name, temperature if scaled else 1.0, x.shape, axis, floating)
+    t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     log = arguments.static_bool(name, "log", log)
     x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
     call, (x, mask, t) = arguments.last_axis(TOPK, name, x, axis, where, axis_name, [("temperature", t)], k)
-    static = choose_all(call, implementation, k=k, dtype=stored, log=log, scaled=scaled)
+    static = choose_all(call, implementation, k=k, dtype=stored, log=log, scaled=temperature is not None)
     if k == 0:  # no winner depends on anything
         x, t = lax.stop_gradient((x, t))
     (values, indices), _ = evaluate(static, x, mask, t)
@@ -107,13 +106,13 @@ def _known_lengths(given: dict[str, Any]) -> dict[str, Any]:
 
 @at_once("k", "axis", "is_stable", "sorted", "axis_name", "implementation", known=_known_lengths)
 def top_k(
-    operand: ArrayLike,
+    operand: "ArrayLike",
     k: int | np.integer,
     *,
     axis: int = -1,
     is_stable: bool = True,
-    where: ArrayLike | None = None,
-    lengths: ArrayLike | None = None,
+    where: "ArrayLike | None" = None,
+    lengths: "ArrayLike | None" = None,
     sorted: bool = True,
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
