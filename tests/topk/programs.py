@@ -14,7 +14,10 @@ def rank_ptx_of(capacity, k, dtype, vocab):
     """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
     p = CtaProgram()
     candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
-    ranking_ptx.rank(p, ranking_ptx.CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, vocab))
+    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
+    ranking_ptx.rank(
+        p, ranking_ptx.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab)
+    )
     return p
 
 

@@ -1,5 +1,7 @@
 """The kernel that selects many winners: rows that are hard for it, its right answers, and the machine that runs it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -42,15 +44,16 @@ def rows_of(v, k, dtype, seed=0):
 
 
 def winners(x, k, kept):
-    """Returns the indices of the winners of a row, in ascending order."""
+    """Returns the indices of the winners of a row, in order."""
     keys = np.where(kept, np.asarray(sort_keys.key(jnp.asarray(x))).astype("int64"), -(2**31))
-    return np.sort(np.lexsort((np.arange(len(x)), -keys))[:k])
+    return np.lexsort((np.arange(len(x)), -keys))[:k]
 
 
-def assert_selected(values, indices, x, k, kept, fill, name):
-    """Asserts that the winners of a row are right, in any order; the values of others than `kept` are `fill`."""
+def assert_selected(values, indices, x, k, kept, fill, name, *, sorted=False):
+    """Asserts that the winners of a row are right, in any order unless `sorted`; masked ones have the value `fill`."""
     values, indices = np.asarray(values), np.asarray(indices)
-    np.testing.assert_array_equal(np.sort(indices), winners(x, k, kept), err_msg=name)
+    want = winners(x, k, kept)
+    np.testing.assert_array_equal(*(a if sorted else np.sort(a) for a in (indices, want)), err_msg=name)
     want = np.where(kept[indices], x[indices], fill).astype(x.dtype)
     bits = f"u{x.itemsize}"
     np.testing.assert_array_equal(values.view(bits), want.view(bits), err_msg=name)
@@ -65,7 +68,7 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
     row = np.repeat(np.arange(rows), plan.ctas)
     values, indices = (ptx.Device(np.zeros((rows, k), dtype)) for dtype in (x.dtype, "int32"))
     operands = {"x": ptx.Device(np.asarray(x), offset * itemsize), "values": values, "indices": indices}
-    operands |= {"row": row, "part": np.arange(len(row)) % plan.ctas, "list": 0, "scratch": 8 * plan.capacity}
+    operands |= {"row": row, "part": np.arange(len(row)) % plan.ctas, "list": 0, "scratch": plan.list_bytes}
     operands["length"] = plan.vocab if lengths is None else np.resize(np.asarray(lengths), rows)[row]
     if mask is not None:
         operands |= {
@@ -101,7 +104,12 @@ def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret
         mask = folding.Mask(jnp.asarray(where), rows)
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     with interpreted(interpret):
-        return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, plan, sorted=sorted)
+        return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, in_order(plan, sorted))
+
+
+def in_order(plan, sorted=True):
+    """Returns the plan with sorted winners, or with winners in any order."""
+    return dataclasses.replace(plan, sorted=sorted)
 
 
 def kept_of(x, where=None, lengths=None):

@@ -1,7 +1,5 @@
 """The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,6 +47,17 @@ def test_program(plan, dtype):
     values, indices, _ = machine_launch(x, None, None, plan.k, plan, None)
     for i, (name, kept) in enumerate(zip(rows, kept_of(x))):
         assert_selected(values[i], indices[i], x[i], plan.k, kept, LOWEST[dtype], name)
+
+
+@pytest.mark.parametrize(("plan", "dtype"), first(2, PLANS[::-1]), ids=str)
+def test_sorted_program(plan, dtype):
+    """Rows with fewer numbers than winners too, and winners that crowd one bucket of the ranking."""
+    plan = select.in_order(plan)
+    rows = rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+    x = np.stack([*rows.values()])
+    values, indices, _ = machine_launch(x, None, None, plan.k, plan, None)
+    for i, (name, kept) in enumerate(zip(rows, kept_of(x))):
+        assert_selected(values[i], indices[i], x[i], plan.k, kept, LOWEST[dtype], name, sorted=True)
 
 
 @pytest.mark.parametrize("name", first_values(1, NAMES))
@@ -176,7 +185,7 @@ def test_integers_with_lengths(dtype, in_order):
     x = rng.integers(info.min, info.max, (4, 2048), dtype, endpoint=True)
     x[1, ::2], x[2] = info.min, info.min
     lengths = np.array([2048, 900, 600, 0], np.int32)
-    plan = plan_selection(4, 2048, 700, sort_keys.INTEGERS_AS_FLOATS[dtype], HOPPER)
+    plan = plan_selection(4, 2048, 700, sort_keys.INTEGERS_AS_FLOATS[dtype], HOPPER, sorted=in_order)
     with interpreted(INTERPRET):
         got = mosaic_gpu.select(
             plan, jnp.asarray(x), None, jnp.asarray(lengths)[:, None], k=700, sorted=in_order
@@ -208,10 +217,7 @@ def test_lowering(rows, v, k, dtype, masked):
     where = array(1, v, dtype="bool") if masked else None
     text = lowered(f, array(rows, v, dtype=dtype), where, array(rows, dtype="int32") if masked else None)
     assert kernel_names(text) == ["top_k_select"]
-    # On a GPU, XLA sorts bfloat16 as float32, and a NaN may lose its sign.
-    assert re.findall(r'"stablehlo.sort".*?\}\) : (\(.*?\)) ->', text, re.DOTALL) == [
-        f"(tensor<{rows}x{k}xi{8 * jnp.dtype(dtype).itemsize}>, tensor<{rows}x{k}xi32>)"
-    ]
+    assert "stablehlo.sort" not in text
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,7 @@ def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
     ("rows", "v", "k", "in_order", "has_lengths", "kernel"),
     [
         (64, 32768, 2048, False, False, "top_k_select"),
-        (64, 32768, 2048, True, False, "top_k"),
+        (64, 32768, 2048, True, False, "top_k_select"),
         (64, 131072, 2048, True, False, "top_k_select"),
         (64, 131072, 128, False, False, "top_k"),
         (64, 8192, 4096, True, False, "top_k_select"),
@@ -272,10 +278,7 @@ def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
     ],
 )
 def test_choice(rows, v, k, in_order, has_lengths, kernel):
-    """Winners are selected where they need no order, where many are few of a long row, or where they are too many.
-
-    With lengths, they are selected in all rows that are not short. XLA is no better choice then.
-    """
+    """Many winners are selected, and with lengths any number in rows that are not short. XLA is no better choice."""
 
     def f(x, lengths):
         return ps.top_k(x, k, lengths=lengths, sorted=in_order, implementation="mosaic_gpu")

@@ -53,6 +53,7 @@ from pallas_softmax._src.topk.ranking_ptx import (
     CandidateList,
     candidate_of,
     clear,
+    put_in_shared_memory,
     rank,
     sort_winners,
 )
@@ -311,7 +312,8 @@ def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> 
     clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
     _collect_winners(p, winners, candidates, counts, capacity)
     n = p.load(counts, "u32")
-    rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, None))
+    put = put_in_shared_memory(p, ranked, k)
+    rank(p, CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, None))
     return p
 
 

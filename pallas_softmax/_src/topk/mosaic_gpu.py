@@ -71,9 +71,8 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
         4096 x 8,192, bfloat16      91           44
     """
     ordering, k = plan(call, capability), call.k or 0
-    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
     has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
-    is_better = has_lengths or (many and (not call.sorted or _sorts_selected(call, k)))
+    is_better = has_lengths or (k >= MIN_SELECTED and not isinstance(ordering, Tile))
     if not (is_better or isinstance(ordering, Refusal)):
         return ordering
     selection = plan_selected(call, capability)
@@ -89,27 +88,14 @@ def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refus
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason:
         return Refusal(reason)
-    plan = plan_selection(
-        call.rows, call.vocab, call.k or 0, call.dtype, capability, call.masked, call.lengths
-    )
+    shape = call.rows, call.vocab, call.k or 0, call.dtype, capability
+    plan = plan_selection(*shape, call.masked, call.lengths, call.sorted)
     return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")
 
 
-def _sorts_selected(call: Call, k: int) -> bool:
-    """Returns whether a selection, sorted by XLA, is faster than a kernel that puts the winners in order.
-
-    The sort is not worth it for shorter rows. With V = 131,072, k = 2,048 and float32, in microseconds:
-
-        rows                      1     64    2,048
-        selection and sort     37.5     47      836
-        ordering kernel        33.5     59    1,190
-    """
-    return call.dtype == "float32" and k > LONE_ROW_WINNERS and call.vocab > LONE_ROW and call.rows > 1
-
-
 def slower_select(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not. It is not if winners need no order, or if rows have lengths."""
-    return slower(call) if call.sorted and not call.lengths else None
+    """Returns why XLA is faster; None if it is not: a selection is not slower than XLA."""
+    return None if (call.k or 0) >= MIN_SELECTED or call.lengths else slower(call)
 
 
 def select(plan, operand, where, lengths, *, k, sorted):
@@ -119,7 +105,7 @@ def select(plan, operand, where, lengths, *, k, sorted):
         rows, mask, _, unfold = fold_topk(x, where, None)
         lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
         fill = None if x.dtype == operand.dtype else np.asarray(sort_keys.lowest(x.dtype))
-        found = select_kernel.select_rows(rows, mask, lengths, k, plan, sorted=sorted, fill=fill)
+        found = select_kernel.select_rows(rows, mask, lengths, k, plan, fill=fill)
         found = jax.tree.map(unfold, found)
     else:
         found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Inline PTX that puts the candidates in order, with the 128 threads of a CTA.
+"""Inline PTX that puts the candidates in order, with all threads of a CTA.
 
 `rank` selects counting, sorting or buckets. For buckets, the range of the candidates is cut into buckets of equal
 length, one for each entry of a full list. Candidates are counted by bucket. A running sum of the counts is the rank at
@@ -36,7 +36,7 @@ is no longer needed, `candidates_ptx.expand_positions` turns the positions into 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,7 +62,10 @@ class CandidateList:
     n: Value  # number of candidates; entries from number n on are empty
     capacity: int  # number of entries
     buckets: Value  # the address of scratch, one word for each entry
-    ranked: Value  # the address where the k best go, in order: keys, then indices from padded_winners(k) on
+    sums: Value  # the address of two words for each warp
+    put: Callable[
+        ..., None
+    ]  # put(rank, key, index, when) writes the winner of a rank
     k: int  # number of winners
     dtype: Any  # dtype of the logits
     vocab: int | None  # an exclusive upper bound of the indices, or None
@@ -90,19 +93,27 @@ def candidate_of(p: Program, key: Value, index: Value) -> Value:
     return p.join(~index, key ^ LOWEST_KEY)
 
 
-def store_winners(
-    p: Program, ranked: Value, winners: Sequence[Value], rank: Value, k: int, when: Condition = None
-) -> None:
-    """Writes candidates with ranks `rank`, rank + 1, ... to the address `ranked`. Ranks from k on are skipped.
+def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., None]:
+    """Returns `CandidateList.put` that writes to the address `ranked`:
 
     <ranked>  | key of rank 0, 1, ... padded_winners(k) - 1 | index of rank 0, 1, ... |
     """
-    at = p.at(ranked, rank, 4)
-    for i, winner in enumerate(winners):
-        wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
-        low, high = p.split(winner)
-        p.store(at, high ^ LOWEST_KEY, offset=4 * i, when=wins)
-        p.store(at, ~low, offset=4 * (padded_winners(k) + i), when=wins)
+
+    def put(rank: Value, key: Value, index: Value, when: Condition) -> None:
+        at = p.at(ranked, rank, 4)
+        p.store(at, key, when=when)
+        p.store(at, index, offset=4 * padded_winners(k), when=when)
+
+    return put
+
+
+def _put_winner(
+    p: Program, candidates: CandidateList, winner: Value, rank: Value, when: Condition = None
+) -> None:
+    """Writes a candidate with a rank below k."""
+    wins = rank.bits("s32") < candidates.k
+    low, high = p.split(winner)
+    candidates.put(rank, high ^ LOWEST_KEY, ~low, wins if when is None else when & wins)
 
 
 def sort_winners(ranked, keys, indices, inside, k: int) -> None:
@@ -134,11 +145,10 @@ def rank(p: CtaProgram, candidates: CandidateList) -> None:
             with p.block() as crowded:
                 rank_by_buckets(p, candidates, otherwise=crowded)
                 finish()
+            p.barrier()  # the winners may overwrite the sums, which other threads may still read
             if candidates.capacity > _COMPARED:
                 _rank_by_sorting(p, candidates)
                 finish()
-            else:
-                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
         _rank_by_counting(p, candidates)
     p.barrier()
 
@@ -146,12 +156,12 @@ def rank(p: CtaProgram, candidates: CandidateList) -> None:
 def _rank_by_counting(p: CtaProgram, candidates: CandidateList) -> None:
     """Ranks each candidate by counting the better ones:
 
-    for own = thread, thread + 128, ... below n:
+    for own = thread, thread + threads, ... below n:
         rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
         write entry `own` at its rank, if the rank is below k
     """
     last = candidates.at(p, candidates.n)
-    with p.each(p.thread, candidates.n, WARPGROUP) as own:
+    with p.each(p.thread, candidates.n, _threads(p)) as own:
         value = p.load(candidates.at(p, own), "u64")
         rank, at = p.var(0, "u32"), p.var(candidates.address)
         with p.repeat() as again:
@@ -159,14 +169,19 @@ def _rank_by_counting(p: CtaProgram, candidates: CandidateList) -> None:
                 p.increase(rank, 1, when=other > value)
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
-        store_winners(p, candidates.ranked, [value], rank, candidates.k)
+        _put_winner(p, candidates, value, rank)
+
+
+def _threads(p: CtaProgram) -> int:
+    """Returns the number of threads of the CTA."""
+    return p.warps * LANES
 
 
 def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
-    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds capacity / 128 neighbours.
+    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds some neighbours.
 
     sort the values of each thread                            a run of one thread
-    for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
+    for run = 2, 4, ..., all threads:                         its halves are sorted, in opposite directions
         for stride = run / 2, ..., 2, 1 threads:
             exchange with thread ^ stride: the lower thread keeps the larger value of each pair
         sort the values of each thread, which are bitonic now
@@ -175,9 +190,9 @@ def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
     execute the same comparisons.
     """
     own = candidates.at(p, p.thread)
-    # The initial order is free. Loads of entries 128 apart have no bank conflicts.
+    # The initial order is free. Loads of entries that are a CTA's threads apart have no bank conflicts.
     values = [
-        p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, candidates.capacity, WARPGROUP)
+        p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, candidates.capacity, _threads(p))
     ]
     run = p.var(1, "u32")
 
@@ -198,8 +213,9 @@ def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
             p.set(stride, stride >> 1)
             next_stride(stride.differs(0))
         set_values(networks.sorted_bitonic(p, values))
-        next_run(run < WARPGROUP)
-    store_winners(p, candidates.ranked, values, p.thread * len(values), candidates.k)
+        next_run(run < _threads(p))
+    for i, value in enumerate(values):
+        _put_winner(p, candidates, value, p.thread * len(values) + i)
 
 
 def _exchange(
@@ -223,11 +239,11 @@ def _exchange(
             exchanged()
         p.barrier()
         for i, value in enumerate(values):
-            p.store(own, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
+            p.store(own, value, offset=CANDIDATE_BYTES * _threads(p) * i)
         p.barrier()
         partner = candidates.at(p, p.thread ^ stride)
         for i, value in enumerate(values):
-            keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i))
+            keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * _threads(p) * i))
 
 
 # --- Ranking by buckets
@@ -250,11 +266,11 @@ _ROUNDED_DOWN = 1 - 2.0**-20
 
 
 def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callable[[Value], None]) -> None:
-    """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
+    """Writes the k best candidates in order. A thread handles entries thread, thread + threads, ...
 
     otherwise(condition) jumps out where a bucket has too many candidates, with the list unchanged.
     """
-    each = candidates.capacity // WARPGROUP
+    each = candidates.capacity // _threads(p)
     mine = p.at(candidates.buckets, p.thread, 4 * each)  # the thread's counters
     p.store(mine, *[0] * each)
     values, greatest, least = _load_and_bracket(p, candidates, each)
@@ -278,10 +294,10 @@ def _batches(p: CtaProgram, candidates: CandidateList, each: int) -> Iterator[tu
     thread, n = p.thread.bits("s32"), candidates.n.bits("s32")
     with p.block() as leave:
         for first in range(0, each, _BATCH):
-            remaining = n - WARPGROUP * first
+            remaining = n - _threads(p) * first
             leave(remaining <= 0)
             some = slice(first, min(first + _BATCH, each))
-            yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
+            yield [thread < remaining - _threads(p) * i for i in range(some.stop - some.start)], some
 
 
 def _load_and_bracket(
@@ -293,13 +309,13 @@ def _load_and_bracket(
     values = []
     for have, batch in _batches(p, candidates, each):
         turns = range(batch.start, batch.stop)
-        values += [p.load(own, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i) for i in turns]
+        values += [p.load(own, "u64", offset=CANDIDATE_BYTES * _threads(p) * i) for i in turns]
         for has, value in zip(have, values[batch]):
             _, key = p.split(value)
             p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
     greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = p.of_warps(greatest_and_least, candidates.ranked, lane=0)
+    greater, smaller = p.of_warps(greatest_and_least, candidates.sums, lane=0)
     return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
@@ -368,12 +384,12 @@ def _start_buckets(
 ) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
-    The starts are running sums. The warps exchange their sums in the memory of the winners.
+    The starts are running sums.
     """
     counts = p.load_vector(mine, "u32", each)
     start, total = p.scan(p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = p.of_warps([total | held << _HALF], candidates.ranked, lane=LANES - 1)
+    (words,) = p.of_warps([total | held << _HALF], candidates.sums, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
     p.add_lower_warps(start, totals)
     otherwise(p.reduce("max", held) > _IN_BUCKET)
@@ -427,4 +443,4 @@ def _rank_in_buckets(
             p.increase(turn, 1)
             again(turn < most)
         for value, count, rank in zip(values, counts, ranks):
-            store_winners(p, candidates.ranked, [value], rank, candidates.k, when=count > 0)
+            _put_winner(p, candidates, value, rank, when=count > 0)

@@ -1,12 +1,11 @@
-"""The kernel of `top_k` for many winners: selects the k best of each row in one read, without putting them in order.
+"""The kernel of `top_k` for many winners: selects the k best of each row in one read, and may put them in order.
 
 A row has a CTA or a cluster. Each CTA lists the elements of its part that may win, in shared memory:
 
-    sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> write (CTA 0 only)
+    sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
 
 `select_ptx.select_program` is the kernel: it has these stages. Short rows stay in registers (`select_row_ptx.py`). Here
-is the launch, and the sort after it, in plain JAX, if the winners must be in order. `select_plan.py` says how rows lie
-over the GPU.
+is the launch. `select_plan.py` says how rows lie over the GPU.
 """
 
 from typing import Any
@@ -27,28 +26,19 @@ from pallas_softmax._src.topk.select_row_ptx import program_of
 from pallas_softmax._src.topk.xla import TopK
 
 
-def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, sorted: bool, fill=None) -> TopK:
+def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill=None) -> TopK:
     """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
     part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
-    int32, or None. Without `sorted`, the winners are in no promised order, but in the same order in each run.
+    int32, or None. Unless `plan.sorted`, the winners are in no promised order, but in the same order in each run.
     """
     if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
     fill = np.array(-np.inf, x.dtype) if fill is None else fill
     keeps_all = mask is None and lengths is None
-    # For the sort, the kernel marks fillings with the lowest key, so that they come after winners of -inf.
-    values, indices = _launch(x, mask, lengths, k, plan, None if keeps_all or sorted else fill)
-    if not sorted:
-        return TopK(values, indices)
-    # The values come from their keys: XLA would sort bfloat16 as float32, and a NaN would lose its sign.
-    inverted_key, indices = lax.sort((~sort_keys.key(values), indices), num_keys=2)
-    key = ~inverted_key
-    if not keeps_all:
-        key = jnp.where(key == sort_keys.lowest_key(x.dtype), sort_keys.key(jnp.asarray(fill)), key)
-    return TopK(sort_keys.from_key(key, x.dtype), indices)
+    return TopK(*_launch(x, mask, lengths, k, plan, None if keeps_all else fill))
 
 
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
@@ -73,7 +63,7 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
         warpgroups=None if interpret() else plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
         scratch_types={
-            "list_smem": plgpu.SMEM((2 * plan.capacity,), jnp.int32),
+            "list_smem": plgpu.SMEM((plan.list_bytes // 4,), jnp.int32),
             "scratch_smem": plgpu.SMEM((plan.scratch_bytes // 4,), jnp.int32),
         },
         name="top_k_select",
@@ -89,8 +79,9 @@ def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) 
         kept &= mask_gmem[mask_row]
     key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
     key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
-    absent = ~key == sort_keys.lowest_key(x.dtype)
-    absent, best = lax.sort((absent.astype(jnp.int32), best), num_keys=2)
+    absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
+    if not plan.sorted:
+        absent, best = lax.sort((absent, best), num_keys=2)
     values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
     indices_gmem[row] = best.astype(jnp.int32)
 

@@ -95,6 +95,7 @@ class SelectPlan:
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
     thread_bytes: int = THREAD_BYTES  # of a block
     in_registers: bool = False  # whether a CTA holds the row in registers
+    sorted: bool = False  # whether the winners are put in order
 
     turns, counts, gathered, picked, extremes, histogram = 128, 192, 256, 320, 384, 512
 
@@ -123,9 +124,19 @@ class SelectPlan:
         return self.capacity - (self.k if self.ctas > 1 else 0)
 
     @property
+    def ranked(self) -> int:
+        """Number of entries that are put in order: the winners, rounded up."""
+        return max(self.threads, _power_of_two(self.k))
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of a list. To rank its entries, a CTA needs a word for each one after them."""
+        return max(8 * self.capacity, 12 * self.ranked if self.sorted else 0)
+
+    @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA."""
-        return 8 * self.capacity + self.scratch_bytes
+        return self.list_bytes + self.scratch_bytes
 
     def sampled(self, itemsize: int) -> int:
         """Returns the number of elements of the sample."""
@@ -170,13 +181,14 @@ def plan_selection(
     capability: tuple[int, int],
     masked: bool = False,
     has_lengths: bool = False,
+    sorted: bool = False,
 ) -> SelectPlan | None:
     """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
     if not masked and (held := plan_in_registers(rows, vocab, k, itemsize, has_lengths)):
-        return held
+        return dataclasses.replace(held, sorted=sorted)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
@@ -200,7 +212,7 @@ def plan_selection(
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
     vectors = _power_of_two(min(wanted, MAX_SAMPLE_VECTORS))
-    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes)
+    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=sorted)
     return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
 
 

@@ -33,6 +33,7 @@ import numpy as np
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.ranking_ptx import CandidateList, candidate_of, rank
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
 from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
 
@@ -315,28 +316,59 @@ class SelectProgram(ListProgram):
 
     # --- The results
 
-    def write_results(self) -> None:
-        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
+    def result_writer(self) -> Callable[..., None]:
+        """Returns put(number, key, index, when), which writes a result; a 16-bit key is a word's lower half."""
         k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
 
-        def put(number, word, index, when=None):
-            # The key of a key has the bits of the element.
-            bits = self.element.key(word >> 16 if self.element.halves else word)
+        def put(number, key, index, when=None):
+            bits = self.element.key(key.bits("s32"))  # the key of a key has the bits of the element
             value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
             self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
             self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
 
+        return put
+
+    def key_of(self, word: Value) -> Value:
+        """Returns the sort key in the word of an entry."""
+        return word >> 16 if self.element.halves else word
+
+    def write_results(self) -> None:
+        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
+        k, put = self.plan.k, self.result_writer()
         with self.block() as done:
             with self.when(self.n > k):
-                self.compact(put)
+                if self.plan.sorted:
+                    self.compact_list()
+                else:
+                    self.compact(
+                        lambda number, word, *entry, when: put(number, self.key_of(word), *entry, when)
+                    )
+                    done()
+            with self.each(self.n + self.thread, k, self.plan.threads) as number:
+                fill = self.key_of(self.var(self.fill_word, "s32"))
+                put(number, fill, self.missing(number - self.n))
+            if self.plan.sorted:
+                self.rank(put)
                 done()
             with self.each(self.thread, self.n, self.plan.threads) as number:
-                put(number, *self.load_vector(self.entry(number), "s32", 2))
-            with self.each(self.n + self.thread, k, self.plan.threads) as number:
-                index = self.missing(number - self.n)
-                put(number, self.var(self.fill_word, "s32"), index)
+                word, index = self.load_vector(self.entry(number), "s32", 2)
+                put(number, self.key_of(word), index)
+
+    def rank(self, put: Callable[..., None]) -> None:
+        """Writes the entries of the list in order."""
+        self.barrier()  # `missing` reads the list
+        with self.each(self.thread, self.plan.ranked, self.plan.threads) as number:
+            candidate = self.var(0, "u64")
+            with self.when(number < self.n):
+                word, index = self.load_vector(self.entry(number), "s32", 2)
+                self.set(candidate, candidate_of(self, self.key_of(word), index))
+            self.store(self.entry(number), candidate)
+        self.barrier()
+        room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
+        sums = self.scratch + self.plan.extremes
+        rank(self, CandidateList(*room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab))
 
 
 @functools.lru_cache(maxsize=16)

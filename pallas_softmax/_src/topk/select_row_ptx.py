@@ -244,6 +244,7 @@ class RowProgram(SelectProgram):
         with self.when(self.ties > 0):
             self.first_ties(words, winners)
         self.list_winners(words, winners)
+        self.listed = self.var(self.n)
         with self.when(self.n < self.plan.k):
             self.fill_list()
 
@@ -279,6 +280,14 @@ class RowProgram(SelectProgram):
 
     def write_list(self) -> None:
         """Writes the values and indices of a list of k entries."""
+        if self.plan.sorted:
+            put = self.result_writer()
+            with self.each(self.listed + self.thread, self.plan.k, self.plan.threads) as number:
+                word, index = self.load_vector(self.entry(number), "s32", 2)
+                put(number, self.key_of(word), index)
+            self.set(self.n, self.listed)
+            self.rank(put)
+            return
         k, itemsize = self.plan.k, self.element.itemsize
         values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
         indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)

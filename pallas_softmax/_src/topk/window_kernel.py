@@ -351,10 +351,14 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         words, bucket_words, _ = ordering_words(k)
         buckets = p.x + 4 * words
         ranked = buckets + 4 * bucket_words
-        listed = CandidateList(p.x, n, words // 2, buckets, ranked, k, dtype, window.vocab)
-        expand_positions(p, listed)
+        room = p.x, n, words // 2, buckets, ranked
     else:
-        listed = CandidateList(p.candidates, n, p.capacity, p.hits, p.group_keys, k, dtype, window.vocab)
+        ranked = p.group_keys
+        room = p.candidates, n, p.capacity, p.hits, ranked
+    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
+    listed = CandidateList(*room, put, k, dtype, window.vocab)
+    if window.compact:
+        expand_positions(p, listed)
     ranking_ptx.rank(p, listed)
     return p
 
