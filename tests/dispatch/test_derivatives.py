@@ -274,3 +274,148 @@ def test_gradients_of_weak_types_are_weak(name):
     """As of the same functions made of jax.nn."""
     gradient = jax.grad(OF_ONE_ROW[name])
     assert gradient(jnp.full(3, 2.0)).weak_type and not gradient(jnp.ones(3, "float32")).weak_type
+
+
+# --- Special points, in float64: logits of 0, ties, -inf, masked logits, rows of one
+
+POINTS = np.array(
+    [
+        [0, 0, 0, 0, 0],
+        [0, 1, -0.0, 0.5, -1],
+        [-1, -2, 0, -0.5, 0],
+        [3, 1, 3, 1, 1],
+        [30, 0, 29, -30, 15],
+        [-30, -31, -30, -15, -40],
+        [1, 0, -np.inf, 0, -np.inf],
+    ]
+)
+SCORES = {
+    "softmax": jnp.exp,
+    "sigmoid": lax.logistic,
+    "sqrtsoftplus": lambda z: jnp.sqrt(jnp.log1p(jnp.exp(z))),
+}
+
+
+def divided(x, t):
+    """Returns x / t. Logits that are not finite have no derivative."""
+    return jnp.where(jnp.isfinite(x), jnp.where(jnp.isfinite(x), x, 0) / t, x)
+
+
+def log_sum(z):
+    """Subtracts no maximum, so the formula has no special points."""
+    return jnp.log(jnp.sum(jnp.exp(z), -1, keepdims=True))
+
+
+def at_winners(of_row):
+    return lambda z, indices: jnp.take_along_axis(of_row(z), indices, -1)
+
+
+def statistic(name):
+    def ours(x, t, where):
+        labels = jnp.zeros(len(x), int)
+        return getattr(ps.token_stats(x, labels, where=where, temperature=t[:, 0]), name)[:, None], None
+
+    return ours
+
+
+def routing(score, renormalize):
+    def ours(x, t, where):
+        z = divided(x if where is None else jnp.where(where, x, -jnp.inf), t)
+        return ps.route(z, min(2, x.shape[1]), score=score, renormalize=renormalize)[:2]
+
+    def definition(z, indices):
+        won = SCORES[score](jnp.take_along_axis(z, indices, -1))
+        if renormalize:
+            return won / jnp.sum(won, -1, keepdims=True)
+        return won * jnp.exp(-log_sum(z)) if score == "softmax" else won
+
+    return ours, definition
+
+
+def drawn(x, t, where):
+    got = ps.sample(jax.random.key(0), x, temperature=t[:, 0], where=where)
+    return got.log_probs[:, None], got.indices[:, None]
+
+
+# name: (our function (x, temperature, where) -> (values, indices or None), its definition (x / t, indices) -> values)
+ROW_FUNCTIONS = {
+    "softmax": (
+        lambda x, t, where: (ps.softmax(divided(x, t), where=where), None),
+        lambda z, _: jnp.exp(z - log_sum(z)),
+    ),
+    "log_softmax": (
+        lambda x, t, where: (ps.log_softmax(divided(x, t), where=where), None),
+        lambda z, _: z - log_sum(z),
+    ),
+    "logsumexp": (
+        lambda x, t, where: (ps.logsumexp(divided(x, t), -1, where=where, keepdims=True), None),
+        lambda z, _: log_sum(z),
+    ),
+    "fused_topk": (
+        lambda x, t, where: ps.fused_topk(x, min(2, x.shape[1]), temperature=t[:, 0], where=where),
+        at_winners(lambda z: jnp.exp(z - log_sum(z))),
+    ),
+    "fused_topk, log": (
+        lambda x, t, where: ps.fused_topk(x, min(2, x.shape[1]), temperature=t[:, 0], where=where, log=True),
+        at_winners(lambda z: z - log_sum(z)),
+    ),
+    "top_k": (
+        lambda x, t, where: ps.top_k(divided(x, t), min(2, x.shape[1]), where=where),
+        at_winners(lambda z: z),
+    ),
+    "sample": (drawn, at_winners(lambda z: z - log_sum(z))),
+    "filter_logits": (
+        lambda x, t, where: (ps.filter_logits(x, temperature=t[:, 0], where=where, top_k=2), None),
+        lambda z, _: z,
+    ),
+    "token_stats: log_probs": (statistic("log_probs"), lambda z, _: (z - log_sum(z))[:, :1]),
+    "token_stats: logsumexp": (statistic("logsumexp"), lambda z, _: log_sum(z)),
+    "token_stats: entropy": (
+        statistic("entropy"),
+        lambda z, _: log_sum(z) - jnp.sum(jnp.exp(z - log_sum(z)) * jnp.maximum(z, -999), -1, keepdims=True),
+    ),
+    **{
+        f"route: {score}{', renormalized' * renormalize}": routing(score, renormalize)
+        for score in SCORES
+        for renormalize in (False, True)
+    },
+}
+
+
+def third_derivatives(f, v):
+    """Returns the third derivative of each result of f, and of their weighted sum, along random directions."""
+    directions = np.random.default_rng(0).standard_normal((3, *v.shape))
+    forward, backward = f, lambda v: jnp.sum(f(v) * jnp.cos(jnp.arange(f(v).shape[-1])))
+    for d in directions:
+        forward = lambda v, g=forward, d=d: jax.jvp(g, (v,), (d,))[1]  # noqa: E731
+        gradient = jax.grad(backward)
+        backward = lambda v, g=gradient, d=d: jnp.vdot(g(v), d)  # noqa: E731
+    return forward(v), gradient(v)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), first(2, pairs(list(ROW_FUNCTIONS)[::-1], ["whole", "masked", "of one logit"]))
+)
+def test_third_derivatives_at_special_points(name, rows, x64):
+    """In the logits and the temperature, and in both modes."""
+    ours, definition = ROW_FUNCTIONS[name]
+    x, where = POINTS[:, :1] if rows == "of one logit" else POINTS.copy(), None
+    if rows == "masked":
+        x[:, 1], where = np.nan, np.arange(5) != 1
+    with_t = np.append(x, np.full((len(x), 1), 0.7), 1)
+    values, indices = jax.jit(lambda v: ours(v[:, :-1], v[:, -1:], where))(with_t)
+
+    def finite(f):
+        return lambda v: jnp.where(np.isfinite(values), f(v[:, :-1], v[:, -1:]), 0)
+
+    def defined(x, t):
+        kept = np.isfinite(with_t[:, :-1])
+        return definition(jnp.where(kept, jnp.where(kept, x, 0) / t, -jnp.inf), indices)
+
+    got, want = (
+        jax.jit(functools.partial(third_derivatives, finite(f)))(with_t)
+        for f in (lambda x, t: ours(x, t, where)[0], defined)
+    )
+    for a, b in zip(got, want):
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * max(1, np.abs(b).max()))

@@ -192,24 +192,6 @@ def test_a_traced_or_absent_scale():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.jacrev(jax.jacfwd(f))])
-def test_second_derivatives_of_sqrtsoftplus(renormalize, second):
-    """Against its composition in JAX; a logit of 0 is where its formula has a minimum and a maximum."""
-    x = np.where(LINE == LINE[8], 0, LINE)
-
-    def weights(x):
-        return ps.route(x, 12, score="sqrtsoftplus", renormalize=renormalize).weights
-
-    def composed(x):
-        w = jnp.sqrt(jax.nn.softplus(jnp.sort(x)[::-1][:12]))
-        return w / jnp.sum(w) if renormalize else w
-
-    got, want = (second(lambda x, f=f: jnp.sum(f(x) ** 2 * np.arange(12)))(x) for f in (weights, composed))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
 def test_scale_zero(name):
     """The weights and their derivatives are 0."""

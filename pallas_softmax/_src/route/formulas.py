@@ -95,9 +95,9 @@ def _shares(score: Score, x, over_row: RowReductions):
     if score == "softmax":
         share = jnp.exp(x - top)
     elif score == "sqrtsoftplus":
-        share = jnp.exp((jnp.minimum(x, 0) - jnp.minimum(top, 0)) / 2) * _root(_softplus_ratio(x))
+        share = jnp.exp((_negative(x) - jnp.minimum(top, 0)) / 2) * _root(_softplus_ratio(x))
     else:  # sigmoid(x) = exp(min(x, 0)) / (1 + exp(-|x|))
-        share = jnp.exp(jnp.minimum(x, 0) - jnp.minimum(top, 0)) / (1 + jnp.exp(-jnp.abs(x)))
+        share = jnp.exp(_negative(x) - jnp.minimum(top, 0)) / (1 + _decay(x))
     return share / over_row.total(share)
 
 
@@ -105,12 +105,12 @@ def score_alone(score: Score, x):
     """Returns the scores of logits for a score that depends on no other logit."""
     if score == "sigmoid":
         return lax.logistic(x)
-    return jnp.exp(jnp.minimum(x, 0) / 2) * _root(_softplus_ratio(x))
+    return jnp.exp(_negative(x) / 2) * _root(_softplus_ratio(x))
 
 
 def _softplus_ratio(x):
     """Returns softplus(x) / exp(min(x, 0)): at least log(2), also where softplus(x) underflows."""
-    positive = jnp.maximum(x, 0)
+    positive = jnp.where(x < 0, 0, x)
     return positive + _log1p_ratio(_decay(x)) * jnp.exp(-positive)
 
 
@@ -120,8 +120,13 @@ def _root_softplus_slope(x):
 
 
 def _decay(x):
-    """Returns exp(-|x|), by a minimum: its derivative at 0 is the mean of both sides."""
-    return jnp.exp(jnp.minimum(x, -x))
+    """Returns exp(-|x|)."""
+    return jnp.exp(-jnp.abs(x))
+
+
+def _negative(x):
+    """Returns min(x, 0). Its derivative at 0 is the one of x > 0, like that of |x|, so formulas of both have theirs."""
+    return jnp.where(x < 0, x, 0)
 
 
 def _log1p_ratio(e):
