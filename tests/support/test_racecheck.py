@@ -19,8 +19,9 @@ def test_hazards_are_found_in_a_report():
     warpgroups = ("Write", 3, "", 1), ("Read", 160, "", 2)
     of_sample = [f"{name}_mosaic_gpu" for name in ("sample", "filter_cutoff")]
     met = peers + "".join(hazard("RAW", *warpgroups, kernel=name) for name in of_sample)
+    met += hazard("WAR", ("Read", 70, "", 1), ("Write", 192, "", 2), kernel=of_sample[0])
     assert not hazards(one_slot + one_value, "triton") and not hazards(met, "mosaic_gpu")
-    assert len(hazards(one_slot + one_value, "mosaic_gpu")) == 2 and len(hazards(met, "triton")) == 3
+    assert len(hazards(one_slot + one_value, "mosaic_gpu")) == 2 and len(hazards(met, "triton")) == 4
     warps = hazard("WAW", ("Write", 31, "", 1), ("Write", 32, "", 1))
     digits = hazard("WAW", ("Write", 31, "", 1), ("Write", 32, "", 1), (1, 12))
     read = hazard("RAW", ("Write", 3, "", 1), ("Read", 4, "", 2), (7, 7))
@@ -28,6 +29,7 @@ def test_hazards_are_found_in_a_report():
     own = hazard("RAW", ("Write", 3, ranks[0], 1), ("Read", 4, ranks[0], 2))
     shown_alone = read.replace(", Incoming Value : 7", "")
     real = [warps, digits, read, overwritten, own, shown_alone, hazard("RAW", *warpgroups)]
+    real.append(hazard("WAR", ("Read", 3, "", 1), ("Write", 40, "", 2), kernel=of_sample[0]))
     assert len(hazards(one_slot.join(real) + one_value, "triton")) == len(real)
     assert len(hazards("".join(real), "mosaic_gpu")) == len(real)
     assert "Incoming Value : 12" in hazards(digits, "triton")[0]

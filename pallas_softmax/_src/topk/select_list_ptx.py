@@ -139,6 +139,7 @@ class ListProgram(CtaProgram):
                 self.set(above, rank - rest)
                 self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
                 self.store(picked, bucket, above, reach, self.n, when=self.first_lane)  # `n` fills the vector
+                self.sync_warp()  # all lanes have read the histogram
                 self.clear_histogram()
             self.barrier()
             bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
