@@ -63,9 +63,7 @@ class CandidateList:
     capacity: int  # number of entries
     buckets: Value  # the address of scratch, one word for each entry
     sums: Value  # the address of two words for each warp
-    put: Callable[
-        ..., None
-    ]  # put(rank, key, index, when) writes the winner of a rank
+    put: Callable[..., None]  # put(rank, key, index, when) writes the winner of a rank
     k: int  # number of winners
     dtype: Any  # dtype of the logits
     vocab: int | None  # an exclusive upper bound of the indices, or None
@@ -254,9 +252,9 @@ _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than c
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
-# A candidate's bucket word has two 16-bit numbers, the upper half and the lower half:
-#     from `_count_in_buckets`   | candidates counted before it in its bucket | number of its bucket    |
-#     from `_group_by_bucket`    | candidates in its bucket                   | where its bucket starts |
+# Words have two 16-bit numbers, the upper half and the lower half:
+#     of a candidate   | candidates counted before it in its bucket | number of its bucket    |
+#     of a bucket      | candidates in the bucket                   | where the bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
 _ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
@@ -281,8 +279,16 @@ def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callabl
     bucket_words = _count_in_buckets(p, candidates, values, distance, factor)
     _start_buckets(p, candidates, mine, each, otherwise)
     _group_by_bucket(p, candidates, values, bucket_words)
+    # Neighbouring threads take neighbouring entries of the grouped list, and write neighbouring results.
+    own = candidates.at(p, p.thread)
     for have, batch in _batches(p, candidates, each):
-        _rank_in_buckets(p, candidates, have, values[batch], bucket_words[batch])
+        turns = range(batch.start, batch.stop)
+        grouped = [p.load(own, "u64", offset=CANDIDATE_BYTES * _threads(p) * i) for i in turns]
+        words = [p.var(0, "u32") for _ in grouped]
+        for has, value, word in zip(have, grouped, words):
+            bucket = p.multiply_high(distance(value), factor)
+            p.load_into([word], p.at(candidates.buckets, bucket, 4), when=has)
+        _rank_in_buckets(p, candidates, have, grouped, words)
 
 
 def _batches(p: CtaProgram, candidates: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
@@ -404,7 +410,7 @@ def _start_buckets(
 def _group_by_bucket(
     p: CtaProgram, candidates: CandidateList, values: list[Value], bucket_words: list[Value]
 ) -> None:
-    """Writes the candidates back to the list, grouped by bucket, and updates their bucket words."""
+    """Writes the candidates back to the list, grouped by bucket."""
     for have, batch in _batches(p, candidates, len(values)):
         before = [word >> _HALF for word in bucket_words[batch]]
         for has, word in zip(have, bucket_words[batch]):

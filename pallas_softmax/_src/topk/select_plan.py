@@ -57,6 +57,10 @@ HELD_BYTES = 32_768  # of a row that a CTA holds in registers
 HELD_OF_MANY = 8_192  # elements of such a row, if there are many
 LIST_SHARE = 16  # a list is as fast for many 16-bit rows with this many elements for each winner
 
+# Lists that are put in order leave shared memory for few CTAs, and so few warps run. So a CTA gets twice the warpgroups
+# if a thread would rank more entries than this.
+MOST_RANKED_OF_THREAD = 8
+
 # A CTA reads its part block by block. These are the bytes of a thread in a block. Up to two CTAs have registers for
 # LONE_THREAD_BYTES, and four for THREAD_BYTES. Fewer blocks are fewer waits.
 LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
@@ -188,6 +192,8 @@ def plan_selection(
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None
     if not masked and (held := plan_in_registers(rows, vocab, k, itemsize, has_lengths)):
+        if sorted and held.ranked > MOST_RANKED_OF_THREAD * held.threads:
+            held = registers_plan(vocab, k, 2 * held.warpgroups, held.thread_bytes // 2)
         return dataclasses.replace(held, sorted=sorted)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
