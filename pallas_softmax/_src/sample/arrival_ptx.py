@@ -45,14 +45,25 @@ class LaneNormalizer:
         p = self._p
         p.set(self.m, p.op("max.NaN", "f32", self.m, x))
         finite = p.max(self.m, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
-        p.set(self.d, self.d * p.exp2((self._finite_m - finite) * p.octaves_per_unit))
+        p.set(self.d, self.d * _mass(p, self._finite_m, finite))
         p.set(self._finite_m, finite)
 
     def add(self, elements: list[Value]) -> None:
         """Adds the masses of elements that m is not below."""
         p = self._p
-        masses = [p.exp2((x - self._finite_m) * p.octaves_per_unit) for x in elements]
-        p.set(self.d, self.d + p.reduce("add", masses))
+        with p.when(~p.greedy):
+            masses = [p.exp2((x - self._finite_m) * p.octaves_per_unit) for x in elements]
+            p.set(self.d, self.d + p.reduce("add", masses))
+        with p.when(p.greedy):
+            for x in elements:
+                p.set(self.d, self.d + 1.0, when=x.equals(self._finite_m))
+
+
+def _mass(p: ClusterProgram, x: Value, m: Value) -> Value:
+    """Returns the mass of x below the maximum m. At temperature 0, differences of subnormal numbers count."""
+    mass = p.var(p.exp2((x - m) * p.octaves_per_unit))
+    p.set(mass, 0, when=p.greedy & x.differs(m))
+    return mass
 
 
 def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
@@ -125,6 +136,6 @@ def _value_of_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Valu
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
     """Combines the (m, d) of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
-    d = d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.octaves_per_unit)
+    d = d * _mass(p, p.max(m, LEAST_FINITE), p.max(largest, LEAST_FINITE))
     (d,) = p.over_warp(["add"], [d])
     return largest, d
