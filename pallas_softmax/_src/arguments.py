@@ -142,9 +142,8 @@ def in_range(
     # in float16, 1e-37 would be 0
     if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
-    if not integer or (isinstance(value, jax.Array) and not has_wide_integers(value)):
-        return value  # an array on a device stays there
-    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32)
+    stays = not integer or (isinstance(value, jax.Array) and not has_wide_integers(value))  # on the device
+    return value if stays else np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32)
 
 
 def known_temperature(function: str, temperature, logits) -> Any:

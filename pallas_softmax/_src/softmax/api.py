@@ -163,11 +163,7 @@ def logsumexp(
     name = "logsumexp"
     keepdims = arguments.static_bool(name, "keepdims", keepdims)
     return_sign = arguments.static_bool(name, "return_sign", return_sign)
-    if (
-        b is not None
-        or return_sign
-        or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
-    ):
+    if b is not None or return_sign or jnp.iscomplexobj(arguments.array(name, "a", a)):
         check_name(name, implementation)
         arguments.check_axis_name(name, axis_name)
         for argument, value, accepted in (

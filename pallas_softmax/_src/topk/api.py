@@ -147,9 +147,7 @@ def top_k(
     """
     name = "top_k"
     operand = arguments.array(name, "operand", operand)
-    if jnp.issubdtype(
-        operand.dtype, jnp.complexfloating
-    ):  # a TypeError elsewhere, a ValueError in jax.lax.top_k
+    if jnp.iscomplexobj(operand):  # a TypeError elsewhere, a ValueError in jax.lax.top_k
         raise ValueError(f"{name}: operand must be real, got {operand.dtype.name}")
     dtype, is_bool = operand.dtype, operand.dtype == jnp.bool_
     x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
@@ -174,9 +172,7 @@ def top_k(
 
 def _as_int(k) -> Any:
     """Returns k, as an int if it is a bool or a float with the value of an integer: `jax.lax.top_k` takes these."""
-    is_whole = isinstance(k, bool | np.bool_) or (
-        isinstance(k, float | np.floating) and float(k).is_integer()
-    )
+    is_whole = isinstance(k, bool | np.bool_ | float | np.floating) and float(k).is_integer()
     return int(k) if is_whole else k
 
 
