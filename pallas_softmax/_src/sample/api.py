@@ -106,8 +106,7 @@ def sample(
         element's place in an array of the shape of the logits; with a key for each row, at its place in the row.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
-      temperature: 0 or positive. 0 takes the first entry of the row's order. If the reciprocal is not a normal number,
-        the nearest temperature with a normal reciprocal is used.
+      temperature: 0 or positive. 0 takes the first entry of the row's order.
       top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
       top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
       min_p: from 0 to 1; None or 0 filters nothing.

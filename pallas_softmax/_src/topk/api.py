@@ -52,8 +52,7 @@ def fused_topk(
         when fewer than k are unmasked.
       temperature: a scalar of at least 0, or one per row: an array that broadcasts to the shape of `logits` without
         `axis`, or with size 1 there. 0 is the limit: the tied largest entries share the probability, all others have 0,
-        and the gradients of the row are 0. A traced temperature that is negative gives NaN values. If the reciprocal of
-        a positive one is not a normal number, the nearest temperature with a normal reciprocal is used.
+        and the gradients of the row are 0. A traced temperature that is negative gives NaN values.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers). Without
         jax_enable_x64, float64 gives float32 values and a warning, as elsewhere in JAX.
