@@ -74,7 +74,10 @@ class Gate:
         """Returns a times the derivative of log(score) in the winner's own logit; of "softmax", with p's sum fixed."""
         if self.score == "softmax":
             return a
-        return a * (lax.logistic(-x) if self.score == "sigmoid" else _root_softplus_slope(x))
+        if self.score == "sigmoid":
+            return a * lax.logistic(-x)
+        # sigmoid(x) / (2 softplus(x))
+        return a * (1 / (2 * (1 + jnp.exp(-jnp.abs(x))) * _softplus_ratio(x)))
 
     def _scaled(self, weight):
         """Returns weights, or their derivatives, times `scale`."""
@@ -97,7 +100,7 @@ def _shares(score: Score, x, over_row: RowReductions):
     elif score == "sqrtsoftplus":
         share = jnp.exp((_negative(x) - jnp.minimum(top, 0)) / 2) * _root(_softplus_ratio(x))
     else:  # sigmoid(x) = exp(min(x, 0)) / (1 + exp(-|x|))
-        share = jnp.exp(_negative(x) - jnp.minimum(top, 0)) / (1 + _decay(x))
+        share = jnp.exp(_negative(x) - jnp.minimum(top, 0)) / (1 + jnp.exp(-jnp.abs(x)))
     return share / over_row.total(share)
 
 
@@ -111,21 +114,11 @@ def score_alone(score: Score, x):
 def _softplus_ratio(x):
     """Returns softplus(x) / exp(min(x, 0)): at least log(2), also where softplus(x) underflows."""
     positive = jnp.where(x < 0, 0, x)
-    return positive + _log1p_ratio(_decay(x)) * jnp.exp(-positive)
-
-
-def _root_softplus_slope(x):
-    """Returns the derivative of log(sqrt(softplus(x))), sigmoid(x) / (2 softplus(x))."""
-    return 1 / (2 * (1 + _decay(x)) * _softplus_ratio(x))
-
-
-def _decay(x):
-    """Returns exp(-|x|)."""
-    return jnp.exp(-jnp.abs(x))
+    return positive + _log1p_ratio(jnp.exp(-jnp.abs(x))) * jnp.exp(-positive)
 
 
 def _negative(x):
-    """Returns min(x, 0). Its derivative at 0 is the one of x > 0, like that of |x|, so formulas of both have theirs."""
+    """Returns min(x, 0). Its derivative at 0 belongs to x > 0, as JAX's derivative of |x| does: formulas have both."""
     return jnp.where(x < 0, x, 0)
 
 
