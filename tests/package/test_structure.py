@@ -40,6 +40,7 @@ LAYERS = (
     (
         "_src.normalizers",
         "_src.sort_keys",
+        "_src.temperatures",
         "_src.misfits",
         "_src.target",
         "_src.jax_internals",

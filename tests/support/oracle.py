@@ -258,13 +258,14 @@ def _p_log_p(log_p, p):
 def sample_terms(x, where=None, temperature: Any = 1.0):
     """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass.
 
-    Masked elements count as -inf. A temperature of 0 counts as the smallest normal float32.
+    Masked elements count as -inf. At temperature 0, others than the largest do so too.
     """
     kept = unmasked(x, where)
     x = np.where(kept, wide(x), -np.inf)
-    t = np.maximum(np.broadcast_to(np.asarray(temperature, x.dtype), x.shape[:-1]), np.finfo(np.float32).tiny)
+    t = np.broadcast_to(np.asarray(temperature, x.dtype), x.shape[:-1])[..., None]
     with np.errstate(all="ignore"):
-        scaled = (x - row_max(x, kept, -1)) / t[..., None]
+        below = x - row_max(x, kept, -1)
+        scaled = np.where((t == 0) & (below == 0), 0, below / t)
         return scaled, np.exp(scaled)
 
 
