@@ -20,7 +20,13 @@ WORDS_OF_ONE = np.array([1, 2, 3, 4], np.uint32)
 _X = 1024  # address of the part in shared memory
 # The results by their names in the program, and their dtypes.
 _OF_DRAW = {"index": "int32", "log_prob": "float32", "log_mass": "float32"}
-_OF_CUTOFF = {"key": "int32", "index": "int32", "logsumexp": "float32", "log_mass": "float32"}
+_OF_CUTOFF = {
+    "key": "int32",
+    "index": "int32",
+    "top": "float32",
+    "log_total": "float32",
+    "log_mass": "float32",
+}
 _UNSET = -7  # what a result holds that the program did not write
 
 

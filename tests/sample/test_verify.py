@@ -1,4 +1,4 @@
-"""verify: the distribution of its tokens, greedy rows, drafts that are no tokens, parameters, keys, and bad input."""
+"""verify: the distribution of its tokens, rounding, greedy rows, drafts that are no tokens, masks, and bad input."""
 
 import functools
 
@@ -10,6 +10,7 @@ from jax import export
 
 import pallas_softmax as ps
 from pallas_softmax import verify
+from pallas_softmax._src.sample import xla
 from tests.support.covering import slow
 from tests.support.draws import chi_square
 
@@ -86,15 +87,72 @@ def test_chosen_drafts_of_probability_1_and_0(given):
         assert (tokens == np.array([2, 2 if draft == 2 else -1])).all()
 
 
-@pytest.mark.slow
-def test_a_rejected_draft_is_kept_if_nothing_is_left():
+@pytest.mark.parametrize("v", [V, slow(600)])
+def test_the_new_token_is_of_the_target_if_nothing_is_left(v):
     """Here q is greater than p everywhere, as it may be by rounding."""
-    keys, x = jax.random.split(KEY, 100), np.broadcast_to(TARGET, (100, S + 1, V))
-    q = np.broadcast_to(jax.nn.log_softmax(TARGET[:-1]) + 1, (100, S, V))
-    drafts = np.arange(100 * S).reshape(100, S) % V
-    tokens, accepted = (np.asarray(a) for a in verify(keys, drafts, x, q))
-    assert {0, 1, 2} <= set(accepted)
-    np.testing.assert_array_equal(tokens[:, :S], np.where(np.arange(S) <= accepted[:, None], drafts, -1))
+    rows = 4000
+    target = np.where(np.arange(v) % (v // V) == 0, np.resize(TARGET[0], v), -np.inf).astype(np.float32)
+    p = np.asarray(jax.nn.softmax(target), np.float64)
+    x, q = (
+        np.broadcast_to(target, (rows, 2, v)),
+        np.broadcast_to(jax.nn.log_softmax(target) + 1, (rows, 1, v)),
+    )
+    tokens, accepted = (np.asarray(a) for a in verify(KEY, np.full((rows, 1), p.argmax()), x, q))
+    assert chi_square(np.bincount(tokens[accepted == 0, 0], minlength=v), p / p.sum()) < 5
+
+
+# Greater than p, by rounding, except where p is 0.
+Q_OF_A_PEAK = np.log(np.array([1e-12, 1, 1e-10, 1e-12], np.float32))
+
+
+@pytest.mark.parametrize("other", [-np.inf, slow(-1000), -80, slow(-87.3), slow(-87.4)])
+@pytest.mark.parametrize(
+    "q", [Q_OF_A_PEAK, slow(np.array([-np.inf, 0, -20, -np.inf], np.float32))], ids=["", "zeros"]
+)
+def test_the_new_token_has_mass(q, other):
+    """If rounding leaves little or nothing of p - q, the new token is still one of positive p, and not the draft."""
+    x = np.broadcast_to(np.array([other, 0, other, other], np.float32), (50, 2, 4))
+    tokens, accepted = verify(KEY, np.full((50, 1), 2), x, np.broadcast_to(q, (50, 1, 4)))
+    assert (accepted == 0).all()
+    possible = [1] if np.isfinite(q).all() or other < -100 else [0, 1, 3]
+    assert np.isin(tokens[:, 0], possible).all()
+
+
+def test_masses_may_round_in_two_ways():
+    """The draw takes a chunk by one computation of the masses, and the token by another one."""
+    mass = np.zeros((200, 600), np.float32)
+    mass[:, 300], mass[:, [310, 320]] = 2.0**-30, -0.5
+    mass[:, 7] = -1  # in a chunk that is not drawn
+    again = np.where(mass > 0, -(2.0**-30), mass)
+    noise = jax.random.gumbel(KEY, (200, xla.noise_of_mass(600)))
+    drawn = np.asarray(xla.draw_by_mass(mass, again, noise))
+    assert {310, 320} <= set(drawn[:, 0]) <= {300, 310, 320}
+    assert (xla.draw_by_mass(mass * 0, again, noise) == -1).all()
+    assert (xla.draw_by_mass(np.where(mass == -1, np.nan, mass), again, noise) == -1).all()
+
+
+def test_no_rounding_of_large_logits():
+    """p depends on the differences of logits only, however large logits / temperature are."""
+    rows, x = 500, np.array([0, 1, 2, 0], np.float32)
+    q = np.broadcast_to(np.log(np.array([0.5, 0.2, 0.2, 0.1], np.float32)), (rows, 1, 4))
+    drafts = np.arange(rows)[:, None] % 4
+
+    def run(x, q, temperature):
+        return verify(KEY, drafts, np.broadcast_to(x, (rows, 2, 4)), q, temperature=temperature)
+
+    want = [run(x, given, 1.0) for given in (None, q)]
+    for shift, t in (
+        (50, 2.0**-16),
+        (-50, 2.0**-16),
+        (1e4, 2.0**-10),
+        (2.0**25, 4),
+        (-(2.0**25), 4),
+        (2.0**100, 2.0**80),
+    ):
+        got = [run(x * np.float32(t) + np.float32(shift), given, t) for given in (None, q)]
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    got = [run(np.array([0, 1, 2, 0]) + 2**30, given, 1.0) for given in (None, q)]  # integers
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.slow
@@ -176,6 +234,26 @@ def test_a_position_without_a_distribution_gives_minus_1(q, logit, given):
     tokens, accepted = jax.jit(verify)(KEY, np.zeros(S, int), x, q, **given)  # traced
     assert accepted == 1
     np.testing.assert_array_equal(tokens, [0, -1, -1, -1])
+
+
+@pytest.mark.parametrize("q", [None, slow(LOG_Q)], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (S + 1, 1), (2, S + 1, 1), (V,), slow((2, 1, 1)), slow((1, 1, V))], ids=str
+)
+def test_a_mask_broadcasts(shape, q):
+    """A mask whose last dimension is 1 masks whole positions."""
+    x, drafts = np.stack([TARGET, TARGET - 1]), np.tile(TARGET.argmax(-1)[:-1], (2, 1))
+    q = None if q is None else np.stack([q, q])
+    masks = np.stack(
+        [np.ones(shape, bool), np.zeros(shape, bool), np.random.default_rng(0).random(shape) < 0.7]
+    )
+    run = lambda where: verify(KEY, drafts, x, q, where=where, temperature=0.1)  # noqa: E731
+    want = jax.tree.map(
+        lambda *rows: np.stack(rows), *(run(np.broadcast_to(mask, x.shape)) for mask in masks)
+    )
+    for i, mask in enumerate(masks):
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a, b[i]), run(mask), want)
+    jax.tree.map(np.testing.assert_array_equal, jax.vmap(run)(masks), want)
 
 
 def test_a_row_with_nothing_kept_gives_minus_1():

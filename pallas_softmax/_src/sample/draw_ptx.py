@@ -57,7 +57,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
 
         to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also operands, `NOISE_OPERANDS`
-        to find the cutoff, without a stride     <key>, <index>, <logsumexp>, <log_mass>
+        to find the cutoff, without a stride     <key>, <index>, <top>, <log_total>, <log_mass>
     """
     p = RowProgram(plan, dtype)
     p.barrier()
@@ -94,11 +94,9 @@ def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
-        limit = p.select(p.top.equals(0.0), 0.0, p.tempered_top * INF)
-        logsumexp = p.select(p.temperature.equals(0.0), limit, p.tempered_top) + log(p, total)
         index = p.select(is_cut, last_tie + p.origin, HIGHEST)
         key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
-        write(key=key, index=index, logsumexp=logsumexp, log_mass=log_mass)
+        write(key=key, index=index, top=p.top, log_total=log(p, total), log_mass=log_mass)
 
 
 def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
@@ -163,10 +161,9 @@ def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
 
 def _write_nothing(p: RowProgram, stride: int | None) -> None:
     """Writes the results of a row without a draw."""
-    nan, nothing = p.var(_NAN, "f32"), p.top.equals(-INF) & p.temperature.equals(p.temperature)
+    nan = p.var(_NAN, "f32")
     with p.writes(0) as write:
         if stride is None:
-            logsumexp = p.select(nothing, -INF, nan)
-            write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), logsumexp=logsumexp, log_mass=nan)
+            write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), top=p.top, log_total=nan, log_mass=nan)
         else:
             write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)

@@ -12,23 +12,29 @@ Drafts without q were not drawn but chosen, for instance by n-grams: q is 1 at t
 accepted with the probability p, and the token in its place is drawn from p without the draft.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh_types import vary_together, with_auto_axes
+from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.masks import at
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import each_key
 from pallas_softmax._src.sample.operation import DRAW_BY_MASS
 from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
 from pallas_softmax._src.sample.xla import noise_of_mass
+from pallas_softmax._src.temperatures import Temperature
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -56,15 +62,15 @@ def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
 @at_once("implementation", known=_known_numbers)
 def verify(
     key: jax.Array | np.ndarray,
-    draft_tokens: ArrayLike,
-    logits: ArrayLike,
-    draft_log_probs: ArrayLike | None = None,
+    draft_tokens: "ArrayLike",
+    logits: "ArrayLike",
+    draft_log_probs: "ArrayLike | None" = None,
     *,
-    temperature: ArrayLike = 1.0,
-    top_k: ArrayLike | None = None,
-    top_p: ArrayLike | None = None,
-    min_p: ArrayLike | None = None,
-    where: ArrayLike | None = None,
+    temperature: "ArrayLike" = 1.0,
+    top_k: "ArrayLike | None" = None,
+    top_p: "ArrayLike | None" = None,
+    min_p: "ArrayLike | None" = None,
+    where: "ArrayLike | None" = None,
     implementation: ImplementationName | None = None,
 ) -> Verified:
     """Accepts or rejects draft tokens, and draws the token after them: a step of speculative decoding.
@@ -98,32 +104,37 @@ def verify(
     """
     check_name("verify", implementation)
     drafts, x, log_q = _checked(draft_tokens, logits, draft_log_probs)
-    drafts = jnp.pad(drafts, [(0, 0)] * (drafts.ndim - 1) + [(0, 1)], constant_values=-1)
     where = None if where is None else arguments.mask("verify", where, x.shape)
-    batch, length = x.shape[:-2], x.shape[-2]
+    batch = x.shape[:-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
+    arrays = lax.stop_gradient((key, drafts, x, log_q, where, given))
+    by_batch = jax.typeof(x).sharding.spec[: len(batch)]
+    # JAX cannot gather along a dimension that Explicit mesh axes divide.
+    specs = Verified(P(*by_batch, None), P(*by_batch))
+    return with_auto_axes(functools.partial(_verified, implementation), specs, *arrays)
+
+
+def _verified(implementation: str | None, key, drafts, x, log_q, where, given: dict[str, Any]) -> Verified:
+    """Returns what `verify` does, for checked arguments."""
+    batch, length = x.shape[:-2], x.shape[-2]
     target = _Target.of(x, where, given, implementation)
-    dtype = target.cut.logsumexp.dtype
-    noise = _noise(key, batch, length + noise_of_mass(x.shape[-1]), dtype)
+    noise = _noise(key, batch, length + noise_of_mass(x.shape[-1]), target.cut.top.dtype)
+    drafts, draft_log_q = _possible(drafts, log_q, noise.dtype)
 
     log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
-    log_p, draft_log_q = target.log_p_of(drafts), _log_q_of(drafts, log_q, dtype)
-    is_accepted = (draft_log_q > -jnp.inf) & (log_u + draft_log_q < log_p)
+    is_accepted = log_u + draft_log_q < target.log_p_of(drafts)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
     # The last position is padding, and never accepted.
     accepted = jnp.min(jnp.where(is_accepted, length, position), -1)
 
-    draft, log_p, draft_log_q = (_at(a, accepted) for a in (drafts, log_p, draft_log_q))
     # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
-    residual, recomputed = (
-        _residual(target.p_at(at), draft, draft_log_q, log_q, at)
-        for at in (accepted, lax.optimization_barrier(accepted))
+    masses, recomputed = (
+        _masses(target.log_p_at(here), _at(drafts, here), log_q, here)
+        for here in (accepted, lax.optimization_barrier(accepted))
     )
-    new = _draw(residual, recomputed, noise[..., length:])
-    # Rounding may leave nothing of max(p - q, 0). Then p and q are equal, so the rejected draft is the new token.
-    new = jnp.where((new < 0) & jnp.isfinite(log_p), draft, new)
+    new = _draw(masses, recomputed, noise[..., length:])
     after = jnp.where(position == accepted[..., None], new[..., None], -1)
     return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
 
@@ -133,12 +144,14 @@ class _Target(NamedTuple):
 
     Attributes:
       logits: as passed.
+      x: the same; for integers, distances from the largest.
       where: as passed; or None.
       temperature: of each position.
-      cut: what the filters keep.
+      cut: what the filters keep. `top` is the largest x.
     """
 
     logits: jax.Array
+    x: jax.Array
     where: jax.Array | None
     temperature: jax.Array
     cut: Cutoff
@@ -146,34 +159,32 @@ class _Target(NamedTuple):
     @staticmethod
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
-        rows = _Target(*api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given))
+        logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
+        x = normalizers.to_float(logits, (-1,), where)
+        if jnp.issubdtype(logits.dtype, jnp.integer):
+            cut = cut._replace(top=jnp.zeros_like(cut.top))
+        rows = _Target(logits, x, where, t, cut)
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
         kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
-        greedy = (self.temperature == 0) | jnp.isinf(self.cut.logsumexp)
-        scale = jnp.where(greedy, 0, 1 / self.temperature)  # products are faster than quotients
-        normalizer = jnp.where(greedy, 0, self.cut.logsumexp + self.cut.log_mass)
-        return jnp.where(kept, as_float(self.logits) * scale - normalizer, -jnp.inf)
+        below = Temperature.of(self.temperature).distance(as_float(self.x), self.cut.top)
+        return jnp.where(kept, below - (self.cut.log_total + self.cut.log_mass), -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
-        """Returns log p of each draft (..., S + 1); -inf for a draft that is no token."""
-        picked = self._replace(
-            logits=_pick(self.logits, drafts)[..., None],
-            where=None if self.where is None else _pick(self.where, drafts)[..., None],
-        )
-        log_p = picked.log_p(indices=drafts[..., None])[..., 0]
-        return jnp.where(_is_token(drafts, self.logits), log_p, -jnp.inf)
+        """Returns log p of each draft (..., S + 1); -inf for a draft of -1."""
+        log_p = jax.tree.map(lambda a: _pick(a, drafts), self).log_p(indices=drafts[..., None])[..., 0]
+        return jnp.where(drafts >= 0, log_p, -jnp.inf)
 
-    def p_at(self, position: jax.Array) -> jax.Array:
-        """Returns p at one position of each row, (..., V)."""
-        return jnp.exp(jax.tree.map(lambda a: _at(a, position), self).log_p())
+    def log_p_at(self, position: jax.Array) -> jax.Array:
+        """Returns log p at one position of each row, (..., V)."""
+        return jax.tree.map(lambda a: _at(a, position), self).log_p()
 
 
 def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the drafts (int32, -1 for a negative one), the logits, and the log-probabilities log q."""
+    """Returns the drafts (int32, -1 for one that is no token), the logits, and the log-probabilities log q."""
     x, _ = api.checked_rows("verify", logits, -1)
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
@@ -185,6 +196,7 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
         raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
     drafts = drafts if drafts.dtype.itemsize >= 4 else drafts.astype(jnp.int32)  # int8 cannot hold the bounds
     drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
+    drafts = jnp.where(drafts < x.shape[-1], drafts, -1)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
     log_q = arguments.array("verify", "draft_log_probs", draft_log_probs)
@@ -214,33 +226,34 @@ def _noise(key: jax.Array, batch: tuple[int, ...], n: int, dtype) -> jax.Array:
     return each_key(lambda key: jax.random.gumbel(key, (*rows, n), dtype), key)
 
 
-def _log_q_of(drafts: jax.Array, log_q: jax.Array | None, dtype) -> jax.Array:
-    """Returns log q of each draft, (..., S + 1); -inf for a draft that is no token if there are q."""
-    if log_q is None:
-        return jnp.zeros_like(drafts, dtype)
+def _possible(drafts: jax.Array, log_q: jax.Array | None, dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns the drafts with -1 where q is 0, and their log q; (..., S + 1) each, with -1 and 0 at the end."""
+    draft_log_q = jnp.zeros_like(drafts, dtype) if log_q is None else _pick(log_q, drafts)[..., 0]
+    drafts = jnp.where(draft_log_q > -jnp.inf, drafts, -1)
     padding = [(0, 0)] * (drafts.ndim - 1) + [(0, 1)]
-    return jnp.pad(_pick(log_q, drafts[..., :-1]), padding, constant_values=-jnp.inf)
+    return jnp.pad(drafts, padding, constant_values=-1), jnp.pad(draft_log_q, padding)
 
 
-def _residual(
-    p: jax.Array, draft: jax.Array, draft_log_q: jax.Array, log_q: jax.Array | None, position: jax.Array
-):
-    """Returns the masses that the new token is drawn from, (..., V), at one position of each row.
+def _masses(log_p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:
+    """Returns what the new token of each row is drawn from by `draw_by_mass`, (..., V), at one position of the row.
 
-    After a rejected draft they are max(p - q, 0); without q, p without the draft. Without a draft, or if its q is 0,
-    they are p.
+    After a rejected draft, this is p - q where p > q, except at the draft. Without q, q is 1 at the draft. Without a
+    draft, q is 0. Elsewhere this is -p, for rows where rounding leaves nothing of p - q. NaN where q is NaN.
     """
-    if log_q is None:
-        return jnp.where(lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1) == draft[..., None], 0, p)
-    q = jnp.exp(_at(log_q, jnp.minimum(position, log_q.shape[-2] - 1)))
-    return jnp.where(draft_log_q[..., None] > -jnp.inf, jnp.maximum(p - q, 0), p)
+    p, draft, q = jnp.exp(log_p), draft[..., None], 0
+    if log_q is not None:
+        log_q = _at(log_q, jnp.minimum(position, log_q.shape[-2] - 1))
+        q = jnp.where(draft >= 0, jnp.exp(log_q), 0)
+    # The other computation of p and q may round differently. A smaller p might be 0 there.
+    least = 2 * jnp.finfo(p.dtype).tiny
+    is_left = ~(p - q <= least) & (positions(p.ndim, p.shape[-1]) != draft)
+    return jnp.where(is_left, p - q, -p)
 
 
 def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
     """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
-    named, axis = [("logits", again), ("key", noise)], mass.ndim - 1  # the names are for messages only
-    call, (mass, _, *others) = arguments.last_axis(DRAW_BY_MASS, "verify", mass, axis, None, None, named)
-    return as_rows(choose_plain(call), mass, *others)[..., 0]
+    call = describe(DRAW_BY_MASS, mass, (mass.ndim - 1,), None, function="verify")
+    return as_rows(choose_plain(call), *vary_together(mass, again, noise))[..., 0]
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
@@ -251,18 +264,5 @@ def _at(a: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns the elements of a (..., S, V) at the drafts (..., S); for a draft that is no token, the least number."""
-    is_integer = jnp.issubdtype(a.dtype, jnp.integer)
-    least = jnp.iinfo(a.dtype).min if is_integer else False if a.dtype == bool else -jnp.inf
-    nothing = jnp.asarray(least, a.dtype)
-    is_divided = any(jax.typeof(a).sharding.spec[-1:])  # by Explicit mesh axes
-    if is_divided:  # JAX cannot gather along such an axis
-        at_draft = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) == drafts[..., None]
-        return jnp.max(jnp.where(at_draft, a, nothing), -1)
-    index = jnp.where(_is_token(drafts, a), drafts, 0)[..., None]
-    picked = jnp.take_along_axis(a, index, -1, mode="promise_in_bounds")[..., 0]
-    return jnp.where(_is_token(drafts, a), picked, nothing)
-
-
-def _is_token(drafts: jax.Array, a: jax.Array) -> jax.Array:
-    return (drafts >= 0) & (drafts < a.shape[-1])
+    """Returns the elements of a (..., S, V or 1) at the drafts, (..., S, 1). A draft of -1 gets some element."""
+    return a if a.shape[-1] == 1 else at(a, jnp.maximum(drafts, 0)[..., None])

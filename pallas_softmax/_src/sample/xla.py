@@ -128,9 +128,9 @@ def noise_of_mass(vocab):
 
 
 def draw_by_mass(mass, again, noise):
-    """Draws once from each row in proportion to its positive masses: first a chunk of neighbours, then one of them.
+    """Draws once from each row in proportion to masses: first a chunk of neighbours, then one of them.
 
-    A row without positive masses draws in proportion to the negative ones. So does a chunk.
+    Negative masses count, without their sign, if a row or the drawn chunk has no positive ones.
 
     Both steps draw as `jax.random.categorical` does. A row needs a number of noise for each chunk and for each element
     of one chunk, and no array of V elements is stored.
@@ -138,7 +138,7 @@ def draw_by_mass(mass, again, noise):
     Args:
       mass: (..., V), floating.
       again: the same numbers. If the caller computes them a second time, XLA stores neither of the two. They may round
-        differently, if no chunk then loses all its numbers.
+        differently; a chunk with a mass must keep one.
       noise: (..., noise_of_mass(V)), Gumbel numbers of the same dtype.
 
     Returns:
@@ -146,17 +146,16 @@ def draw_by_mass(mass, again, noise):
     """
     count, size = chunks_of(mass.shape[-1])
 
-    def of_one_sign(mass, reduce):
-        positive, negative = (reduce(jnp.maximum(m, 0)) for m in (mass, -mass))
-        return jnp.where(jnp.any(positive > 0, -1, keepdims=True), positive, negative)
+    def of_one_sign(mass):
+        return jnp.where(jnp.any(mass > 0, -1, keepdims=True), jnp.maximum(mass, 0), jnp.maximum(-mass, 0))
 
     def winner(mass, noise):
         return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
 
-    sums = of_one_sign(in_chunks(mass), lambda a: jnp.sum(a, -1))
+    # One sum for both signs: beside positive masses, the negative ones are too faint to matter.
+    sums = of_one_sign(jnp.sum(in_chunks(jnp.where(mass > 0, mass, 2.0**-80 * mass)), -1))
     chunk = winner(sums, noise[..., :count])
-    masses = chunk_of(again, chunk)
-    index = chunk * size + winner(of_one_sign(masses, lambda a: a), noise[..., count:])
+    index = chunk * size + winner(of_one_sign(chunk_of(again, chunk)), noise[..., count:])
     return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
 
 

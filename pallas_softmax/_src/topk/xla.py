@@ -54,8 +54,8 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     some = isinstance(k, int) and k > 0  # a symbolic k may be 0
     m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     divisor = Temperature.of(temperature) if scaled else None
-    d = jnp.sum(jnp.exp(normalizers.below(x, m, divisor)), -1, keepdims=True)
-    normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+    d = jnp.sum(jnp.exp(normalizers.below(x, normalizers.shift(m), divisor)), -1, keepdims=True)
+    normalizer = Normalizer(m, d)
     kept = None if where is None else mask_at(where, logits, indices)
     return TopK(_values(winners, kept, normalizer, divisor, log, dtype), indices), normalizer
 
