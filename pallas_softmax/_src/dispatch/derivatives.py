@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_softmax._src.dispatch import linear_map
 from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.linear_map import LinearMap
-from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, whole_rows
+from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.temperatures import is_zero
@@ -183,7 +183,7 @@ def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
     """
 
     def on_whole_rows(*arrays, **keywords):
-        whole = jax.tree.map(whole_rows, arrays)
+        whole = jax.tree.map(lambda a: reshard_along(a, -1, None), arrays)
         results = function(*whole, **keywords)
         logits = arrays[0][0]
         if not logits_first or whole[0][0] is logits:

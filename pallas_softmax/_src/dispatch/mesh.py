@@ -149,11 +149,13 @@ def _over_explicit_axes(
     mesh,
 ) -> Any:
     """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
-    if not _available(mesh):  # JAX traces the call for a vmap, and uses only the shapes of its results
-        return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     in_specs, out_specs, axes = dimensions.lay_out(specs, mesh.shape)
+    results, result_tree = jax.tree.flatten(dimensions.result_shapes)
+    if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
+        typed = [s.update(sharding=NamedSharding(mesh, spec)) for s, spec in zip(results, out_specs)]
+        return result_tree.unflatten(placeholder(typed, "mesh axes that a vmap has taken"))
     mapped = jax.shard_map(
         lambda *leaves: jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes)),
         mesh=mesh,
@@ -162,7 +164,7 @@ def _over_explicit_axes(
         axis_names=explicit_axes(mesh),
     )
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, in_specs)]
-    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), mapped(*laid))
+    return result_tree.unflatten(mapped(*laid))
 
 
 def divisible(leaves: list[jax.Array]) -> bool:

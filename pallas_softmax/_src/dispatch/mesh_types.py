@@ -78,12 +78,34 @@ def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
     return P(*(of or None if carries else None for of, carries in zip(axes, full)))
 
 
-def whole_rows(x: jax.Array) -> jax.Array:
-    """Returns `x`, gathered along its last dimension if Explicit mesh axes divide that."""
+def reshard_along(x: jax.Array, dimension: int, entry: Any) -> jax.Array:
+    """Returns `x` with this entry of the `PartitionSpec` for a dimension, if types say how `x` is sharded.
+
+    Mesh axes that divide another dimension of `x` already stay there.
+    """
     sharding = jax.typeof(x).sharding
-    if not explicit_axes(sharding.mesh) or not sharding.spec or sharding.spec[-1] is None:
+    spec = [*sharding.spec]
+    used = {name for e in spec for name in axes_of_entry(e)} & {*axes_of_entry(entry)}
+    if not explicit_axes(sharding.mesh) or not spec or spec[dimension] == entry or used:
         return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*sharding.spec[:-1], None)))
+    spec[dimension] = entry
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*spec)))
+
+
+def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
+    """Returns function(*arrays), with Auto mesh axes in place of the Explicit ones. So XLA divides the computation.
+
+    Args:
+      function: (*trees of arrays) -> a tree of arrays.
+      specs: the `PartitionSpec` of each result, if there are Explicit axes.
+      *arrays: trees of arrays; None stays.
+    """
+    mesh = explicit_mesh(jax.tree.leaves(arrays))
+    if mesh is None:
+        return function(*arrays)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    axes = tuple(sorted(explicit_axes(mesh)))
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)(*arrays)
 
 
 def axes_of_entry(entry) -> tuple[str, ...]:

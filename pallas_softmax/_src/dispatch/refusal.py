@@ -32,7 +32,7 @@ def refuse_unless_cuda(ctx, reason: str | None) -> None:
 
 @_refuse_p.def_abstract_eval
 def _(*, reason, shapes):
-    return [ShapedArray(s.shape, s.dtype) for s in shapes]
+    return [ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in shapes]
 
 
 def _refuse_lowering(ctx, *, reason, shapes):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_softmax._src.dispatch.mesh_types import reshard_along
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
@@ -56,7 +57,11 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
                 slices = iter(batched_slices)
                 return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
 
-            out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
+            slices = [a for a, b in zip(leaves, batched) if b]
+            # JAX cannot loop over slices that Explicit mesh axes divide, so each device computes all of them.
+            axes = next(filter(None, (jax.typeof(a).sharding.spec[0] for a in slices)), None)
+            out = lax.map(one, [reshard_along(a, 0, None) for a in slices])
+            out = jax.tree.map(lambda a: reshard_along(a, 0, axes), out)
         return out, jax.tree.map(lambda _: True, out)
 
     with stage_constants():

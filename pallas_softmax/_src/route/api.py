@@ -13,7 +13,7 @@ from pallas_softmax._src import arguments
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import vary_together, whole_rows
+from pallas_softmax._src.dispatch.mesh_types import reshard_along, vary_together
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.route.formulas import SCORES, Gate, Score
@@ -108,7 +108,7 @@ def route(
     floating = jax.eval_shape(jnp.exp, x).dtype
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:  # floats hold them
         x = x.astype(floating)
-    x = whole_rows(x)
+    x = reshard_along(x, -1, None)
     experts = x.shape[axis]
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")

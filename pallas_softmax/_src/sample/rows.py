@@ -331,9 +331,7 @@ def _index_reaching(measure, goal):
     if chunks_of(measure.shape[-1])[0] > 1:
         chunks = in_chunks(measure)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
-        # not a gather: XLA aborts the process if it divides two chunks over four devices
-        is_chunk = jnp.arange(chunks.shape[-2])[:, None] == chunk[..., None]
-        measure, first = jnp.max(jnp.where(is_chunk, chunks, 0), -2), chunk * _CHUNK
+        measure, first = chunk_of(measure, chunk), chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
     return first + position
 
@@ -348,6 +346,16 @@ def in_chunks(a):
     *batch, vocab = a.shape
     count, size = chunks_of(vocab)
     return jnp.pad(a, [(0, 0)] * len(batch) + [(0, count * size - vocab)]).reshape(*batch, count, size)
+
+
+def chunk_of(a, chunk):
+    """Returns one chunk of each row, the one with the number `chunk` (..., 1): (..., size)."""
+    chunks, chunk, mesh = in_chunks(a), chunk[..., None], jax.sharding.get_abstract_mesh()
+    # XLA may divide a gather along two dimensions. Inside a shard_map over other axes, it then aborts the process.
+    if mesh.manual_axes and mesh.auto_axes:
+        is_chosen = jnp.arange(chunks.shape[-2])[:, None] == chunk
+        return jnp.sum(jnp.where(is_chosen, chunks, 0), -2, dtype=a.dtype)
+    return jnp.take_along_axis(chunks, chunk, -2, mode="promise_in_bounds")[..., 0, :]
 
 
 def _position_reaching(measure, goal):
