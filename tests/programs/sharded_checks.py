@@ -1162,6 +1162,51 @@ def shard_map_without_jit(name, around):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
 
 
+# The first ones are in the fast set.
+FUNCTIONS = {
+    "verify": lambda x: ps.verify(
+        jax.random.key(0), np.zeros((len(x) // 2, 1), int), x.reshape(-1, 2, x.shape[-1]), top_p=0.9
+    ),
+    "linear_log_probs": SHARDS["linear_log_probs"],
+} | SHARDS
+
+
+@each(name=FUNCTIONS, fast=2)
+def vmap_along_an_explicit_axis(name):
+    """Results and gradients agree with one device, and devices still divide the slices."""
+
+    def total(x):
+        return sum(jnp.sum(a) for a in jax.tree.leaves(FUNCTIONS[name](x)) if a.dtype == jnp.float32)
+
+    spec = P("b") if name.startswith("linear") else P("b", None, "v")
+    placed = jax.device_put(THREE, NamedSharding(mesh("explicit"), spec))
+    has_gradient = name not in ("verify", "sample", "linear_topk")
+    for f in [FUNCTIONS[name], *[jax.grad(total)] * has_gradient]:
+        with jax.set_mesh(mesh("explicit")):  # JAX needs it under vmap
+            got = jax.jit(jax.vmap(f))(placed)
+        assert_all_close(got, jax.jit(jax.vmap(f))(THREE))
+        assert {jax.typeof(a).sharding.spec[0] for a in jax.tree.leaves(got)} == {"b"}
+
+
+@each(name=FUNCTIONS, fast=1)
+def divided_inside_shard_map(name):
+    """XLA divides the rows over the mesh axes that a shard_map leaves. A bug of XLA would end this process."""
+    x = cases.rows(["normal"] * 8, 300)  # 300 columns are two chunks of the search, on four devices
+
+    def divided(x):
+        return FUNCTIONS[name](lax.with_sharding_constraint(x, P(None, "v")))
+
+    def run(f):
+        with jax.set_mesh(mesh()):
+            mapped = jax.shard_map(
+                lambda x: jax.tree.map(jnp.atleast_1d, f(x)),
+                in_specs=P("b"), out_specs=P("b"), axis_names={"b"},
+            )  # fmt: skip
+            return jax.jit(mapped)(x)
+
+    assert_all_close(run(divided), run(FUNCTIONS[name]))
+
+
 CHECKS |= linear_checks.CHECKS
 SLOW |= linear_checks.SLOW
 

@@ -121,7 +121,9 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
     weights = sum_cotangents(cotangents, static.mesh_axes)
     if static.head.entropy:
         dlog_prob, dentropy, dlogsumexp = weights
-        weights = jnp.stack(vary_together(-dlog_prob, dentropy, dlogsumexp), -1)
+        # not jnp.stack: JAX cannot batch it along Explicit axes
+        each = [g[..., None] for g in vary_together(-dlog_prob, dentropy, dlogsumexp)]
+        weights = jnp.concatenate(each, -1)
     arrays = (*saved.arguments, weights, saved.statistics)
     dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw)
     dtokens = None
