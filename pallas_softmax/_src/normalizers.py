@@ -85,12 +85,12 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 class Scale(NamedTuple):
-    """1 / temperature in a kernel, as the factors of (x before - m before) factor again.
+    """1 / temperature in a kernel, as the factors of (x first - m first) factor again.
 
     No step overflows that should not. At temperature 0, the result is 0 or far below the exponents of float32.
     """
 
-    before: Any  # 1, or less for huge temperatures: x - m might overflow
+    first: Any  # 1, or less for huge temperatures: x - m might overflow
     factor: Any
     again: Any  # 1, or more for tiny temperatures: the factor might overflow
 
@@ -121,7 +121,7 @@ def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
     if isinstance(scale, Temperature):
         return scale.distance(x, m)
     if isinstance(scale, Scale):
-        return (x * scale.before - m * scale.before) * scale.factor * scale.again
+        return (x * scale.first - m * scale.first) * scale.factor * scale.again
     return x - m if scale is None else (x - m) * scale
 
 

@@ -49,7 +49,7 @@ def added(x, scale, step, again=None):
     """Returns the moments of each thread after all steps of `step` logits. `again` is a `Scale`'s last factor."""
     state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
     factors = {"a": F32(scale * moments_ptx.LOG2_E)} | (
-        {} if again is None else {"before": F32(1), "again": F32(again)}
+        {} if again is None else {"first": F32(1), "again": F32(again)}
     )
     form = moments_ptx.Form(scaled=again is not None)
     for first in range(0, len(x), step):
@@ -119,21 +119,22 @@ def test_count_before(vec, blocks, special):
 def test_merges(kind, ctas):
     """Each thread has 8 logits, and its number counts down, so that the last of the largest wins.
 
-    With more than one CTA, counts are added as well.
+    With more than one CTA, counts are added as well; with 16, there is a temperature, which is 1.
     """
     x = logits(kind, 8 * ctas).reshape(ctas, 8, 128)
-    form = moments_ptx.Form(counted=ctas > 1)
+    form = moments_ptx.Form(scaled=ctas == 16, counted=ctas > 1)
     at = np.arange(128 * ctas, dtype=F32)[::-1].reshape(ctas, 128)
     before = np.random.default_rng(ctas).integers(0, 9, (ctas, 128)).astype(F32)
     sent = np.zeros((ctas, len(form.fields), 128), F32)
-    a, scratch_bytes = F32(moments_ptx.LOG2_E), 4 * (moments_ptx.SCRATCH + 4)
+    factors, scratch_bytes = {"a": F32(moments_ptx.LOG2_E)}, 4 * (moments_ptx.SCRATCH + 4)
+    factors |= {"first": F32(1), "again": F32(1)} if form.scaled else {}
     for cta in range(ctas):
         state = dict(zip(form.fields, (*added(x[cta], 1.0, 8), at[cta], before[cta])))
         program, scratch = moments_ptx.combine_threads_program(form), np.zeros(scratch_bytes, "uint8")
-        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), *form.fields)
+        sent[cta] = results(ptx.run(program, scratch, **state, **factors, scratch=0), *form.fields)
     words = sent.reshape(ctas, -1).view("uint8")
     memory = np.concatenate([words, np.zeros((ctas, scratch_bytes), "uint8")], 1)
-    operands = {name: 512 * i for i, name in enumerate([*form.fields, "scratch"])} | {"a": a}
+    operands = {name: 512 * i for i, name in enumerate([*form.fields, "scratch"])} | factors
     program = moments_ptx.combine_ctas_program(ctas, form)
     machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
     machine.run()

@@ -117,7 +117,7 @@ def _factors(scale: Scale | None) -> dict[str, Any]:
     """Returns the operands with the product log2(e) / temperature."""
     if scale is None:
         return {"a": LOG2_E}
-    return {"before": scale.before, "a": scale.factor * LOG2_E, "again": scale.again}
+    return {"first": scale.first, "a": scale.factor * LOG2_E, "again": scale.again}
 
 
 def add_program(count: int, form: Form = Form()) -> Program:
@@ -226,18 +226,18 @@ def _rescaled(p: Program, form: Form, m: Value, d: Value, t: Value, shift: Value
 
 
 def _shift(p: Program, form: Form, m: Value) -> Value:
-    """Returns what is subtracted from logits: m <before>, or 0 if m is -inf, because -inf - -inf is NaN."""
-    return _before(p, form, p.select(m.equals(float("-inf")), 0.0, m))
+    """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
+    return _in_range(p, form, p.select(m.equals(float("-inf")), 0.0, m))
 
 
-def _before(p: Program, form: Form, x: Value) -> Value:
-    """Returns x <before> with a temperature, else x."""
-    return x * p.operand("before", "f32") if form.scaled else x
+def _in_range(p: Program, form: Form, x: Value) -> Value:
+    """Returns x <first> with a temperature, else x."""
+    return x * p.operand("first", "f32") if form.scaled else x
 
 
 def _distance(p: Program, form: Form, x: Value, shift: Value) -> Value:
-    """Returns u = (x <before> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
-    u = _before(p, form, x) - shift
+    """Returns u = (x <first> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
+    u = _in_range(p, form, x) - shift
     for factor in p.operands("f32", *form.factors):
         u = u * factor
     return p.op("max.NaN", "f32", u, FAR)

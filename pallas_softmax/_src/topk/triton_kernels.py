@@ -12,7 +12,7 @@ and no loop depends on the values.
 `topk_kernel` does this in one launch, with a program for each part. If a row has several parts, `merge_kernel` merges
 their candidates and normalizers, in one or more launches.
 
-In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x before - m before) * scale * again).
+In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x first - m first) * scale * again).
 These are the factors of 1 / temperature, see `normalizers.Scale`; without a temperature all are 1.
 """
 
@@ -109,10 +109,10 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _combine_lanes(m, d, before, scale, again):
+def _combine_lanes(m, d, first, scale, again):
     """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
-    return largest, tl.sum(d * exp((m * before - shift(largest) * before) * scale * again), 0)
+    return largest, tl.sum(d * exp((m * first - shift(largest) * first) * scale * again), 0)
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def _scale(temperature_ptr, row, SCALAR: tl.constexpr, SCALED: tl.constexpr):
     """Returns the factors of 1 / temperature of a row. If SCALAR, all rows share one; unless SCALED, it is 1."""
     t = tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32)
     if SCALED:
-        before, again = tl.where(t > _HOT, 0.25, 1.0), tl.where(t < 1 / _LIMIT, _LIMIT, 1.0)
-        return before, tl.minimum(tl.div_rn(1.0, t * before * again), _LIMIT), again
+        first, again = tl.where(t > _HOT, 0.25, 1.0), tl.where(t < 1 / _LIMIT, _LIMIT, 1.0)
+        return first, tl.minimum(tl.div_rn(1.0, t * first * again), _LIMIT), again
     else:
         return 1.0, tl.div_rn(1.0, t), 1.0
 
@@ -132,7 +132,7 @@ def _store(
     best,
     m,
     d,
-    before,
+    first,
     scale,
     again,
     row,
@@ -167,7 +167,7 @@ def _store(
         key = (best >> 32).to(tl.int32)
         value = from_sort_key(key, DTYPE)
         if LOG is not None:
-            scaled = (value.to(tl.float32) * before - m * before) * scale * again
+            scaled = (value.to(tl.float32) * first - m * first) * scale * again
             if SCALED:  # at temperature 0, any negative number is -inf
                 scaled = tl.where(scaled < 0, scaled + tl.where(scale == _LIMIT, float("-inf"), 0.0), scaled)
             value = scaled - log_sum(d) if LOG else exp(scaled) / d
@@ -214,7 +214,7 @@ def topk_kernel(
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
-    before, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
+    first, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     start = part * LENGTH
     stop = start + min(LENGTH, V - start)
 
@@ -228,14 +228,14 @@ def topk_kernel(
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
         if LOG is not None:
             # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
-            e = tl.exp2(-tl.abs(x * before - m * before) * (scale * LOG2E) * again)
+            e = tl.exp2(-tl.abs(x * first - m * first) * (scale * LOG2E) * again)
             d = tl.where(x > m, d * e + 1, d + e)
             m = tl.maximum(m, x)
         best_col = tl.where(key > best, col, best_col)  # of tied keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
-    m, d = _combine_lanes(m, d, before, scale, again)
+    m, d = _combine_lanes(m, d, first, scale, again)
 
     best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
     for level in tl.static_range(len(LEVELS)):
@@ -244,7 +244,7 @@ def topk_kernel(
         best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
-        best, m, d, before, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
+        best, m, d, first, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
         PARTS, x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip
 
@@ -278,15 +278,15 @@ def merge_kernel(
     A row has LISTS lists before the launch, and PARTS lists after it. The grid is (ROWS, PARTS).
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    before, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
+    first, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)
     which = part * FAN_IN + tl.arange(0, FAN_IN)
     m = tl.load(list_normalizers_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
     d = tl.load(list_normalizers_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
-    m, d = _combine_lanes(m, d, before, scale, again)
+    m, d = _combine_lanes(m, d, first, scale, again)
     slot = part * (FAN_IN * SLOTS) + tl.arange(0, FAN_IN * SLOTS)
     row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
     best = tl.topk(tl.load(row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
-        best, m, d, before, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
+        best, m, d, first, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,
         PARTS, x_ptr.dtype.element_ty, SCALED,
     )  # fmt: skip

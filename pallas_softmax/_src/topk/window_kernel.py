@@ -274,13 +274,13 @@ def _add_step(
         insert_ptx(p, refs, {"step": step})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    before = {"before": scale.before} if isinstance(scale, Scale) else {}
+    first = {"first": scale.first} if isinstance(scale, Scale) else {}
     factor, *again = scale[1:] if isinstance(scale, Scale) else (scale,)
     factors = {"log2_scale": factor * LOG2_E} | dict(zip(["again"], again))
     p.set(new_m, p.max(p.reduce("max", largest), m))
 
     def in_range(x):  # so that x - s does not overflow
-        return x * p.operand("before", "f32") if before else x
+        return x * p.operand("first", "f32") if first else x
 
     s = in_range(p.select(new_m.equals(-math.inf), 0.0, new_m))
 
@@ -299,7 +299,7 @@ def _add_step(
     new = insert_ptx(
         p,
         refs,
-        {"step": step, **before, **factors},
+        {"step": step, **first, **factors},
         {"m": lane.m, "d": lane.d},
         {"new_m": "f32", "new_d": "f32"},
     )

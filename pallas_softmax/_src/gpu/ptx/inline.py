@@ -123,6 +123,9 @@ def insert_ptx(
     as scalars if all threads write the same numbers (`uniform`).
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
+    names = [*refs, *scalars, *blocks, *results]
+    if len({*names}) < len(names):  # one operand would silently take the place of another
+        raise ValueError(f"insert_ptx: operands must have different names, got {names}")
     dtypes = {"i32": np.dtype("int32"), "f32": np.dtype("float32")}
     shape = () if uniform else (WARPGROUP,)
     layout: Any = plgpu.Layout.WG_SPLAT(()) if uniform else PER_THREAD
