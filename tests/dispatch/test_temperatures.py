@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.covering import first
+from tests.support.covering import first, first_values, pairs
 
 KEY = jax.random.key(0)
 LABELS = np.array([1, 0], np.int32)
@@ -68,7 +68,7 @@ CASES = [(function, t) for t in TEMPERATURES for function in FUNCTIONS]
 
 
 @pytest.mark.parametrize(
-    ("function", "temperature"), first(12, CASES[1:3] + CASES[4:6] + CASES[8:10] + CASES[28:])
+    ("function", "temperature"), first(4, CASES[9:11] + CASES[32:34] + CASES[:9] + CASES[11:32] + CASES[34:])
 )
 def test_any_temperature(function, temperature):
     """Float32 quotients are off by 2^-23 of |x / T|. A traced temperature gives the same bits."""
@@ -94,7 +94,7 @@ def test_ties_are_drawn_though_quotients_overflow():
     np.testing.assert_array_equal(got.indices, want)
 
 
-@pytest.mark.parametrize("temperature", [4e-39, 3.4e38])
+@pytest.mark.parametrize("temperature", first_values(1, [4e-39, 3.4e38]))
 @pytest.mark.parametrize("function", ["fused_topk", "token_stats"])
 def test_gradients_at_any_temperature(function, temperature):
     """Gradients are the exact ones divided by the temperature; on a CPU, subnormal ones are 0."""
@@ -112,14 +112,14 @@ def test_gradients_at_any_temperature(function, temperature):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-38)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("temperature", [-1e-40, -1.0, np.nan])
+@pytest.mark.parametrize(("function", "temperature"), first(3, pairs(FUNCTIONS, [-1e-40, -1.0, np.nan])))
 def test_a_traced_negative_temperature_gives_nan(function, temperature):
     x, _ = logits(1.0, 1)
     results = jax.tree.leaves(jax.jit(function)(x, np.float32(temperature)))
     assert np.isnan(results[0] if results[0].dtype == np.float32 else results[1]).all()
 
 
+@pytest.mark.slow
 def test_a_known_positive_temperature_is_never_0():
     x = jnp.array([2.0, 2.0, 0.0])
     draws = functools.partial(ps.sample, jax.random.key(1), jnp.tile(x, (64, 1)))

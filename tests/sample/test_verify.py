@@ -11,7 +11,7 @@ from jax import export
 import pallas_softmax as ps
 from pallas_softmax import verify
 from pallas_softmax._src.sample import xla
-from tests.support.covering import slow
+from tests.support.covering import first_values, slow
 from tests.support.draws import chi_square
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -131,6 +131,7 @@ def test_masses_may_round_in_two_ways():
     assert (xla.draw_by_mass(np.where(mass == -1, np.nan, mass), again, noise) == -1).all()
 
 
+@pytest.mark.slow
 def test_no_rounding_of_large_logits():
     """p depends on the differences of logits only, however large logits / temperature are."""
     rows, x = 500, np.array([0, 1, 2, 0], np.float32)
@@ -238,7 +239,7 @@ def test_a_position_without_a_distribution_gives_minus_1(q, logit, given):
 
 @pytest.mark.parametrize("q", [None, slow(LOG_Q)], ids=["chosen", "drawn"])
 @pytest.mark.parametrize(
-    "shape", [(), (1,), (S + 1, 1), (2, S + 1, 1), (V,), slow((2, 1, 1)), slow((1, 1, V))], ids=str
+    "shape", first_values(1, [(1,), (), (S + 1, 1), (2, S + 1, 1), (V,), (2, 1, 1), (1, 1, V)]), ids=str
 )
 def test_a_mask_broadcasts(shape, q):
     """A mask whose last dimension is 1 masks whole positions."""
