@@ -8,6 +8,7 @@ mesh_axes     the mesh axes that each row is spread over, if any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax._src.dispatch.mesh_types import is_partly_manual
 from pallas_softmax._src.normalizers import widen
 
 
@@ -31,14 +32,19 @@ def differentiable_if_finite(x):
     return jnp.where(jnp.isfinite(x), x, lax.stop_gradient(x))
 
 
-def at(x, indices):
-    """Returns the elements at indices of the last axis. The indices must be in bounds: checks take longer on a CPU."""
-    return jnp.take_along_axis(x, indices, -1, mode="promise_in_bounds")
+def at(x, indices, mode="promise_in_bounds", fill_value=None):
+    """Returns the elements at indices of the last axis. By default all are in bounds: checks take longer on a CPU."""
+    if not is_partly_manual():
+        return jnp.take_along_axis(x, indices, -1, mode=mode, fill_value=fill_value)
+    # XLA would abort the process if it divided the rows and the last axis.
+    x = jnp.broadcast_to(x, (*indices.shape[:-1], x.shape[-1]))
+    rows = (lax.broadcasted_iota(jnp.int32, indices.shape, i) for i in range(x.ndim - 1))
+    return x.at[(*rows, indices)].get(mode=mode, fill_value=fill_value)
 
 
 def mask_at(where, x, indices):
     """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis."""
-    return jnp.take_along_axis(jnp.broadcast_to(where, x.shape), indices, -1)
+    return at(jnp.broadcast_to(where, x.shape), indices, "fill")
 
 
 def masked(x, where, value):

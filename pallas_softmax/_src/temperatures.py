@@ -34,7 +34,7 @@ class Temperature(NamedTuple):
 
     @property
     def is_zero(self):
-        """Which temperatures are exactly 0; a CPU takes a subnormal T for 0."""
+        """Whether each temperature is exactly 0; a comparison of T itself would take a subnormal T for 0 on a CPU."""
         return self.divisor == 0
 
     def divide(self, x):

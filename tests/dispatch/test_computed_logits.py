@@ -1,4 +1,4 @@
-"""Logits that are computed in the program of the call: results are those of the same logits, stored before.
+"""Logits that are computed in the program of the call give the same results as stored logits.
 
 XLA may compute fused logits anew for each reading, with other roundings. So a plain form must not compare two readings
 of its input. At small temperatures, a difference of one rounding decides everything.

@@ -34,7 +34,7 @@ from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
-from tests.support import bounds, cases, covering, oracle, routing
+from tests.support import bounds, cases, covering, draws, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 
@@ -584,23 +584,77 @@ def sample_of_overflows(impl, how):
         np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
-@each(drawn=[True, False], how=HOW[:2], fast=0)
-def verified(drawn, how):
-    """Speculative decoding has the same tokens as on one device, and no row of V is gathered."""
-    at = split("both", how)._replace(spec=("b", None, "v"))
+VERIFIED = {
+    "V": ("b", None, "v"),
+    "positions": ("b", "v", None),
+    "all but the batch": (None, "b", "v"),
+    "batch": ("b",),
+}
+
+
+@each(layout=VERIFIED, drawn=[True, False], how=HOW[:2], fast=0)
+def verified(layout, drawn, how):
+    """Speculative decoding has the same tokens as on one device, and no row of V is gathered.
+
+    Drafts and probabilities may be divided otherwise than logits.
+    """
+    at = split("both", how)._replace(spec=VERIFIED[layout])
     x = cases.rows(["normal", "integers"] * 8, 4096).reshape(4, 4, 4096)
     q = np.asarray(jax.nn.log_softmax(x[:, :-1] * 0.7)) if drawn else None
     drafts = jax.random.categorical(jax.random.key(1), x[:, :-1] * 0.7)
     keys = jax.random.split(jax.random.key(2), len(x))
-    per_row = lay((keys, drafts), at.mesh, (P("b"), P("b")))
+    per_row = lay((keys, drafts), at.mesh, (P("b"), P("v")))
     for options in ({}, {"top_p": np.float32(0.8)}):
         f = functools.partial(ps.verify, **options)
-        arrays = [at.place(x), *([at.place(q)] if drawn else [])]
+        arrays = [at.place(x), *(lay((q,), at.mesh, (P("b", None, "v"),)) if drawn else [])]
         got, sent = execute(f, *per_row, *arrays)
         jax.tree.map(np.testing.assert_array_equal, got, f(keys, drafts, x, q))
         row = 4 * 4096 * (len(x) // 2)  # bytes of one position of each sequence of a device
         gathered = sum(c.bytes for c in sent if c.group > 1 and c.kind != "all-to-all")
         assert gathered < 3.5 * row, sent  # of 4 positions
+
+
+@each(exchanged=(False, True), filters=("none", "top_p"), how=HOW, fast=1)
+def filtered_rows_without_a_draw(exchanged, filters, how):
+    """A failed row is NaN on all devices, even if the NaN of one device comes after the -inf of all others."""
+    x, at, t = draws.rows_without_a_draw(4096, F32), split("both", how), np.array([0, 1, 1] * 2, F32)
+    f = functools.partial(ps.filter_logits, temperature=t, **FILTERS[filters])
+    if how == "shard_map":
+        at = at._replace(spec=(None, "v"))
+        f = functools.partial(f, axis_name="v")
+        f = jax.shard_map(f, mesh=at.mesh, in_specs=P(None, "v"), out_specs=P(None, "v"))
+    with contextlib.nullcontext() if exchanged else by_lists():
+        draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
+
+
+CONSTANTS = {
+    "verify": lambda x: (
+        ps.verify(jax.random.key(0), np.zeros((4, 1), int), x.reshape(4, 2, V), x[::2, None]).tokens
+    ),
+    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=jnp.cos(x[:, 0]) ** 2).indices,
+    "sample, rbg": lambda x: (
+        ps.sample(jax.random.key(0, impl="rbg"), x, temperature=jnp.cos(x[:, 0]) ** 2).indices
+    ),
+    "filter_logits": lambda x: ps.filter_logits(x, min_p=jnp.cos(x[:, 0]) ** 2) > 0,
+    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
+    "top_k": lambda x: ps.top_k(x, 3).indices,
+    "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
+    "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
+}
+
+
+@each(name=CONSTANTS, fast=1)
+def results_without_derivatives(name):
+    """Integers may be computed inside a function that is differentiated."""
+    x = jnp.asarray(cases.rows(["normal"] * 8, V))
+    loss = lambda x: jnp.sum(x.sum() * CONSTANTS[name](x))  # noqa: E731
+    total = CONSTANTS[name](x).sum()
+    for derivative in (
+        jax.grad(loss),
+        jax.jit(jax.grad(loss)),
+        lambda x: jax.jvp(loss, (x,), (x,))[1] / x.sum(),
+    ):
+        np.testing.assert_allclose(derivative(x), np.broadcast_to(total, jnp.shape(derivative(x))), rtol=1e-5)
 
 
 @each(how=HOW, fast=0)

@@ -22,7 +22,9 @@ from tests.support.draws import (
     all_combinations,
     assert_cutoffs,
     assert_draws,
+    assert_failed_and_empty,
     chi_square,
+    rows_without_a_draw,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -469,6 +471,22 @@ def test_filtered_logits():
     want = np.where(np.arange(300) == np.argmax(x[1]), 0, -np.inf)
     np.testing.assert_array_equal(got[1], want)
     assert np.isnan(got[[2, 3, 6]]).all() and (got[4:6] == -np.inf).all()
+
+
+@pytest.mark.parametrize("optimized", [slow(True), False])
+@pytest.mark.parametrize("dtype", [F32, slow(BF16), slow(F16), slow(F64), slow(jnp.float8_e5m2)], ids=str)
+@pytest.mark.parametrize("v", [300, slow(LONG)])
+def test_filtered_rows_without_a_draw(v, dtype, optimized):
+    """A failed row is NaN at every temperature, with every filter, even where XLA's maximum loses a NaN."""
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+    x, t = rows_without_a_draw(v, dtype), np.array([0, 1e-3, 1], F32)[:, None]
+    with jax.enable_x64(dtype == F64):
+        assert_failed_and_empty(filter_logits(x, temperature=0.0))
+        for options in {}, {"top_k": 5}, {"top_p": np.float32(0.9), "min_p": 0.01}:
+            for filtered in filter_logits(np.broadcast_to(x, (3, *x.shape)), temperature=t, **options):
+                assert_failed_and_empty(filtered)
+    out_of_range = jax.jit(lambda p: filter_logits(x, temperature=0.0, top_p=p))(2.0)
+    assert np.isnan(out_of_range).all()
 
 
 @pytest.mark.slow

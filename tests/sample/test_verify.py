@@ -242,7 +242,7 @@ def test_a_position_without_a_distribution_gives_minus_1(q, logit, given):
     "shape", first_values(1, [(1,), (), (S + 1, 1), (2, S + 1, 1), (V,), (2, 1, 1), (1, 1, V)]), ids=str
 )
 def test_a_mask_broadcasts(shape, q):
-    """A mask whose last dimension is 1 masks whole positions."""
+    """A mask with a last dimension of 1 masks whole positions."""
     x, drafts = np.stack([TARGET, TARGET - 1]), np.tile(TARGET.argmax(-1)[:-1], (2, 1))
     q = None if q is None else np.stack([q, q])
     masks = np.stack(

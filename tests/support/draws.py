@@ -108,6 +108,23 @@ def assert_cutoffs(got, x, names, parameters, where=None):
     bounds.assert_cutoff(got, x, names, where, temperature, **dict(zip(("top_k", "top_p", "min_p"), filters)))
 
 
+def rows_without_a_draw(v, dtype):
+    """Returns six rows: four have failed, one has nothing to draw from, and the last one has a draw."""
+    x = np.full((6, v), -np.inf, F32)
+    x[0], x[0, v // 2] = 1, np.nan
+    x[1, v // 2] = np.copysign(np.nan, F32.type(-1))  # after -inf in the order of `lax.top_k`
+    x[2, : v // 2], x[2, v // 2] = 2, np.inf
+    x[3], x[5] = np.nan, np.arange(v) % 7
+    return x.astype(dtype)
+
+
+def assert_failed_and_empty(filtered):
+    """Asserts that these are filtered logits of `rows_without_a_draw`."""
+    filtered = np.asarray(filtered)
+    assert np.isnan(filtered[:4]).all() and (filtered[4] == -np.inf).all(), filtered
+    assert (filtered[5] > -np.inf).any() and (filtered[5] < np.inf).all(), filtered
+
+
 def chi_square(counts, p):
     """Returns the error of the counts in standard deviations (Wilson and Hilferty). Rare entries count as one."""
     n = counts.sum()

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards as combine_normalizers
 from pallas_softmax._src.stats.mesh import combine_shards
@@ -168,7 +169,7 @@ def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
     """
     own = (columns >= 0) & (columns < vocab)
     index = jnp.where(own, columns, 0).reshape(z.shape[0], math.prod(columns.shape[1:]))
-    found = jnp.take_along_axis(z, index, 1, mode="promise_in_bounds").reshape(columns.shape)
+    found = at(z, index).reshape(columns.shape)
     return jnp.where(own, found, 0)
 
 

@@ -118,7 +118,7 @@ def _softplus_ratio(x):
 
 
 def _negative(x):
-    """Returns min(x, 0). Its derivative at 0 belongs to x > 0, as JAX's derivative of |x| does: formulas have both."""
+    """Returns min(x, 0). At 0 it has the derivative of x > 0. JAX's |x| has that too, and formulas have both."""
     return jnp.where(x < 0, x, 0)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
-from pallas_softmax._src.masks import logits_of, mask_at
+from pallas_softmax._src.masks import at, logits_of, mask_at
 from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
@@ -139,7 +139,7 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
     drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, totals.top, temperature)
     drawn = jnp.minimum(drawn, shard.vocab - 1)  # a row with a NaN has no winner
-    noise = jnp.take_along_axis(noise, drawn, -1)
+    noise = at(noise, drawn)
     has_draw = jnp.any(kept, -1, keepdims=True)
     return _winner_of_shards(
         logits, drawn, has_draw, noise, _largest(logits, where), totals.total, temperature, row
@@ -165,7 +165,7 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
       temperature: as for `xla.draw`.
       row: the row.
     """
-    x = jnp.take_along_axis(wide_logits(logits), drawn, -1)
+    x = at(wide_logits(logits), drawn)
     x = jnp.where(has_draw, x, lowest_value(x.dtype))
     index = jnp.where(has_draw, row.start + drawn, NOWHERE)
 
@@ -209,7 +209,7 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
     (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, temperature), static)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = _largest(logits, where)
-    won = wide_logits(jnp.take_along_axis(logits, in_shard, -1))
+    won = wide_logits(at(logits, in_shard))
     index = row.start + in_shard
     if where is not None:  # the complement, which is negative, says that the entry is masked
         index = jnp.where(mask_at(where, logits, in_shard), index, ~index)

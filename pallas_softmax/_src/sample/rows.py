@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.dispatch.mesh_types import is_partly_manual, vary_together
 from pallas_softmax._src.masks import logits_of
 from pallas_softmax._src.temperatures import Temperature, is_zero
 
@@ -350,9 +350,8 @@ def in_chunks(a):
 
 def chunk_of(a, chunk):
     """Returns one chunk of each row, the one with the number `chunk` (..., 1): (..., size)."""
-    chunks, chunk, mesh = in_chunks(a), chunk[..., None], jax.sharding.get_abstract_mesh()
-    # XLA may divide a gather along two dimensions. Inside a shard_map over other axes, it then aborts the process.
-    if mesh.manual_axes and mesh.auto_axes:
+    chunks, chunk = in_chunks(a), chunk[..., None]
+    if is_partly_manual():  # XLA would abort the process if it divided both dimensions of the chunks
         is_chosen = jnp.arange(chunks.shape[-2])[:, None] == chunk
         return jnp.sum(jnp.where(is_chosen, chunks, 0), -2, dtype=a.dtype)
     return jnp.take_along_axis(chunks, chunk, -2, mode="promise_in_bounds")[..., 0, :]

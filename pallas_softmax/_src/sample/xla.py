@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import logits_of
+from pallas_softmax._src.masks import at, logits_of
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -111,7 +111,7 @@ def draw(logits, where, noise, temperature, key, index):
     totals, indices = totals_of_rows(logits, where, temperature), row.indices(logits.ndim)
     kept = is_kept(logits, where, key, index, indices)
     drawn = winner(as_float(logits), indices, noise, kept, totals.top, temperature)
-    return drawn_results(drawn, jnp.take_along_axis(elements(logits, where), drawn, -1), totals)
+    return drawn_results(drawn, at(elements(logits, where), drawn, "fill"), totals)
 
 
 def winner(x, indices, noise, kept, top, temperature):
@@ -152,7 +152,7 @@ def draw_by_mass(mass, again, noise):
     def winner(mass, noise):
         return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
 
-    # One sum for both signs: beside positive masses, the negative ones are too faint to matter.
+    # One sum for both signs: the negative masses are too faint to matter where there are positive ones.
     sums = of_one_sign(jnp.sum(in_chunks(jnp.where(mass > 0, mass, 2.0**-80 * mass)), -1))
     chunk = winner(sums, noise[..., :count])
     index = chunk * size + winner(of_one_sign(chunk_of(again, chunk)), noise[..., count:])
@@ -275,7 +275,7 @@ def _candidates(logits, where, row: Row):
     mask = None if where is None else jnp.broadcast_to(where, x.shape)
     _, index = lax.top_k(x.reshape(-1, row.vocab), _CANDIDATES)
     index = index.reshape(*x.shape[:-1], _CANDIDATES)
-    key = keys(*(None if a is None else jnp.take_along_axis(a, index, -1) for a in (logits, mask)))
+    key = keys(*(None if a is None else at(a, index) for a in (logits, mask)))
     lowest_first, index = lax.sort((~key, index), num_keys=2)
     last, last_index = ~lowest_first[..., -1:], index[..., -1:]
 
@@ -285,7 +285,7 @@ def _candidates(logits, where, row: Row):
         return _sum(jnp.where(before, 1.0, 0.0))
 
     listed = number(keys(logits, where), row.indices(x.ndim)) == _CANDIDATES
-    value, x = (jnp.take_along_axis(a, index, -1) for a in (logits_of(as_float(logits), where), x))
+    value, x = (at(a, index) for a in (logits_of(as_float(logits), where), x))
     return Best((~lowest_first).astype(jnp.int32), index, value, x), listed
 
 
@@ -337,6 +337,6 @@ def _drawn_as_winner(residuals, where, mesh_axes):
         )  # beyond the shard on the other devices
         drawn = lax.psum(at_or_zero(x, in_shard), mesh_axes)
     else:
-        drawn = jnp.take_along_axis(x, jnp.maximum(index, 0), -1)  # -1: no draw
+        drawn = at(x, jnp.maximum(index, 0))  # -1: no draw
     excess = jnp.maximum(-log_probs - 60, 0)
     return logits, temperature, drawn + temperature * excess, jnp.exp(-log_probs - excess), index

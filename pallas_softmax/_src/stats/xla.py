@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.temperatures import Temperature
 
@@ -49,7 +49,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     """Returns the `RowStats` of each row. `scaled` says whether the temperature may differ from 1."""
     x = logits_of(logits, where)
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
-    largest = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
+    largest = at(x, argmax, "fill", -jnp.inf)
     m = largest if scaled else _maximum(x, largest)
     u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
     e = jnp.exp(u)
@@ -95,7 +95,7 @@ def label_keys(labels, logits, where, mesh_axes=()):
     column is 0.
     """
     own, columns = _own_columns(labels, logits, mesh_axes)
-    at_label = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=0)
+    at_label = at(logits, columns, "fill", 0)
     keys = jnp.where(own, sort_keys.wide_key(at_label), 0)
     is_ranked = own if where is None else own & mask_at(where, logits, columns)
     if not mesh_axes:
@@ -139,7 +139,7 @@ def logits_at(labels, logits, where, mesh_axes=()):
     own, columns = _own_columns(labels, logits, mesh_axes)
 
     def at_columns(a):
-        return jnp.take_along_axis(a, columns, -1, mode="fill", fill_value=0)
+        return at(a, columns, "fill", 0)
 
     x = normalizers.widen(at_columns(logits))
     if where is not None:

@@ -5,7 +5,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import gather, merge_over
-from pallas_softmax._src.masks import mask_at
+from pallas_softmax._src.masks import at, mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.xla import TopK, best_order, within
@@ -22,7 +22,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     vocab = logits.shape[-1]
     keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
-    won = wide_logits(jnp.take_along_axis(logits, indices, -1))
+    won = wide_logits(at(logits, indices))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = wide_logits(
             jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)

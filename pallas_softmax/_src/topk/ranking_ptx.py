@@ -105,9 +105,7 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
     return put
 
 
-def _put_winner(
-    p: Program, candidates: CandidateList, winner: Value, rank: Value, when: Condition = None
-) -> None:
+def _put_winner(p: Program, candidates: CandidateList, winner: Value, rank: Value, when: Condition = None):
     """Writes a candidate with a rank below k."""
     wins = rank.bits("s32") < candidates.k
     low, high = p.split(winner)

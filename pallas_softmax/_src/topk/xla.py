@@ -232,7 +232,7 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
 
 def at_or_zero(x, indices):
     """Returns the elements at indices of the last axis; 0 for indices beyond it."""
-    return jnp.take_along_axis(x, indices, -1, mode="fill", fill_value=0)
+    return at(x, indices, "fill", 0)
 
 
 def put(x, indices, values):
