@@ -596,14 +596,14 @@ VERIFIED = {
 def verified(layout, drawn, how):
     """Speculative decoding has the same tokens as on one device, and no row of V is gathered.
 
-    Drafts and probabilities may be divided otherwise than logits.
+    Explicit mesh axes may divide drafts, keys and probabilities otherwise than logits.
     """
     at = split("both", how)._replace(spec=VERIFIED[layout])
     x = cases.rows(["normal", "integers"] * 8, 4096).reshape(4, 4, 4096)
     q = np.asarray(jax.nn.log_softmax(x[:, :-1] * 0.7)) if drawn else None
     drafts = jax.random.categorical(jax.random.key(1), x[:, :-1] * 0.7)
     keys = jax.random.split(jax.random.key(2), len(x))
-    per_row = lay((keys, drafts), at.mesh, (P("b"), P("v")))
+    per_row = lay((keys, drafts), at.mesh, [P("v" if how == "explicit" else "b")] * 2)
     for options in ({}, {"top_p": np.float32(0.8)}):
         f = functools.partial(ps.verify, **options)
         arrays = [at.place(x), *(lay((q,), at.mesh, (P("b", None, "v"),)) if drawn else [])]

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import vary_together, with_auto_axes
+from pallas_softmax._src.dispatch.mesh_types import reshard_along, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import at
@@ -109,10 +109,17 @@ def verify(
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
+    entries = jax.typeof(x).sharding.spec
+
+    def like_logits(a):  # otherwise, XLA might divide the logits like a small array
+        for i, n in enumerate(jnp.shape(a)):
+            a = reshard_along(a, i, entries[i] if n == x.shape[i] else None)
+        return a
+
+    key, drafts, given = jax.tree.map(like_logits, (key, drafts, given))
     arrays = lax.stop_gradient((key, drafts, x, log_q, where, given))
-    by_batch = jax.typeof(x).sharding.spec[: len(batch)]
-    # JAX cannot gather along a dimension that Explicit mesh axes divide.
-    specs = Verified(P(*by_batch, None), P(*by_batch))
+    specs = Verified(P(*entries[: len(batch)], None), P(*entries[: len(batch)]))
+    # JAX cannot gather along a dimension that Explicit mesh axes divide, but XLA can.
     return with_auto_axes(functools.partial(_verified, implementation), specs, *arrays)
 
 
@@ -144,14 +151,14 @@ class _Target(NamedTuple):
 
     Attributes:
       logits: as passed.
-      x: the same; for integers, distances from the largest.
+      distances: of integer logits, from the largest; None for floats.
       where: as passed; or None.
       temperature: of each position.
-      cut: what the filters keep. `top` is the largest x.
+      cut: what the filters keep. For integer logits, `top` is 0.
     """
 
     logits: jax.Array
-    x: jax.Array
+    distances: jax.Array | None
     where: jax.Array | None
     temperature: jax.Array
     cut: Cutoff
@@ -160,17 +167,19 @@ class _Target(NamedTuple):
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
         logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
-        x = normalizers.to_float(logits, (-1,), where)
-        if jnp.issubdtype(logits.dtype, jnp.integer):
+        distances = None
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            distances = normalizers.to_float(logits, (-1,), where)
             cut = cut._replace(top=jnp.zeros_like(cut.top))
-        rows = _Target(logits, x, where, t, cut)
+        rows = _Target(logits, distances, where, t, cut)
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
         kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
-        below = Temperature.of(self.temperature).distance(as_float(self.x), self.cut.top)
+        x = as_float(self.logits) if self.distances is None else self.distances
+        below = Temperature.of(self.temperature).distance(x, self.cut.top)
         return jnp.where(kept, below - (self.cut.log_total + self.cut.log_mass), -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
