@@ -173,7 +173,7 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         noise, index, x, tops, d = gathered
         floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
         float_tops, float_x = jnp.split(floats, 2, -1)
-        m = reduce_split(jnp.maximum, split_if_few(float_tops))
+        m = normalizers.largest(float_tops)
         total = normalizers.combine_parts(Normalizer(float_tops, d), Temperature.of(temperature)).d
         totals = totals_of(
             reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
@@ -191,8 +191,8 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
         index = reduce_split(jnp.minimum, firsts)
         # An index is of one shard only. A row without a draw has no results, whatever its x.
-        xs = (jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards))
-        index, log_probs = drawn_results(index, reduce_split(jnp.maximum, xs), totals)
+        xs = [jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards)]
+        index, log_probs = drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), totals)
         # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
         log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
         return with_log_mass(index, log_probs, log_mass)

@@ -234,7 +234,7 @@ def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, m
     cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
     noise = gumbel_at(words, best.index, stride)
     drawn = winner(best.value, best.index, noise, kept, totals.top, temperature)
-    x = jnp.max(jnp.where(best.index == drawn, best.x, -jnp.inf), -1, keepdims=True)
+    x = normalizers.largest(jnp.where(best.index == drawn, best.x, -jnp.inf))
     return with_log_mass(*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
 
 
