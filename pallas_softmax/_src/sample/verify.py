@@ -118,7 +118,7 @@ def verify(
 
     key, drafts, given = jax.tree.map(like_logits, (key, drafts, given))
     arrays = lax.stop_gradient((key, drafts, x, log_q, where, given))
-    specs = Verified(P(*entries[: len(batch)], None), P(*entries[: len(batch)]))
+    specs = Verified._make((P(*entries[: len(batch)], None), P(*entries[: len(batch)])))
     # JAX cannot gather along a dimension that Explicit mesh axes divide, but XLA can.
     return with_auto_axes(functools.partial(_verified, implementation), specs, *arrays)
 
