@@ -5,10 +5,10 @@ where         None, or a boolean of the rank of the logits that broadcasts to th
 mesh_axes     the mesh axes that each row is spread over, if any
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import is_partly_manual
 from pallas_softmax._src.normalizers import widen
 
 
@@ -30,6 +30,15 @@ def stored(x):
 def differentiable_if_finite(x):
     """Returns x. The derivative of an element that is not finite is 0, whatever its tangent or its cotangent is."""
     return jnp.where(jnp.isfinite(x), x, lax.stop_gradient(x))
+
+
+def is_partly_manual() -> bool:
+    """Returns whether a `jax.shard_map` around this leaves Auto mesh axes, so that XLA may divide arrays over them.
+
+    XLA aborts the process if it divides a gather along two dimensions there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes and mesh.auto_axes)
 
 
 def at(x, indices, mode="promise_in_bounds", fill_value=None):

@@ -138,15 +138,6 @@ def varies(x: Any, mesh_axes: tuple[str, ...]) -> bool:
     return bool(_varying_axes(x) & set(mesh_axes))
 
 
-def is_partly_manual() -> bool:
-    """Returns whether a `jax.shard_map` around this leaves Auto mesh axes, so that XLA may divide arrays over them.
-
-    XLA aborts the process if it divides a gather along two dimensions there.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.manual_axes and mesh.auto_axes)
-
-
 def is_tracked(mesh_axes: tuple[str, ...]) -> bool:
     """Returns whether types track these mesh axes (`check_vma` of `jax.shard_map`)."""
     return _varying_axes(lax.axis_index(mesh_axes)) >= set(mesh_axes)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.dispatch.mesh_types import is_partly_manual, vary_together
-from pallas_softmax._src.masks import logits_of
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.masks import is_partly_manual, logits_of
 from pallas_softmax._src.temperatures import Temperature, is_zero
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
