@@ -92,6 +92,13 @@ def reshard_along(x: jax.Array, dimension: int, entry: Any) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*spec)))
 
 
+def laid_like(x: jax.Array, a: Any) -> Any:
+    """Returns an array with the mesh axes of `x` in the dimensions that it shares with the first ones of `x`."""
+    for i, n in enumerate(jnp.shape(a)):
+        a = reshard_along(a, i, jax.typeof(x).sharding.spec[i] if n == x.shape[i] else None)
+    return a
+
+
 def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
     """Returns function(*arrays), with Auto mesh axes in place of the Explicit ones. So XLA divides the computation.
 

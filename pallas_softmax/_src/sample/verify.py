@@ -9,7 +9,8 @@ distribution that `sample` draws from, and q the one that a draft was drawn from
     tokens          17     8    -1    -1          the 8 is drawn from max(p - q, 0) of position 1
 
 Drafts without q were not drawn but chosen, for instance by n-grams: q is 1 at the draft and 0 elsewhere. So a draft is
-accepted with the probability p, and the token in its place is drawn from p without the draft.
+accepted with the probability p, and the token in its place is drawn from p without the draft. If rounding leaves no
+mass to draw from, the token is drawn from p.
 """
 
 import functools
@@ -25,7 +26,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import reshard_along, vary_together, with_auto_axes
+from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import at
@@ -109,17 +110,12 @@ def verify(
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: _per_position(name, value, batch) for name, value in given.items()}
-    entries = jax.typeof(x).sharding.spec
-
-    def like_logits(a):  # otherwise, XLA might divide the logits like a small array
-        for i, n in enumerate(jnp.shape(a)):
-            a = reshard_along(a, i, entries[i] if n == x.shape[i] else None)
-        return a
-
-    key, drafts, given = jax.tree.map(like_logits, (key, drafts, given))
+    # Otherwise, XLA might divide the logits like a small array.
+    key, drafts, given = jax.tree.map(functools.partial(laid_like, x), (key, drafts, given))
     arrays = lax.stop_gradient((key, drafts, x, log_q, where, given))
-    specs = Verified._make((P(*entries[: len(batch)], None), P(*entries[: len(batch)])))
     # JAX cannot gather along a dimension that Explicit mesh axes divide, but XLA can.
+    by_batch = jax.typeof(x).sharding.spec[: len(batch)]
+    specs = Verified._make((P(*by_batch, None), P(*by_batch)))
     return with_auto_axes(functools.partial(_verified, implementation), specs, *arrays)
 
 
