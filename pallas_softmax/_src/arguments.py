@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
+from pallas_softmax._src.masks import stored
 from pallas_softmax._src.misfits import has_wide_integers, is_known, misfit
 from pallas_softmax._src.temperatures import is_zero
 
@@ -251,9 +252,7 @@ def last_axis(
     """
     mesh_axes = bound_mesh_axes(function, axis_name)
     where = None if where is None else mask(function, where, x.shape)
-    # Plain forms compare several readings of an element. Without the barrier, XLA may compute it anew for each reading,
-    # in fusions that round differently.
-    x, where = lax.optimization_barrier((x, where))
+    x, where = stored((x, where))  # plain forms compare several readings of an element
     where = None if where is None else jnp.moveaxis(where, axis, -1)
     for name, a in per_row:
         if a is not None and varies(a, mesh_axes):

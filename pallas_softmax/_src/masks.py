@@ -5,8 +5,11 @@ where         None, or a boolean of the rank of the logits that broadcasts to th
 mesh_axes     the mesh axes that each row is spread over, if any
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_softmax._src.normalizers import widen
@@ -18,7 +21,23 @@ def sum_over(x, axes, mesh_axes):
     return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
 
 
-def stored(x):
+def stored(arrays):
+    """Returns a tree of arrays. XLA must store them in memory before it uses them.
+
+    Otherwise XLA may compute an element anew for each use, in fusions that round differently.
+    """
+    if jax.__version_info__ >= (0, 11):
+        return lax.optimization_barrier(arrays)
+    return lax.platform_dependent(arrays, cpu=_stored_by_branch, default=lax.optimization_barrier)
+
+
+def _stored_by_branch(arrays):
+    """On a CPU, jax 0.10 drops all barriers before it fuses, but never fuses into a branch. It takes the first one."""
+    other = functools.partial(jax.tree.map, lambda a: ~a if a.dtype == bool else -a)
+    return lax.cond(lax.optimization_barrier(True), lambda a: a, other, arrays)
+
+
+def stored_on_cpu(x):
     """Returns x. On a CPU, XLA must store x in memory before it uses x.
 
     Otherwise XLA puts a sum over rows and the formula that uses the sum in one loop, which is slower than two ("On a
@@ -45,8 +64,31 @@ def at(x, indices, mode="promise_in_bounds", fill_value=None):
     """Returns the elements at indices of the last axis. By default all are in bounds: checks take longer on a CPU."""
     if not is_partly_manual():
         return jnp.take_along_axis(x, indices, -1, mode=mode, fill_value=fill_value)
-    # XLA would abort the process if it divided the rows and the last axis.
-    x = jnp.broadcast_to(x, (*indices.shape[:-1], x.shape[-1]))
+    return _summed_at(jnp.broadcast_to(x, (*indices.shape[:-1], x.shape[-1])), indices, mode, fill_value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _summed_at(x, indices, mode, fill_value):
+    """Does what `at` does. If XLA divides the rows and the last axis, it sums what devices found, and does not abort.
+
+    The sum is of bits: a sum of floats would lose the sign of -0, and on a CPU subnormal numbers.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return _at_coordinates(x, indices, mode, fill_value)
+    as_bits = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    fill = np.array(np.nan if fill_value is None else fill_value, x.dtype).view(as_bits)
+    bits = lax.bitcast_convert_type(x, as_bits)
+    return lax.bitcast_convert_type(_at_coordinates(bits, indices, mode, fill), x.dtype)
+
+
+@_summed_at.defjvp
+def _(mode, fill_value, primals, tangents):
+    x, indices = primals
+    dx = _at_coordinates(tangents[0], indices, mode, 0)
+    return _summed_at(x, indices, mode, fill_value), dx
+
+
+def _at_coordinates(x, indices, mode, fill_value):
     rows = (lax.broadcasted_iota(jnp.int32, indices.shape, i) for i in range(x.ndim - 1))
     return x.at[(*rows, indices)].get(mode=mode, fill_value=fill_value)
 

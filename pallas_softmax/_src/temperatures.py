@@ -1,8 +1,8 @@
 """Division of logits by temperatures: any finite number from 0 up, whatever its reciprocal is.
 
-XLA turns x / T into x * (1 / T), and takes subnormal numbers for 0 on a CPU. So a temperature T is kept as two normal
-numbers, T = divisor / factor, where the reciprocal of the divisor is normal too. The factor is a power of two, so that
-a product with it is exact. In float32:
+XLA turns x / T into x * (1 / T) in most programs, so this does it in all: equal calls have equal roundings. On a CPU, XLA
+takes subnormal numbers for 0. So a temperature T is kept as two normal numbers, T = divisor / factor, where the
+reciprocal of the divisor is normal too. The factor is a power of two, so that a product with it is exact. In float32:
 
     T                        factor     divisor
     below 2^-100             2^100      from 2^-49 to 1, or 0
@@ -54,7 +54,7 @@ class Temperature(NamedTuple):
     def _limit(self, scaled):
         """Returns scaled / divisor."""
         limit = jnp.where(scaled > 0, jnp.inf, jnp.where(scaled < 0, -jnp.inf, scaled))
-        return jnp.where(self.is_zero, limit, scaled / jnp.where(self.is_zero, 1, self.divisor))
+        return jnp.where(self.is_zero, limit, scaled * (1 / jnp.where(self.is_zero, 1, self.divisor)))
 
 
 def _cold_factor(t: jax.Array) -> float:

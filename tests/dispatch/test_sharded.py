@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch import finer_mesh as decode
 from pallas_softmax._src.dispatch import partitioner
+from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
@@ -95,7 +96,7 @@ def test_few_shards_merge_like_many():
     )
     assert len(normalizers.split_if_few(few)) == 8
     assert len(normalizers.split_if_few(many)) == 1
-    merged = (normalizers.combine_parts(parts, temperature) for parts in (few, many))
+    merged = (normalizers.combine_parts(parts, Temperature.of(temperature)) for parts in (few, many))
     for got, expected in zip(*merged):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     for join in normalizers._REDUCTIONS:

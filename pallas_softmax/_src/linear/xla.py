@@ -9,6 +9,7 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.linear.gradients import ChunkFunctions, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
+from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
 
@@ -22,7 +23,7 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
     z = z if tokens.temperature is None else z / tokens.divisor[:, None]
-    return lax.optimization_barrier(z)
+    return stored(z)
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:

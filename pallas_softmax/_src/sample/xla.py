@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of
+from pallas_softmax._src.masks import at, logits_of, stored
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -117,7 +117,7 @@ def draw(logits, where, noise, temperature, key, index):
 def winner(x, indices, noise, kept, top, temperature):
     """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
     # The sums are compared with their maximum, so they must not be computed twice.
-    perturbed = lax.optimization_barrier(jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf))
+    perturbed = stored(jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf))
     is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
     return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
 

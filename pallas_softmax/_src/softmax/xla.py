@@ -11,7 +11,7 @@ Arithmetic is in float32, or in the dtype of the logits if that is wider.
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import logits_of, masked, stored, sum_over
+from pallas_softmax._src.masks import logits_of, masked, stored_on_cpu, sum_over
 from pallas_softmax._src.normalizers import Normalizer, widen
 
 
@@ -29,8 +29,8 @@ def softmax(x, where, *, axes):
 def softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
     """Returns dx = y (dy - sum(y dy)) for the result y of `softmax`."""
     (y,) = residuals
-    p, g = stored(widen(y)), masked(widen(dy), where, 0)
-    dx = p * (g - stored(sum_over(p * g, axes, mesh_axes)))
+    p, g = stored_on_cpu(widen(y)), masked(widen(dy), where, 0)
+    dx = p * (g - stored_on_cpu(sum_over(p * g, axes, mesh_axes)))
     return masked(dx, where, 0).astype(y.dtype)
 
 
@@ -56,7 +56,7 @@ def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
     """Returns dx = dy - exp(y) sum(dy) for the result y of `log_softmax`."""
     (y,) = residuals
     g = masked(widen(dy), where, 0)
-    dx = g - jnp.exp(widen(y)) * stored(sum_over(g, axes, mesh_axes))
+    dx = g - jnp.exp(widen(y)) * stored_on_cpu(sum_over(g, axes, mesh_axes))
     return masked(dx, where, 0).astype(y.dtype)
 
 

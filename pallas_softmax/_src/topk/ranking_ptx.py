@@ -211,7 +211,8 @@ def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
         set_values(networks.sorted_bitonic(p, values))
         next_run(run < _threads(p))
     for i, value in enumerate(values):
-        _put_winner(p, candidates, value, p.thread * len(values) + i)
+        entry = p.thread * len(values) + i
+        _put_winner(p, candidates, value, entry, when=entry < candidates.n)
 
 
 def _exchange(
