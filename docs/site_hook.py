@@ -63,7 +63,7 @@ WEIGHTS |= {
     "accuracy": 1.5,
     "performance": 1.2,
 }
-WEIGHTS |= {"design": 0.3, "extending": 0.3, "ptx": 0.3, "racecheck": 0.1}
+WEIGHTS |= {"dev": 0.3}
 WEIGHTS |= {"CONTRIBUTING": 0.2, "CHANGELOG": 0.2, "benchmarks": 0.1}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 

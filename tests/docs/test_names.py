@@ -12,7 +12,7 @@ from tests.docs.test_docs import DOCUMENTS, ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 BUILDERS = [
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("design", "ptx", "extending", "limits", "sharding")),
+    *(f"docs/{name}.md" for name in ("dev/design", "dev/ptx", "dev/extending", "limits", "sharding")),
 ]
 FOLDERS = ("pallas_softmax", "tests", "benchmarks", "docs", "configs", ".ci", ".github")
 # words in code that no source file has: of pytest, PyPI and JAX, the program of a profile, and text of PTX

@@ -6,7 +6,7 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 
 
 def hazards(report, implementation):
-    """Returns the hazards that racecheck reports, except the wrong reports that docs/racecheck.md explains.
+    """Returns the hazards that racecheck reports, except the wrong reports that docs/dev/racecheck.md explains.
 
     Some exceptions are hazards of Triton's reductions. Two kinds are of Mosaic: a CTA reads what another CTA wrote
     before both synchronized at an mbarrier; in the kernels of `sample`, a warpgroup reads what another one wrote, or

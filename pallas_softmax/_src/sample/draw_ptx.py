@@ -20,7 +20,15 @@ element x is exp((x - top) / temperature), where top is the largest element of t
 of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
-filter, and where the entry is looked for. "How sample searches" in docs/design.md draws which stage follows which.
+filter, and where the entry is looked for:
+
+    small top_k ──► TOP_K_BOUND ────┬──► TOP_P_REUSE ─────────┐
+                      │ overflow    │                         │
+                      ▼             │                         │
+                    TOP_K_BEST ─────┘                         ├──► draw
+                      │ overflow                              │
+                      ▼                                       │
+    otherwise ────► TOP_K ─────────────► TOP_P ───────────────┘
 
     stage          goal                              where
     TOP_K_BOUND    top_k entries                     among the elements that reach a bound of all CTAs

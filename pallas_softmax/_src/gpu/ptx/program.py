@@ -11,9 +11,9 @@ writes
     ld.shared.b32 r0, [<address>+0];  setp.gt.f32 r1, r0, 0f00000000;  @!r1 bra end1;
     sub.rn.f32 r2, r0, 0f3F800000;  ex2.approx.ftz.f32 r3, r2;  st.shared.b32 [<address>+0], r3;  end1:
 
-Python runs once, while the text is written; docs/ptx.md has the rules that follow from this. A number that changes in a
-GPU loop must be a variable: `var` or `fresh` makes it before the loop. Only `set`, `increase`, `update` and functions
-named `*_into` change a register.
+Python runs once, while the text is written; docs/dev/ptx.md has the rules that follow from this. A number that changes
+in a GPU loop must be a variable: `var` or `fresh` makes it before the loop. Only `set`, `increase`, `update` and
+functions named `*_into` change a register.
 """
 
 import contextlib

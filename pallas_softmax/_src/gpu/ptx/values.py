@@ -1,6 +1,6 @@
 """PTX as Python arithmetic: a `Value` is a register, and `Arithmetic` writes the instructions that compute new ones.
 
-`program` adds statements: variables, control flow, memory, warps. docs/ptx.md explains the language.
+`program` adds statements: variables, control flow, memory, warps. docs/dev/ptx.md explains the language.
 
 Operands of an instruction have the same kind (see `kinds`), because PTX itself does not say what a register holds:
 `add.f32` of an integer is a legal instruction. A Python number takes the kind of the other operands.
