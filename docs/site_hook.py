@@ -4,8 +4,10 @@ The documents are written for a reader of the repository: a link is a path from 
 `../benchmarks/results/targets/softmax.png`. The site has docs/ at its root, and everything else at its path in the
 repository. This hook adds
 
+- the first lines of README.md at the top of the home page;
 - CONTRIBUTING.md, CHANGELOG.md, and the reports and pictures of benchmarks/results;
-- a page for each section of docs/reference.md, which is one file in the repository;
+- a page for each section of docs/reference.md, which is one file in the repository. A comment `<!-- ::: NAME -->` there
+  becomes the docstring of NAME;
 - a page for each source file or folder that a document links to. With `repo_url`, the link leads to the repository;
 - weights of the search: pages of users come before pages of builders;
 - a link from each picture of a plot to the picture itself, which a phone shows scaled;
@@ -19,9 +21,9 @@ Nothing is fetched from the network.
 import importlib.resources
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-import reference_signatures as reference
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +46,7 @@ TYPES = {
     "typing.Literal": "https://docs.python.org/3/library/typing.html#typing.Literal",
     "typing.NamedTuple": "https://docs.python.org/3/library/typing.html#typing.NamedTuple",
 }
+REFERENCE = ROOT / "docs" / "reference.md"
 PARTS = "API reference"  # the entry of the navigation that lists the sections of docs/reference.md
 # How much a match on a page counts in the search, by the first part of its address. Others count 1.
 WEIGHTS = {
@@ -67,6 +70,12 @@ WEIGHTS |= {"dev": 0.3}
 WEIGHTS |= {"CONTRIBUTING": 0.2, "CHANGELOG": 0.2, "benchmarks": 0.1}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 
+# an entry of the reference: a heading, if there is one, and a comment with a name and options
+ENTRY = re.compile(
+    r"(?:^### `[\w.]+`\n\n)?^<!-- (::: pallas_softmax\.(\w+))(?: |\n((?:    .*\n)*))-->$", re.MULTILINE
+)
+SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
+
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _TABLE = re.compile(r"(<table>.*?</table>)", re.DOTALL)
@@ -77,26 +86,39 @@ _TAG = re.compile(r"(<code.*?</code>|<[^>]*>)", re.DOTALL)
 _PLOT = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 
 
+def for_the_site(text: str) -> str:
+    """Returns the reference with its entries as mkdocstrings takes them, which makes the headings itself."""
+    return ENTRY.sub(lambda entry: f"{entry[1]}\n{entry[3] or ''}", text)
+
+
+def _sections() -> Iterator[tuple[str, str]]:
+    """Yields the heading and the text of each section of the reference."""
+    _, *parts = SECTION.split(REFERENCE.read_text())
+    return zip(parts[::2], parts[1::2])
+
+
+def _anchor(heading: str) -> str:
+    """Returns the anchor of a heading, on GitHub and on the site."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def _slug(heading: str) -> str:
     """Returns the address of a section of the reference: "Softmax: drop-in for jax.nn" becomes "softmax"."""
-    return reference.anchor(heading.partition(":")[0])
+    return _anchor(heading.partition(":")[0])
 
 
 def _places() -> dict[str, str]:
     """Returns the page of each anchor of docs/reference.md that another page may link to."""
     found = {}
-    for heading, text in reference.sections(reference.REFERENCE.read_text()):
-        names = [reference.anchor(name) for name in re.findall(r"^### `(\w+)`$", text, re.MULTILINE)]
-        found |= dict.fromkeys([reference.anchor(heading), *names], f"reference/{_slug(heading)}.md")
+    for heading, text in _sections():
+        names = [_anchor(name) for name in re.findall(r"^### `(\w+)`$", text, re.MULTILINE)]
+        found |= dict.fromkeys([_anchor(heading), *names], f"reference/{_slug(heading)}.md")
     return found
 
 
 def on_config(config):
     """Lists the sections of the reference in the navigation."""
-    parts = [
-        {heading.partition(":")[0]: f"reference/{_slug(heading)}.md"}
-        for heading, _ in reference.sections(reference.REFERENCE.read_text())
-    ]
+    parts = [{heading.partition(":")[0]: f"reference/{_slug(heading)}.md"} for heading, _ in _sections()]
     for group in config.nav:
         for entries in group.values():
             for entry in entries if isinstance(entries, list) else ():
@@ -157,16 +179,25 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.abs_src_path is None and not is_reference:  # made by _add_source
         return markdown
     if page.file.src_uri == "reference.md":
-        markdown = reference.SECTION.split(markdown)[0]
+        markdown = SECTION.split(markdown)[0]
+    if page.file.src_uri == "index.md":
+        markdown = _home(markdown)
     places = _places()
     pieces = _FENCED.split(markdown)  # every other one is a fenced block
     pieces[::2] = [_LINK.sub(change, piece) for piece in pieces[::2]]
     return "".join(pieces)
 
 
+def _home(markdown: str) -> str:
+    """Returns the home of the site: the README as far as its quick start, then the sections of docs/index.md."""
+    head = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    head = re.sub(r'(\]\(|")docs/', r"\1", head).replace("(#limits)", "(limits.md)")
+    return f"{head}\n\n## " + markdown.partition("\n## ")[2]
+
+
 def _in_repository(file, target: str) -> str:
     """Returns the path in the repository that a link of a document leads to."""
-    place = Path(file.abs_src_path or reference.REFERENCE).relative_to(ROOT)
+    place = Path(file.abs_src_path or REFERENCE).relative_to(ROOT)
     path = target.partition("#")[0]
     return posixpath.normpath(posixpath.join(place.parent.as_posix(), path)) if path else place.as_posix()
 
@@ -214,7 +245,8 @@ def _with_whole_flags(code: re.Match) -> str:
 
 def _add_reference(files, config):
     """Adds a page for each section of the reference."""
-    for heading, text in reference.sections(reference.for_the_site(reference.REFERENCE.read_text())):
+    for heading, text in _sections():
+        text = for_the_site(text)
         if "```python" in text:
             lines = "The examples use `x` and `rounded` of the [overview](reference.md).\n\n"
             text = re.sub(r"^(?=::: )", lines, text, count=1, flags=re.MULTILINE)
