@@ -95,11 +95,13 @@ def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_f
     names = run(README)
 
     def plain(w):
-        return -jnp.mean(jax.nn.log_softmax(names["x"] @ w)[jnp.arange(64), names["labels"]])
+        return -jnp.mean(
+            jax.nn.log_softmax(names["x"].astype("float32") @ w)[jnp.arange(64), names["labels"]]
+        )
 
-    loss, dw = jax.value_and_grad(plain)(names["w"])
-    np.testing.assert_allclose(names["loss"], loss, rtol=1e-6)
-    np.testing.assert_allclose(names["dw"], dw, rtol=1e-4, atol=1e-8)
+    loss, dw = jax.value_and_grad(plain)(names["w"].astype("float32"))
+    np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(names["dw"].astype("float32"), dw, rtol=0.02, atol=1e-4 * jnp.abs(dw).max())
     p = jax.nn.softmax(names["logits"][:, :-1])
     np.testing.assert_allclose(names["probabilities"][:, :-1], p, rtol=1e-5)
     values, tokens = jax.lax.top_k(jax.nn.softmax(names["logits"]), 5)
