@@ -10,7 +10,6 @@ import pytest
 
 import pallas_softmax as ps
 from tests.docs.test_docs import ROOT, blocks
-from tests.support.draws import chi_square
 
 V, ROWS = 40, 6
 RNG = np.random.default_rng(0)
@@ -71,24 +70,6 @@ def test_penalties_are_those_of_the_servers(dtype):
     got = page()["penalized"](logits, PROMPT, OUTPUT, requests())
     want = penalized_numpy(np.asarray(logits, np.float32), PROMPT, OUTPUT, requests())
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-5)
-
-
-def test_penalties_are_one_fusion():
-    """XLA makes one fusion of the penalties; the bias is a scatter of its own."""
-    given = requests()
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype)
-        for a in (LOGITS, PROMPT.astype("int32"), OUTPUT.astype("int32"))
-    ]
-
-    def elementwise(*arrays):
-        return page()["penalized"](
-            *arrays, given._replace(bias_tokens=given.bias_tokens[:, :0], bias=given.bias[:, :0])
-        )
-
-    text = jax.jit(elementwise).lower(*shapes).compile().as_text()
-    entry = text[text.index("ENTRY") :]
-    assert entry.count(" fusion(") == 1, entry
 
 
 @pytest.mark.slow
@@ -187,23 +168,6 @@ def is_over(text, length, ends):
 
 
 # --- Speculative decoding -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"temperature": 0.9}, {"top_p": 0.75}], ids=str)
-def test_speculative_texts_have_the_distribution_of_the_target(settings):
-    """The first 3 of the tokens of 20,000 rows, V = 4: all 64 texts against the product of the probabilities."""
-    rows, v = 20_000, 4
-    target, small = 1.5 * jax.random.normal(jax.random.key(2), (2, v, v))
-    run = jax.jit(page()["speculate"], static_argnums=(4, 5))
-    texts, accepted, failed = run(target, small, np.arange(rows), np.zeros(rows, int), 3, 2, settings)
-    assert not failed.any() and 0.1 < np.asarray(accepted).mean() / 2 < 0.9
-    p = np.asarray(jax.nn.softmax(ps.filter_logits(target, **settings)), np.float64)
-    p /= p.sum(-1, keepdims=True)
-    expected = np.einsum("a,ab,bc->abc", p[0], p, p)
-    counts = np.zeros_like(expected)
-    np.add.at(counts, tuple(np.asarray(texts)[:, :3].T), 1)
-    assert chi_square(counts.ravel(), expected.ravel()) < 5
 
 
 @pytest.mark.slow
