@@ -2,19 +2,14 @@
 
 import contextlib
 import csv
-import importlib
+import dataclasses
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from absl.flags import FLAGS
 
-import benchmarks
-from benchmarks.support import plot, timing
-
-NAMES = [file.stem for file in sorted(Path(benchmarks.__path__[0]).glob("*.py"))]
-MODULES = [importlib.import_module(f"benchmarks.{name}") for name in NAMES if not name.startswith("__")]
+from benchmarks.support import driver, plot, timing
 
 
 @contextlib.contextmanager
@@ -31,35 +26,46 @@ def flags_of(benchmark, *args):
             delattr(FLAGS, name)
 
 
-@pytest.fixture
-def parse():
+def parse(benchmark, *args):
     """Returns the flags of a command line of a benchmark, given as its module."""
-
-    def parsed(benchmark, *args):
-        with flags_of(benchmark, *args) as found:
-            return SimpleNamespace(**found)
-
-    return parsed
+    with flags_of(benchmark, *args) as found:
+        return SimpleNamespace(**found)
 
 
 @pytest.fixture
-def run_benchmark(monkeypatch, tmp_path):
+def titles(monkeypatch):
+    """Returns the titles of the pictures, which are drawn but not saved."""
+    found = []
+
+    def finish(figure, file, document, title, *args):
+        found.append(title)
+        plot.pyplot().close(figure)
+
+    monkeypatch.setattr(plot, "finish", finish)
+    return found
+
+
+@pytest.fixture
+def run_benchmark(monkeypatch, tmp_path, titles):
     """Runs a benchmark, given as its module, on a small input; returns the exit code and the rows of its JSON.
 
-    No bandwidth is measured, and no picture is saved.
+    No bandwidth is measured, and no picture is saved. `choose` takes the cases of the flags, and returns those to run.
     """
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
-    monkeypatch.setattr(plot, "finish", lambda figure, *args: plot.pyplot().close(figure))
 
-    def run(benchmark, *args, name=None):
-        quick = [f"--output_dir={tmp_path}", "--repeats=3", "--seconds=0"]
-        module = benchmark.__name__.split(".")[-1]
-        name = name or module
-        if module in ("softmax", "topk", "paper"):
+    def run(benchmark, *args, choose=None):
+        name = benchmark.__name__.split(".")[-1]
+        quick = [f"--output_dir={tmp_path}", *(["--repeats=3", "--seconds=0"] if name != "accuracy" else [])]
+        if name in ("softmax", "topk", "paper"):
             quick += ["--batch=6", "--vocab=40", "--peers="]
-        with flags_of(benchmark, *(quick if name != "accuracy" else quick[:1]), *args):
-            code = benchmark.main([benchmark.__name__])
+        with flags_of(benchmark, *quick, *args):
+            if choose is None:
+                code = benchmark.main([name])
+            else:
+                of = benchmark.BENCHMARK
+                few = dataclasses.replace(of, cases=lambda chosen: choose(of.cases(chosen)))
+                code = driver.main(few, [name])
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         with open(tmp_path / f"{name}.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == len(rows)

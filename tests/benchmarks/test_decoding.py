@@ -1,0 +1,74 @@
+"""Beam search and serving on the CPU: the check of a search can fail, and peers draw what they should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import beam_search, serve
+from benchmarks.beam_search import Search
+from benchmarks.support import language_model
+from tests.support import oracle
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def decoded(search: Search, starts: np.ndarray):
+    """Returns the weights of an untrained model, and what a search with fused_topk finds."""
+    normal = np.random.default_rng(0).standard_normal
+    weights = {"embed": normal((search.vocab, 16)), "bias": np.zeros(48)}
+    weights |= {name: normal((16, 48)) for name in ("input", "hidden")}
+    weights = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
+    select = beam_search.selection("auto")
+    found = jax.jit(lambda *args: beam_search.decode(select, search, *args))(weights, jnp.asarray(starts))
+    return weights, {name: np.asarray(value) for name, value in found.items()}
+
+
+def test_near_ties_may_swap_but_no_others():
+    search = Search(3, 3, 90, "float32", 6)
+    starts = language_model.choose_prompts(90, 3)
+    weights, found = decoded(search, starts)
+    replayed = beam_search.replay(search, weights, jnp.asarray(starts), found["tokens"], found["parents"])
+    scores, best = map(np.asarray, replayed)
+    near, far = best.copy(), best.copy()
+    near[4, 2, 1] += 1e-6
+    far[4, 2, 1] += 1e-2
+    error, gap, reason = beam_search.check(search, found, scores, near)
+    assert error < 1e-5 and 0 < gap < 1e-5 and not reason
+    assert "at step 4, prompt 2, beam 1" in beam_search.check(search, found, scores, far)[2]
+    wrong = {"scores": found["scores"] * np.nan}
+    assert "score off by nan" in beam_search.check(search, found | wrong, scores, best)[2]
+    assert "score off by 0.001" in beam_search.check(search, found, scores + 1e-3, best)[2]
+    wrong = {"tokens": found["tokens"] + 90}
+    assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
+
+
+@pytest.mark.slow
+def test_hypotheses_are_the_best_of_all():
+    # with as many beams as tokens, the first two steps lose nothing, and the search is exhaustive
+    ids = language_model.choose_prompts(7, 2)
+    weights, found = decoded(Search(2, 7, 7, "float32", 2), ids)
+
+    @jax.jit
+    def log_p(texts):
+        """Returns the log probabilities of the tokens after each text."""
+        _, logits = language_model.model(weights, language_model.prefill(weights, texts), texts[:, -1])
+        return jax.nn.log_softmax(logits)
+
+    after = [log_p(np.c_[ids, np.full(2, i)]) for i in range(7)]
+    every = np.asarray(log_p(ids)[:, :, None] + np.stack(after, 1)).reshape(2, 49)
+    ranked = np.argsort(-every, -1)[:, :7]
+    np.testing.assert_array_equal(found["hypotheses"], np.stack([ranked // 7, ranked % 7]))
+    np.testing.assert_allclose(found["scores"][-1], np.take_along_axis(every, ranked, -1), rtol=1e-4)
+
+
+def test_sorted_draws_are_in_the_kept_set():
+    x = np.random.default_rng(0).standard_normal((70, 200)).astype("float32") * 2
+    asked = serve.requests(70)
+    temperature, *filters = map(np.asarray, asked.values())
+    (tokens,) = jax.jit(serve.by_sort)(serve.keys_of(jax.random.split(jax.random.key(0), 70), 3), x, asked)
+    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
+    kept = oracle.sample_kept(x, None, temperature, **filters, lean=1e-4, min_p_lean=-1e-4)
+    assert kept[np.arange(70), tokens].all()
+    np.testing.assert_array_equal(tokens[::7], x[::7].argmax(-1))  # greedy
+    assert len(np.unique(tokens[6::7])) > 5  # no filter
