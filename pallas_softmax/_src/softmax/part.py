@@ -219,7 +219,10 @@ class Part:
         return term
 
     def combine_over_cluster(self, total):
-        """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
+        """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i.
+
+        The threads merge in the same order everywhere, so all CTAs get the same bits.
+        """
         sent_smem, cluster_barrier = self.refs.sent_smem, self.refs.cluster_barrier
         reduction, count = self.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
