@@ -142,15 +142,18 @@ def table(head: str, columns: list[list[str]]) -> str:
     result, down, where = re.fullmatch(r"(\S+): (.*?)(?:, if (.*))?", head).groups()
     down = down.split(", ")
     fields = [field for name in down for field in _FIELDS.get(name, [name])]
-    rows = []
-    for _, group in chosen(result, where or "").groupby(fields, sort=False, dropna=False):
-        cells = [_cell(name, group.iloc[0]) for name in down]
-        for _, column, *query in columns:
-            if "contender" not in " ".join([*fields, where or "", *query]):
-                query.append('contender == "auto"')
-            found = group.query(" and ".join(query)) if query else group
-            cells.append(_number(column, found[column].iloc[0]) if len(found) else "")
-        rows.append(cells)
+    found = chosen(result, where or "")
+    group = found.groupby(fields, sort=False, dropna=False).ngroup()
+    firsts = found[~group.duplicated()]
+    rows = [[_cell(name, row) for name in down] for _, row in firsts.iterrows()]
+    for _, column, *query in columns:
+        if "contender" not in " ".join([*fields, where or "", *query]):
+            query.append('contender == "auto"')
+        values = found.query(" and ".join(query))[column] if query else found[column]
+        values = values.groupby(group).nth(0)  # a query per column: one for each cell would take seconds
+        by_group = dict(zip(group[values.index], values))
+        for i, cells in enumerate(rows):
+            cells.append(_number(column, by_group[i]) if i in by_group else "")
     heads = [_HEADS.get(name, name) for name in down] + [title for title, *_ in columns]
     return f"{_markdown(heads, rows)}\n\n{provenance(result)}"
 

@@ -10,6 +10,14 @@ import pytest
 from absl.flags import FLAGS
 
 from benchmarks.support import driver, plot, timing
+from benchmarks.support.cases import Case
+
+
+def case_of(**changed) -> Case:
+    """Returns a forward case of 6 x 40 float32."""
+    return dataclasses.replace(
+        Case(6, 40, "float32", "softmax", "none", -1, None, "forward", "normal", 0), **changed
+    )
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The inputs and expected results of the benchmarks: logits, masks, the oracle's answers, and byte counts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,7 @@ import pytest
 from jax import lax
 
 from benchmarks.support import answers, cases, flags
-from tests.support.benchmark_cases import case_of
-from tests.support.covering import first_values
+from tests.benchmarks.conftest import case_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,51 +34,39 @@ def test_large_cases_are_checked_on_first_last_and_random_rows():
 
 
 def test_masks_have_their_shapes_and_share():
-    full = np.asarray(cases.mask(case_of(batch=100, vocab=500, where="full")))
-    assert full.shape == (100, 500) and 0.68 < full.mean() < 0.72
     shapes = {("full", 0): (500, 100), ("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", 0): (1, 100)}
     for (where, axis), shape in shapes.items():
-        assert cases.mask(case_of(batch=100, vocab=500, where=where, axis=axis)).shape == shape
+        found = np.asarray(cases.mask(case_of(batch=100, vocab=500, where=where, axis=axis)))
+        assert found.shape == shape and (where != "full" or 0.68 < found.mean() < 0.72)
 
 
-@pytest.mark.parametrize("logits", first_values(1, ["ties", "nan", "peaked"]))
-def test_the_oracle_of_top_k_agrees_with_jax(logits):
-    case = case_of(batch=5, vocab=300, k=7, direction="both", logits=logits, seed=1)
-    x, g = cases.logits(case), cases.cotangent(case)
-    answer = answers.Answer(np.asarray(x), np.asarray(g), k=case.k)
-
-    @jax.jit
-    def reference(x, g):
-        _, indices = lax.top_k(x, 7)
-        _, pull = jax.vjp(lambda x: jnp.take_along_axis(jax.nn.softmax(x), indices, -1), x)
-        return jax.nn.softmax(x), indices, pull(g)[0]
-
-    y, indices, dx = map(np.asarray, reference(x, g))
-    np.testing.assert_allclose(answer.output.want, y, rtol=1e-4, atol=1e-37)
-    np.testing.assert_array_equal(answer.indices, indices)
-    assert answer.check_gradient(dx).ok
-    assert answer.check_gradient(1.001 * dx).ok == (logits == "nan")  # all of it is NaN
-
-
-@pytest.mark.parametrize("function", flags.FUNCTIONS)
-def test_the_oracle_agrees_with_jax_under_a_mask(function):
-    case = case_of(batch=5, vocab=300, function=function, where="full", direction="both", logits="peaked")
+@pytest.mark.parametrize(
+    ("function", "k", "logits"),
+    [(function, None, "peaked") for function in flags.FUNCTIONS] + [("softmax", 7, "ties")],
+)
+def test_the_oracle_agrees_with_jax(function, k, logits):
+    """Softmax has a mask, and top-k has ties."""
+    case = case_of(batch=5, vocab=300, function=function, direction="both", logits=logits, k=k)
+    case = dataclasses.replace(case, where="none" if k else "full")
     x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
-    answer = answers.Answer(np.asarray(x), np.asarray(g), function, mask=np.asarray(mask))
+    kept = None if mask is None else np.asarray(mask)
+    answer = answers.Answer(np.asarray(x), np.asarray(g), function, k, kept)
 
     @jax.jit  # one compilation instead of one per operation
     def reference(x, g):
-        y, pull = jax.vjp(lambda x: getattr(jax.nn, function)(x, axis=-1, where=mask), x)
-        return y, pull(g)[0], getattr(jax.nn, function)(x, axis=-1)
+        def of(x):
+            y = getattr(jax.nn, function)(x, axis=-1, where=mask)
+            return y if k is None else jnp.take_along_axis(y, lax.top_k(x, k)[1], -1)
 
-    y, dx, unmasked = map(np.asarray, reference(x, g))
-    np.testing.assert_allclose(
-        y, answer.output.want, rtol=1e-4, atol=1e-6 if function == "log_softmax" else 1e-37
-    )
+        y, pull = jax.vjp(of, x)
+        return y, pull(g)[0], getattr(jax.nn, function)(x, axis=-1), lax.top_k(x, 7)[1]
+
+    y, dx, unmasked, indices = map(np.asarray, reference(x, g))
     assert answer.check_output(y).ok and answer.check_gradient(dx).ok
-    for wrong in (1.001 * y, np.full_like(y, np.nan), unmasked):
+    for wrong in (1.001 * y, np.full_like(y, np.nan), *([] if k else [unmasked])):
         assert not answer.check_output(wrong).ok
     assert not answer.check_gradient(1.001 * dx).ok
+    assert k is None or answer.check_indices(indices).ok
 
 
 def test_ulps():

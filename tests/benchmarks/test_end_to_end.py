@@ -36,7 +36,7 @@ from benchmarks import (
 from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Call, Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
-from tests.support.benchmark_cases import case_of
+from tests.benchmarks.conftest import case_of
 from tests.support.covering import first
 
 ROOT = Path(__file__).parents[2]
@@ -60,67 +60,49 @@ def test_softmax_and_topk_together(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "No kernels on this device" in done.stdout
-    for name in ("softmax", "topk"):
+    for name, limits in (("softmax", {"copy"}), ("topk", {"copy", "read"})):
         assert f"{name} on " in done.stdout
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         document = json.loads((tmp_path / f"{name}.json").read_text())
         (run,) = document["runs"]
-        assert {"device", "jax", "commit", "date", "command", "copy_tb_per_s"} <= set(run)
+        assert {"device", "jax", "commit", "date", "command"} <= set(run)
         assert run["flags"]["batch"] == [5] and "heads" not in run["flags"]
         with open(tmp_path / f"{name}.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        limits = {"copy", "read"} if name == "topk" else {"copy"}
         assert list(rows[0])[: len(CASE)] == CASE
         assert {*rows[0], "share_of_read"} == {*CASE, *MEASURED, *DERIVED}
         assert not set(DERIVED) & set(document["rows"][0])  # the JSON has only what cannot be computed again
-        # top-k ignores --function
-        assert {row["function"] for row in rows} == {"softmax", *["logsumexp"] * (name == "softmax")}
+        functions = {"softmax"} if name == "topk" else {"logsumexp", "softmax"}  # top-k ignores --function
+        assert {row["function"] for row in rows} == functions
         ours = [row for row in rows if row["ours"] == "True"]
         assert ours and all(row["status"] == "ok" and row["ran"] == "xla" and row["explain"] for row in ours)
         for row in ours:
-            assert float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"])
-            assert float(row["samples"]) >= 3 and float(row["rows_checked"]) == 5
-            assert float(row["first_result_s"]) > 0
-            seconds = float(row["p50_us"]) / 1e6
-            rate = int(row["bytes"]) / seconds / 1e12
-            np.testing.assert_allclose(float(row["tb_per_s"]), rate)
-            np.testing.assert_allclose(float(row["elements_per_s"]), 5 * 60 / seconds)
+            of = {column: float(row[column]) for column in MEASURED[:8] + DERIVED if column in row}
+            assert of["p20_us"] <= of["p50_us"] <= of["p80_us"] and float(row["first_result_s"]) > 0
+            assert of["samples"] >= 3 and of["rows_checked"] == 5
+            np.testing.assert_allclose(of["tb_per_s"], of["bytes"] / of["p50_us"] / 1e6)
+            np.testing.assert_allclose(of["elements_per_s"], 5 * 60 / of["p50_us"] * 1e6)
             for limit in limits:
-                np.testing.assert_allclose(float(row[f"share_of_{limit}"]), rate / run[f"{limit}_tb_per_s"])
+                want = of["tb_per_s"] / run[f"{limit}_tb_per_s"]
+                np.testing.assert_allclose(of[f"share_of_{limit}"], want)
 
 
 def _best_left_out(found):
     return jax.tree.map(lambda a: jnp.concatenate([a[..., 1:], a[..., -1:]], -1), found)
 
 
-def _off(y):
-    return y * (1 + 2.0**-6)
-
-
-def _twice_the_gradient(y):
-    return 2 * y - lax.stop_gradient(y)
-
-
-def _no_entropy(stats):
-    return stats._replace(entropy=0 * stats.entropy)
-
-
-def _first_entry(found):
-    return found._replace(indices=jnp.zeros_like(found.indices))
-
-
 WRONG = {
-    "softmax": _off,
-    "log_softmax": _twice_the_gradient,
-    "logsumexp": _off,
-    "token_stats": _no_entropy,
+    "softmax": lambda y: y * (1 + 2.0**-6),
+    "log_softmax": lambda y: 2 * y - lax.stop_gradient(y),  # twice the gradient
+    "logsumexp": lambda y: y * (1 + 2.0**-6),
+    "token_stats": lambda found: found._replace(entropy=0 * found.entropy),
     "fused_topk": _best_left_out,
     "top_k": _best_left_out,
-    "sample": _first_entry,
+    "sample": lambda found: found._replace(indices=0 * found.indices),
     "verify": lambda found: found._replace(tokens=jnp.maximum(found.tokens, 0)),  # all drafts accepted
-    "route": _first_entry,
-    "linear_cross_entropy": _twice_the_gradient,
-    "linear_token_stats": _no_entropy,
+    "route": lambda found: found._replace(indices=0 * found.indices),
+    "linear_cross_entropy": lambda loss: 2 * loss - lax.stop_gradient(loss),
+    "linear_token_stats": lambda found: found._replace(entropy=0 * found.entropy),
 }
 # A benchmark, its flags, and the number of its rows. Torch counts as not installed.
 RUNS = [
@@ -164,15 +146,14 @@ def test_every_benchmark_runs_and_rejects_a_wrong_result(
             pallas_softmax, name, functools.partial(breakable, getattr(pallas_softmax, name), change)
         )
     monkeypatch.setitem(sys.modules, "torch", None)
-    if benchmark is linear:
-        monkeypatch.setitem(linear.HEADS, "small", (16, 50))
     without_remat = lambda found: [case for case in found if not case.remat]  # noqa: E731
     choose = without_remat if benchmark is programs else None
     code, rows = run_benchmark(benchmark, "--implementations=auto,xla", *args.split(), choose=choose)
-    printed = capsys.readouterr()
+    printed, view = capsys.readouterr(), benchmark.BENCHMARK.view
     assert code == 1 and "records failed" in printed.err and len(rows) == count
-    assert f"{benchmark.__name__.split('.')[-1]} on " in printed.out
-    assert bool(titles) == (benchmark.BENCHMARK.view.draw is not None)
+    assert f"{benchmark.BENCHMARK.name} on " in printed.out and bool(titles) == (view.draw is not None)
+    header = (tmp_path / f"{benchmark.BENCHMARK.name}.csv").read_text().partition("\n")[0].split(",")
+    assert set(view.columns) - set(header) <= {"slowdown", "device_us_per_step"}
     for row in rows:
         timed = row.get("p50_us", 0) > 0
         if row["contender"] == "xla":

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import matplotlib.text
-import numpy as np
 import pytest
 
 from benchmarks import softmax
 from benchmarks.support import flags, plot, redraw, result
-from tests.support.benchmark_cases import case_of
+from tests.benchmarks.conftest import case_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent.name != "local")
@@ -99,16 +98,3 @@ def test_a_table_fits_and_explains_itself():
     assert "1,234,567" in text and "\np50_us: the median time" in text
     assert "differs [1]" in text and "[1] values 9.04x its bound, indices of 41 rows" in text
     assert "not run [2]" in text and "[2] no no" in text
-
-
-def test_numbers():
-    texts = {
-        0.0123: "0.0123",
-        1.5: "1.50",
-        2079.4: "2,079",
-        99.96: "100",
-        3e-6: "3.0e-06",
-        7: "7",
-        np.nan: "",
-    }
-    assert [result.number(value) for value in texts] == list(texts.values())

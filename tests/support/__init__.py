@@ -15,7 +15,6 @@ gpu              the public functions on a GPU with a named implementation, and 
 lowering         functions lowered for a platform, and the kernels in the lowered text
 ptx              runs the text of inline PTX in Python
 racecheck        which hazards of compute-sanitizer's racecheck count
-benchmark_cases  small cases of the benchmarks
 
 tests/programs has the programs that tests start in processes of their own.
 """
