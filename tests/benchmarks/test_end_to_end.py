@@ -179,7 +179,8 @@ def test_the_quick_start(run_benchmark, capsys):
 
     def smaller(calls):
         of_loss = dataclasses.replace(calls[-1].case, tokens=8, head="small", direction="forward")
-        sizes = [{"batch": 4}] * 3 + [{"tokens": 8}]
+        rows = {"batch": 4, "vocab": 60}
+        sizes = [rows, rows, rows | {"function": "none"}, {"tokens": 8, "gate": "softmax"}]
         cases = [dataclasses.replace(call.case, **size) for call, size in zip(calls, sizes)]
         return [dataclasses.replace(call, case=case) for call, case in zip(calls, [*cases, of_loss])]
 
