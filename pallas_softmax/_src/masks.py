@@ -73,12 +73,9 @@ def _summed_at(x, indices, mode, fill_value):
 
     The sum is of bits: a sum of floats would lose the sign of -0, and on a CPU subnormal numbers.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return _at_coordinates(x, indices, mode, fill_value)
-    as_bits = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    fill = np.array(np.nan if fill_value is None else fill_value, x.dtype).view(as_bits)
-    bits = lax.bitcast_convert_type(x, as_bits)
-    return lax.bitcast_convert_type(_at_coordinates(bits, indices, mode, fill), x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        fill_value = np.array(np.nan if fill_value is None else fill_value, x.dtype).view(_bits(x).dtype)
+    return _from_bits(_at_coordinates(_bits(x), indices, mode, fill_value), x.dtype)
 
 
 @_summed_at.defjvp
@@ -88,9 +85,32 @@ def _(mode, fill_value, primals, tangents):
     return _summed_at(x, indices, mode, fill_value), dx
 
 
+def _bits(x):
+    """Returns the bits of floats, as integers; other arrays as they are."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") if is_float else x
+
+
+def _from_bits(bits, dtype):
+    return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits
+
+
 def _at_coordinates(x, indices, mode, fill_value):
+    if indices.shape[-1] == 1:  # a gather would still abort in `verify`
+        is_found = jnp.arange(x.shape[-1]) == indices
+        found = jnp.sum(jnp.where(is_found, x, 0), -1, keepdims=True, dtype=x.dtype)
+        return found if fill_value is None else jnp.where(jnp.any(is_found, -1, keepdims=True), found, fill_value)
     rows = (lax.broadcasted_iota(jnp.int32, indices.shape, i) for i in range(x.ndim - 1))
     return x.at[(*rows, indices)].get(mode=mode, fill_value=fill_value)
+
+
+def row_at(x, position):
+    """Returns the row of each matrix (..., S, n) at a position (..., 1): (..., n). It has no derivative."""
+    if not is_partly_manual():
+        return jnp.take_along_axis(x, position[..., None], -2, mode="promise_in_bounds")[..., 0, :]
+    is_row = jnp.arange(x.shape[-2])[:, None] == position[..., None]
+    bits = _bits(x)
+    return _from_bits(jnp.sum(jnp.where(is_row, bits, 0), -2, dtype=bits.dtype), x.dtype)
 
 
 def mask_at(where, x, indices):

@@ -1,6 +1,6 @@
 """Division of logits by temperatures: any finite number from 0 up, whatever its reciprocal is.
 
-XLA turns x / T into x * (1 / T) in most programs, so this does it in all: equal calls have equal roundings. On a CPU, XLA
+XLA turns x / T into x * (1 / T) in most programs. So this does it in all: equal calls get equal bits. On a CPU, XLA
 takes subnormal numbers for 0. So a temperature T is kept as two normal numbers, T = divisor / factor, where the
 reciprocal of the divisor is normal too. The factor is a power of two, so that a product with it is exact. In float32:
 

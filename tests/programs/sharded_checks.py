@@ -1242,16 +1242,18 @@ def vmap_along_an_explicit_axis(name):
         assert {jax.typeof(a).sharding.spec[0] for a in jax.tree.leaves(got)} == {"b"}
 
 
-@each(name=FUNCTIONS, fast=1)
-def divided_inside_shard_map(name):
+@each(name=FUNCTIONS, batch=(None, "r"), fast=1)
+def divided_inside_shard_map(name, batch):
     """XLA divides the rows over the mesh axes that a shard_map leaves. A bug of XLA would end this process."""
-    x = cases.rows(["normal"] * 8, 300)  # 300 columns are two chunks of the search, on four devices
+    x = cases.rows(["normal"] * 8, 300)  # 300 columns are two chunks of the search
+    x[:, ::3] = -0.0
+    three = jax.make_mesh((2, 2, 2), ("b", "r", "v"), axis_types=(AxisType.Auto,) * 3)
 
     def divided(x):
-        return FUNCTIONS[name](lax.with_sharding_constraint(x, P(None, "v")))
+        return FUNCTIONS[name](lax.with_sharding_constraint(x, P(batch, "v")))
 
     def run(f):
-        with jax.set_mesh(mesh()):
+        with jax.set_mesh(three if batch else mesh()):
             mapped = jax.shard_map(
                 lambda x: jax.tree.map(jnp.atleast_1d, f(x)),
                 in_specs=P("b"), out_specs=P("b"), axis_names={"b"},

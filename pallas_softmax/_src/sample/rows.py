@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.masks import is_partly_manual, logits_of
+from pallas_softmax._src.masks import logits_of, row_at
 from pallas_softmax._src.temperatures import Temperature, is_zero
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
@@ -350,11 +350,7 @@ def in_chunks(a):
 
 def chunk_of(a, chunk):
     """Returns one chunk of each row, the one with the number `chunk` (..., 1): (..., size)."""
-    chunks, chunk = in_chunks(a), chunk[..., None]
-    if is_partly_manual():  # XLA would abort the process if it divided both dimensions of the chunks
-        is_chosen = jnp.arange(chunks.shape[-2])[:, None] == chunk
-        return jnp.sum(jnp.where(is_chosen, chunks, 0), -2, dtype=a.dtype)
-    return jnp.take_along_axis(chunks, chunk, -2, mode="promise_in_bounds")[..., 0, :]
+    return row_at(in_chunks(a), chunk)
 
 
 def _position_reaching(measure, goal):

@@ -29,7 +29,7 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
-from pallas_softmax._src.masks import at
+from pallas_softmax._src.masks import at, row_at
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import each_key
 from pallas_softmax._src.sample.operation import DRAW_BY_MASS
@@ -263,9 +263,8 @@ def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
-    axis = position.ndim
-    index = jnp.expand_dims(position, tuple(range(axis, a.ndim)))
-    return jnp.squeeze(jnp.take_along_axis(a, index, axis, mode="promise_in_bounds"), axis)
+    position = position[..., None]
+    return at(a, position)[..., 0] if a.ndim == position.ndim else row_at(a, position)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
