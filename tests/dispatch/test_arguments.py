@@ -260,7 +260,7 @@ OPTIONS = {
 CHOSEN = [(name, option) for name, options in OPTIONS.items() for option in options]
 
 
-@pytest.mark.parametrize(("name", "option"), first(3, CHOSEN))
+@pytest.mark.parametrize(("name", "option"), first(3, CHOSEN[::2]))
 def test_options_of_any_type_in_any_order(name, option):
     """JAX compares the options of several calls. A NumPy number, compared with a tuple, has no truth value."""
     values = OPTIONS[name][option]

@@ -11,7 +11,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.covering import first, first_values, pairs
+from tests.support.covering import first, first_values, pairs, values
 from tests.support.lowering import array, kernel_names, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -112,7 +112,7 @@ EAGER = ("linearize", "vmap of grad")  # the other modes run in one compilation
 HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 
-@pytest.mark.parametrize(("name", "mode"), first(3, pairs([*FUNCTIONS], HIGHEST_FIRST)))
+@pytest.mark.parametrize(("name", "mode"), first(3, pairs([*FUNCTIONS], HIGHEST_FIRST)[:38]))
 def test_derivatives_agree_with_jax(name, mode):
     """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
@@ -196,7 +196,9 @@ def test_a_neg_inf_logit_does_not_change_derivatives(log):
             return ps.fused_topk(jnp.asarray(x), k, temperature=t, log=log).values[:2]
 
         modes = jax.jacfwd, jax.jacrev
-        return [f(first)(1.3) for f in modes] + [f(g(first))(1.3) for f in modes for g in modes]
+        return jax.jit(
+            lambda t: [f(first)(t) for f in modes] + [f(g(first))(t) for f in modes for g in modes]
+        )(1.3)
 
     want = of([1.0, 2.0], 2)
     for k in (2, 3):
@@ -394,7 +396,7 @@ def third_derivatives(f, v):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), first(0, pairs(list(ROW_FUNCTIONS)[::-1], ["whole", "masked", "of one logit"]))
+    ("name", "rows"), first(0, values(list(ROW_FUNCTIONS)[::-1], ["whole", "masked", "of one logit"]))
 )
 def test_third_derivatives_at_special_points(name, rows, x64):
     """In the logits and the temperature, and in both modes."""

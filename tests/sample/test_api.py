@@ -87,7 +87,7 @@ SMALL = pairs(cases.SMALL, [F32, BF16, F16])
 
 @pytest.mark.parametrize(
     ("v", "dtype"),
-    first(1, [(129, F32), (LONG, F32), (LONG, BF16), (2, BF16), (1000, F16), *SMALL]),
+    first(1, [(129, F32), (LONG, F32), (2, BF16), (1000, F16), *SMALL[:8]]),
     ids=str,
 )
 def test_every_row_with_every_filter(v, dtype):
@@ -130,9 +130,8 @@ def test_masked_entries_do_not_matter(v):
     ("names", "v"),
     [
         slow(["integers", "denormals", "signed_zeros", "neg_inf_last"], LONG),
-        slow(["peaked", "constant"], cases.GPT2),
-        slow(["normal", "integers", "ascending", "one_winner", "all_but_one_neg_inf"], cases.GPT2),
-        slow(["peaked", "constant", "normal", "descending"], cases.LARGE[0]),
+        slow(["normal", "ascending", "one_winner", "all_but_one_neg_inf"], cases.GPT2),
+        slow(["peaked", "constant"], cases.LARGE[0]),
     ],
     ids=str,
 )
@@ -172,7 +171,7 @@ def test_filters_keep_ties_with_the_lowest_indices():
     np.testing.assert_allclose(log_mass, np.log([0.3, 0.25, 0.15, 1]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [slow("uint8"), slow("int8"), slow("int32"), slow("uint32")])
+@pytest.mark.parametrize("dtype", [slow("int8"), slow("uint32")])
 def test_integers(dtype):
     info = np.iinfo(dtype)
     x = np.random.default_rng(0).integers(info.max - 9, info.max, (4, 40), dtype, endpoint=True)
@@ -273,7 +272,7 @@ def test_counters_have_64_bits(stride):
 
 @pytest.mark.parametrize(
     ("impl", "mode", "dtype", "filtered"),
-    first(1, pairs(GENERATORS, [None, "low", "high", "highest"], [F32, BF16], [True, False])),
+    first(1, pairs(GENERATORS, [None, "low", "high", "highest"], [F32, BF16], [True, False])[:8]),
     ids=str,
 )
 def test_tokens_of_categorical(impl, mode, dtype, filtered):
@@ -301,8 +300,7 @@ def test_settings_of_noise(setting):
     assert np.any(other.indices != assert_categorical(KEY, x, top_k=200).indices)
 
 
-@pytest.mark.parametrize("v", [slow(LONG), slow(cases.LARGE[0]), slow(262_144)])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("v", "dtype"), [slow(LONG, F32), slow(cases.LARGE[0], BF16)])
 def test_tokens_of_long_rows(v, dtype):
     x = cases.rows(["normal", "peaked", "constant"], v, dtype)
     for options in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 1000, "min_p": 0.01}):
@@ -366,7 +364,7 @@ def drawn(x, n, batch, filters):
     return counts
 
 
-@pytest.mark.parametrize(("name", "n"), [slow("all", 10_000), *(slow(name, 1_000_000) for name in FILTERS)])
+@pytest.mark.parametrize(("name", "n"), [slow("all", 10_000), *(slow(name, 200_000) for name in FILTERS)])
 def test_the_distribution(name, n):
     x, filters = np.random.default_rng(1).standard_normal(32).astype(F32) * 2, FILTERS[name]
     temperature = filters.get("temperature", 1.0)
@@ -378,10 +376,10 @@ def test_the_distribution(name, n):
 @pytest.mark.slow
 def test_the_distribution_of_a_peaked_vocabulary():
     """A CPU is slow, so it makes few draws; test_gpu.py makes a million."""
-    x = cases.rows(["peaked"], cases.LARGE[0])[0] / 4
+    x = cases.rows(["peaked"], cases.GPT2)[0] / 4
     _, mass = oracle.sample_terms(x[None], None, 1.0)
     mass = np.where(oracle.sample_kept(x[None], top_p=0.99), mass, 0)[0]
-    assert abs(chi_square(drawn(x, 1_280, 64, {"top_p": 0.99}), mass / mass.sum())) < 5
+    assert abs(chi_square(drawn(x, 320, 64, {"top_p": 0.99}), mass / mass.sum())) < 5
 
 
 # --- Transformations ----------------------------------------------------------------------------------
@@ -473,9 +471,11 @@ def test_filtered_logits():
     assert np.isnan(got[[2, 3, 6]]).all() and (got[4:6] == -np.inf).all()
 
 
-@pytest.mark.parametrize("optimized", [slow(True), False])
-@pytest.mark.parametrize("dtype", [F32, slow(BF16), slow(F16), slow(F64), slow(jnp.float8_e5m2)], ids=str)
-@pytest.mark.parametrize("v", [300, slow(LONG)])
+@pytest.mark.parametrize(
+    ("v", "dtype", "optimized"),
+    first(1, [(300, F32, False), *pairs([300, LONG], [F32, BF16, F64, jnp.float8_e5m2], [True, False])]),
+    ids=str,
+)
 def test_filtered_rows_without_a_draw(v, dtype, optimized):
     """A failed row is NaN at every temperature, with every filter, even where XLA's maximum loses a NaN."""
     jax.config.update("jax_disable_most_optimizations", not optimized)

@@ -238,9 +238,7 @@ def test_a_position_without_a_distribution_gives_minus_1(q, logit, given):
 
 
 @pytest.mark.parametrize("q", [None, slow(LOG_Q)], ids=["chosen", "drawn"])
-@pytest.mark.parametrize(
-    "shape", first_values(1, [(1,), (), (S + 1, 1), (2, S + 1, 1), (V,), (2, 1, 1), (1, 1, V)]), ids=str
-)
+@pytest.mark.parametrize("shape", first_values(1, [(1,), (2, S + 1, 1), (1, 1, V)]), ids=str)
 def test_a_mask_broadcasts(shape, q):
     """A mask with a last dimension of 1 masks whole positions."""
     x, drafts = np.stack([TARGET, TARGET - 1]), np.tile(TARGET.argmax(-1)[:-1], (2, 1))
@@ -314,8 +312,7 @@ def test_a_setting_of_the_noise_makes_another_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
-@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize(("q", "symbolic"), [(None, True), (LOG_Q, False)], ids=["chosen", "drawn"])
 def test_export_round_trip(q, symbolic):
     """One module for the CPU and CUDA; with a symbolic batch it holds no kernel."""
     rows, v = 4, 512
@@ -345,8 +342,7 @@ def test_drafts_of_every_integer_dtype(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("q", [None, LOG_Q], ids=["chosen", "drawn"])
-@pytest.mark.parametrize("dtype", ["int4", "int8", "uint16", "int32"])
+@pytest.mark.parametrize(("q", "dtype"), [(None, "int4"), (LOG_Q, "int32")], ids=["chosen", "drawn"])
 def test_logits_of_integers(q, dtype):
     target, drafts = np.round(TARGET + 3).clip(0, 7), np.array([1, V, 2])
     got, want = (verify(KEY, drafts, target.astype(jnp.dtype(of)), q, top_k=4) for of in (dtype, "float32"))

@@ -47,6 +47,11 @@ def cover(*parameters):
     return first(max(map(len, parameters)), pairs(*parameters))
 
 
+def values(*parameters):
+    """Returns combinations, one value per parameter, that cover every value: the first ones of `pairs`."""
+    return pairs(*parameters)[: max(map(len, parameters))]
+
+
 def first(n, combinations):
     """Returns parameters for pytest; only the first n are in the fast set."""
     return [*combinations[:n], *(slow(*combination) for combination in combinations[n:])]
