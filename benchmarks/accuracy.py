@@ -1,11 +1,9 @@
 """How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
-from absl import app
 
 from benchmarks import softmax
 from benchmarks.support import driver, flags
@@ -80,8 +78,4 @@ def define_flags() -> None:
     flags.define("implementations", "logits", "seed")
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app
 from absl.flags import ValidationError, register_validator
 
 from benchmarks import softmax, topk
@@ -105,8 +104,4 @@ def define_flags() -> None:
     flags.define_peers(softmax.PEERS, topk.PEERS)
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 
 import pallas_softmax
@@ -220,8 +219,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

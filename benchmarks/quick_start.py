@@ -5,13 +5,11 @@ table in README.md, elsewhere small ones. The other benchmarks check and time th
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-from absl import app
 
 import pallas_softmax as ps
 from benchmarks import linear, route, sample, softmax, topk
@@ -132,8 +130,4 @@ def define_flags() -> None:
     flags.define("seed", "repeats")
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

@@ -29,7 +29,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -300,9 +299,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot
@@ -103,8 +102,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

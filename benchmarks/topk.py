@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app
 from absl.flags import DEFINE_boolean
 from jax import lax
 
@@ -115,6 +114,19 @@ PEERS_OF_TOP_K = {
 }
 PEERS = PEERS_OF_FUSED_TOPK | PEERS_OF_TOP_K
 _RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
+# peer: its function, how to call it, and whether it promises the order of ties
+_FUNCTIONS: dict[str, tuple[Any, Any, bool]] = {
+    "jax_stable": (_jax_stable, prepare_jax, True),
+    "jax_unstable": (_jax_unstable, prepare_jax, False),
+    "jax_raft": (_jax_raft, functools.partial(prepare_jax, options=_RAFT), True),
+    "torch": (_torch, prepare_torch, False),
+    "quack": (_quack, prepare_torch, False),
+    "lax_stable": (_lax_stable, prepare_jax, True),
+    "lax_unstable": (_lax_unstable, prepare_jax, False),
+    "fused_topk": (_fused, prepare_jax, True),
+    "torch_topk": (_torch_topk, prepare_torch, False),
+    "flashinfer": (_flashinfer, prepare_torch, False),
+}
 
 
 def contenders(
@@ -122,44 +134,17 @@ def contenders(
 ) -> list[Contender]:
     """Returns implementations and peers of top-k, ours first. `ordered` is for top_k and its peers."""
     assert case.k is not None
-    if case.function == "top_k":
-        return _of_top_k(case, implementations, peers, ordered)
-    functions = {
-        "jax_stable": (_jax_stable, prepare_jax),
-        "jax_unstable": (_jax_unstable, prepare_jax),
-        "jax_raft": (_jax_raft, functools.partial(prepare_jax, options=_RAFT)),
-        "torch": (_torch, prepare_torch),
-        "quack": (_quack, prepare_torch),
-    }
-    found = ours(functools.partial(_ours, k=case.k), implementations)
+    of_logits = case.function == "top_k"
+    ordered = ordered or not of_logits  # --nosorted is of top_k
+    own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else _ours
+    found = ours(functools.partial(own, k=case.k), implementations)
     for name in peers:
-        if name in functions:
-            function, prepare = functions[name]
-            stable = name in ("jax_stable", "jax_raft")
-            found.append(
-                Contender(name, False, functools.partial(function, k=case.k), prepare, stable=stable)
-            )
-    return found
-
-
-def _of_top_k(
-    case: Case, implementations: tuple[str, ...], peers: tuple[str, ...], ordered: bool
-) -> list[Contender]:
-    assert case.k is not None
-    in_any_order = {"k": case.k, "ordered": ordered}
-    functions: dict[str, Any] = {
-        "lax_stable": (functools.partial(_lax_stable, k=case.k), prepare_jax),
-        "lax_unstable": (functools.partial(_lax_unstable, k=case.k), prepare_jax),
-        "fused_topk": (functools.partial(_fused, k=case.k), prepare_jax),
-        "torch_topk": (functools.partial(_torch_topk, **in_any_order), prepare_torch),
-        "flashinfer": (functools.partial(_flashinfer, **in_any_order), prepare_torch),
-    }
-    stable = ("lax_stable", "fused_topk")
-    found = ours(functools.partial(_top_k, k=case.k, sorted=ordered), implementations)
-    found += [
-        Contender(name, False, *functions[name], stable=name in stable) for name in peers if name in functions
-    ]
-    return [dataclasses.replace(each, of_logits=True, ordered=ordered) for each in found]
+        if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):
+            function, prepare, stable = _FUNCTIONS[name]
+            options = {"ordered": ordered} if name in ("torch_topk", "flashinfer") else {}
+            function = functools.partial(function, k=case.k, **options)
+            found.append(Contender(name, False, function, prepare, stable=stable))
+    return [dataclasses.replace(each, of_logits=of_logits, ordered=ordered) for each in found]
 
 
 def _run(case: Case, chosen: Any) -> list[Record]:
@@ -216,8 +201,4 @@ def define_flags() -> None:
     )
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

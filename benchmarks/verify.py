@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 
 import pallas_softmax
 from benchmarks.support import driver, flags, timing
@@ -222,8 +221,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS, default=("sample", "jax"))
 
 
-main = functools.partial(driver.main, BENCHMARK)
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, BENCHMARK, define_flags)

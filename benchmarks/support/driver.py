@@ -5,6 +5,7 @@ pandas, so that a GPU machine can measure without it: see `benchmarks.support.re
 """
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import app
 
 import pallas_softmax
 from benchmarks.support import result, timing
@@ -135,6 +137,17 @@ def largest_error(got: Any, want: Any) -> float:
     A NaN is the largest.
     """
     return float(np.max(jax.tree.leaves(jax.tree.map(_relative_error, got, want))))
+
+
+def program(
+    module: str, benchmark: Benchmark, define_flags: Callable[[], None]
+) -> Callable[[list[str]], int]:
+    """Returns the `main` of a benchmark. Runs it if its module is the program: `module` is the module's __name__."""
+    run = functools.partial(main, benchmark)
+    if module == "__main__":
+        define_flags()
+        app.run(run)
+    return run
 
 
 def main(benchmark: Benchmark, argv: list[str]) -> int:

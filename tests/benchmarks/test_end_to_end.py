@@ -230,7 +230,10 @@ def _raises(x, **kwargs):
     ("wrong", "reason"),
     [
         (_raises, "KeyError: 'no such kernel'"),
-        (lambda x, **kwargs: jax.nn.softmax(x), "asked for triton, explained as {'triton'}, lowered to xla"),
+        (
+            lambda x, plain=pallas_softmax.softmax, **kwargs: plain(x),
+            "asked for triton, explained as {'xla'}, lowered to xla",
+        ),
     ],
 )
 def test_a_call_that_is_not_what_its_name_says_fails_the_run(one, monkeypatch, wrong, reason):
