@@ -28,12 +28,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def test_on_eight_devices(tmp_path):
     """A process of its own has eight CPU devices, because their number must be set before JAX starts."""
     command = [sys.executable, "-m", "tests.programs.sharded_benchmark_checks", str(tmp_path)]
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "--devices=16: passed over, there are 8" in done.stdout and "Traceback" not in done.stderr
