@@ -26,7 +26,7 @@ def reports(script, *arguments, cpu_devices=8):
     """Returns what a program prints: the error of each check, or None; and the end of stderr as ""."""
     with child(script, *arguments, cpu_devices=cpu_devices) as process:
         try:
-            out, err = process.communicate(timeout=600)
+            out, err = process.communicate(timeout=1500)
         finally:
             process.kill()
     found = {k: v for line in out.splitlines() for k, v in json.loads(line).items()}
