@@ -6,6 +6,7 @@ mesh_axes     the mesh axes that each row is spread over, if any
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def is_partly_manual() -> bool:
     return bool(mesh.manual_axes and mesh.auto_axes)
 
 
-def at(x, indices, mode="promise_in_bounds", fill_value=None):
+def at(x, indices, mode="promise_in_bounds", fill_value=None) -> jax.Array:
     """Returns the elements at indices of the last axis. By default all are in bounds: checks take longer on a CPU."""
     if not is_partly_manual():
         return jnp.take_along_axis(x, indices, -1, mode=mode, fill_value=fill_value)
@@ -68,7 +69,7 @@ def at(x, indices, mode="promise_in_bounds", fill_value=None):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _summed_at(x, indices, mode, fill_value):
+def _summed_at(x, indices, mode, fill_value) -> Any:
     """Does what `at` does. If XLA divides the rows and the last axis, it sums what devices found, and does not abort.
 
     The sum is of bits: a sum of floats would lose the sign of -0, and on a CPU subnormal numbers.
