@@ -60,6 +60,17 @@ def test_sorted_program(plan, dtype):
         assert_selected(values[i], indices[i], x[i], plan.k, kept, LOWEST[dtype], name, sorted=True)
 
 
+@pytest.mark.parametrize(
+    "plan", [SelectPlan(4096, 700, 1, 1, 2112, 1), registers_plan(4096, 700, 1, 128)], ids=str
+)
+def test_sorted_program_with_few_ties(plan):
+    """Ties crowd one bucket, so that all entries are sorted; there are fewer of them than winners."""
+    x, fill = np.full(4096, 1.5, np.float32), np.float32(-np.inf)
+    values, indices, _ = machine_select(select.in_order(plan), x, length=300, fill=fill)
+    np.testing.assert_array_equal(indices, np.arange(700))
+    np.testing.assert_array_equal(values, np.where(indices < 300, x[0], fill))
+
+
 @pytest.mark.parametrize("name", first_values(1, NAMES))
 @pytest.mark.parametrize(("plan", "dtype"), first(1, PLANS), ids=str)
 def test_program_in_any_order(plan, dtype, name):

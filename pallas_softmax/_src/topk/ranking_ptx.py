@@ -220,8 +220,7 @@ def _exchange(
 ) -> None:
     """Exchanges values with thread ^ stride, a power of two. The lower thread keeps the larger value of each pair.
 
-    Threads of one warp exchange by shuffles. Threads of different warps exchange through the list, where `own` is the
-    address of this thread's first entry.
+    Lanes exchange by shuffles, and warps through the list. `own` is the address of this thread's first entry.
     """
     upper = (p.thread & stride).differs(0)
 
