@@ -10,74 +10,12 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, plainly
 from tests.support.covering import first, first_values, pairs, slow
 
-X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 8
-W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
-LABELS = np.arange(6, dtype=np.int32).reshape(2, 3) % 4
-ROWS = np.ones((2, 3), np.float32)
-MASK = X > 0.2
-KEY = np.zeros(2, np.uint32)
-PROJECTION = {"x": X, "w": W, "bias": W[0], "where": MASK[..., 0], "temperature": ROWS}
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
-
-# name: (function, its static arguments, its arrays)
-FUNCTIONS = {
-    "softmax": (ps.softmax, {}, {"x": X, "where": MASK}),
-    "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}),
-    "logsumexp": (ps.logsumexp, {}, {"a": X, "b": X, "where": MASK}),
-    "fused_topk": (ps.fused_topk, {"k": 2}, {"logits": X, "where": MASK, "temperature": ROWS}),
-    "top_k": (ps.top_k, {"k": 2}, {"operand": X, "where": MASK, "lengths": LABELS}),
-    "sample": (
-        ps.sample,
-        {},
-        {
-            **{"key": KEY, "logits": X, "where": MASK, "temperature": ROWS},
-            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
-        },
-    ),
-    "filter_logits": (
-        ps.filter_logits,
-        {},
-        {
-            **{"logits": X, "where": MASK, "temperature": ROWS},
-            **{"top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
-        },
-    ),
-    "verify": (
-        ps.verify,
-        {},
-        {"key": KEY, "draft_tokens": LABELS[:, :2], "logits": X, "draft_log_probs": X[:, :2]}
-        | {"where": MASK, "temperature": ROWS, "top_k": ROWS.astype(int), "top_p": ROWS, "min_p": ROWS},
-    ),
-    "token_stats": (ps.token_stats, {}, {"logits": X, "labels": LABELS, "where": MASK, "temperature": ROWS}),
-    "route": (ps.route, {"k": 1, "groups": 2, "top_groups": 1}, {"logits": X, "bias": W[0, :4]}),
-    "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, PROJECTION),
-    "linear_cross_entropy": (
-        ps.linear_cross_entropy,
-        {},
-        PROJECTION | {"labels": LABELS, "token_weights": ROWS} | {"label_smoothing": ROWS, "z_loss": ROWS},
-    ),
-    "linear_log_probs": (ps.linear_log_probs, {}, PROJECTION | {"labels": LABELS}),
-    "linear_token_stats": (ps.linear_token_stats, {}, PROJECTION | {"labels": LABELS}),
-    "linear_topk": (ps.linear_topk, {"k": 2}, PROJECTION),
-}
-ARRAYS = [(name, argument) for name, (_, _, arrays) in FUNCTIONS.items() for argument in arrays]
 each = pytest.mark.parametrize("name", FUNCTIONS)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def call(name, **changed):
-    """Calls a function with its arguments above, except for those that are given."""
-    function, static, arrays = FUNCTIONS[name]
-    return function(**(static | arrays | changed))
-
-
-def plainly(name, **options):
-    """Calls a function with the arrays that it needs, so that other options fit."""
-    function, static, arrays = FUNCTIONS[name]
-    needed = ("key", "x", "w", "a", "logits", "operand", "labels", "draft_tokens")
-    return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
 def assert_equal(got, expected):
@@ -121,7 +59,8 @@ def test_misfits_are_refused_by_name(case, argument):
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2])
 def test_floats_of_8_bits_are_no_misfits(dtype):
     """float8_e4m3fnuz and NumPy's complex long doubles share the code G."""
-    assert_equal(ps.softmax(X.astype(dtype)), ps.softmax(jnp.asarray(X.astype(dtype))))
+    x = np.maximum(X, -9).astype(dtype)
+    assert_equal(ps.softmax(x), ps.softmax(jnp.asarray(x)))
 
 
 def test_factors_without_a_common_dtype_are_named():
@@ -197,7 +136,7 @@ def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
 
 
 def test_a_wide_bias_of_the_router_steers():
-    assert ps.route(X, 1, bias=np.array([0, 2**32, 0, 0])).indices.tolist() == [[[1]] * 3] * 2
+    assert (ps.route(X, 1, bias=np.where(np.arange(V) == 1, 2**32, 0)).indices == 1).all()
 
 
 @pytest.mark.parametrize("argument", ["top_p", "min_p", "label_smoothing"])
@@ -276,27 +215,6 @@ def test_options_of_any_type_in_any_order(name, option):
 
 
 @pytest.mark.parametrize(
-    "value", [np.array([1, 2]), np.array(["xla"]), jnp.ones(2), {}, [], 1, b"xla"], ids=repr
-)
-@each
-def test_an_array_is_no_implementation(name, value):
-    with pytest.raises(ValueError, match=f"^{name}: implementation must be None or one of"):
-        plainly(name, implementation=value)
-
-
-@pytest.mark.parametrize("value", [np.array(["mean", "sum"]), ["mean"], 1], ids=repr)
-def test_an_array_is_no_reduction(value):
-    with pytest.raises(ValueError, match="^linear_cross_entropy: reduction must be 'mean', 'sum' or None"):
-        plainly("linear_cross_entropy", reduction=value)
-
-
-def test_an_array_is_no_axis_name():
-    for options in ({}, {"b": X}):
-        with pytest.raises(TypeError, match="^logsumexp: axis_name must be None, a str or a tuple of str"):
-            ps.logsumexp(X, axis_name=np.array(["v", "w"]), **options)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
     ("name", "option", "values"),
     [
         ("linear_logsumexp", "softcap", [30, 30.0, np.float32(30), jnp.float32(30)]),
@@ -342,15 +260,14 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
         **{
             "where": MASK[0, 0],
             "temperature": np.float16(2),
-            "bias": np.arange(8),
             "labels": LABELS.astype(np.uint8),
         },
         **{"lengths": np.int8(2), "top_k": np.int8(2), "top_p": np.float16(0.5), "min_p": np.float64(0.1)},
         **{"token_weights": np.arange(3), "label_smoothing": np.float16(0.5), "z_loss": np.int32(1)},
     }
-    narrow |= {"bias": np.arange(4)} if name == "route" else {"bias": W[0].astype(np.float16)}
+    narrow |= {"bias": np.arange(V)} if name == "route" else {"bias": W[0].astype(np.float16)}
     narrow |= {"where": MASK[0, :, 0]} if name.startswith("linear") else {}
-    function, static, arrays = FUNCTIONS[name]
+    arrays = FUNCTIONS[name][2]
     changed = {of: narrow[of] for of in arrays if of in narrow}
     dtypes = {
         of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits", "operand") if of in arrays

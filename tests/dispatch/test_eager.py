@@ -11,7 +11,8 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch import eager
-from tests.support import cases, lowering
+from tests.support import calls, cases, lowering
+from tests.support.calls import BATCH, CALLS, call, logits_of
 from tests.support.cases import F32
 from tests.support.covering import first_values, slow
 
@@ -36,26 +37,17 @@ def compiled(monkeypatch):
     return calls
 
 
-CALLS = {
-    "softmax": lambda x: ps.softmax(x, 0, MASK),
-    "log_softmax": lambda x: ps.log_softmax(x, (0, 1)),
-    "logsumexp": lambda x: ps.logsumexp(x, -1, b=2.0, return_sign=True),
-    "fused_topk": lambda x: ps.fused_topk(x, 3, where=MASK, temperature=0.5, log=True),
-    "top_k": lambda x: ps.top_k(x, 3, where=MASK, lengths=np.arange(4), sorted=False),
-}
-
-
-@pytest.mark.parametrize("name", first_values(4, CALLS))
-def test_a_call_is_one_program_with_the_result_of_jit(name, compiled):
-    got = CALLS[name](X)
+@pytest.mark.parametrize("name", first_values(4, ["softmax", "logsumexp", "top_k", "route", *CALLS]))
+def test_a_call_is_one_program_with_the_result_and_the_name_of_the_function(
+    name, compiled, quick_compilation
+):
+    got = call(name)
     assert len(compiled) == 1
-    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(CALLS[name])(X))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_program_has_the_name_of_the_function(name):
-    text = jax.jit(CALLS[name]).lower(X).as_text()
-    assert re.search(rf"func\.func private @{name}\(", text)
+    whole = jax.jit(functools.partial(call, name))
+    want = whole(**CALLS[name][2])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    text = whole.lower(**CALLS[name][2]).as_text()
+    assert re.search(rf"func\.func private @{CALLS[name][0].__name__}\(", text)
 
 
 def test_a_wrong_call_raises_as_a_python_function_does():
@@ -113,26 +105,21 @@ def _count(event, *_, **__):
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 KEYS = jax.random.split(jax.random.key(0), 4)
-LABELS = np.arange(4)
-W = np.linspace(-1, 1, 20 * 30, dtype=F32).reshape(20, 30)
-ROWS = {
-    "softmax": ps.softmax,
-    "log_softmax": ps.log_softmax,
-    "logsumexp": lambda x: ps.logsumexp(x, -1),
-    "fused_topk": lambda x: ps.fused_topk(x, 3).values,
-    "top_k": lambda x: ps.top_k(x, 3, lengths=9 * np.ones(4, int)).values,
-    "sample": lambda x: ps.sample(KEYS[0], x, top_p=0.5).log_probs,
-    "sample, keys": lambda x: ps.sample(KEYS, x, min_p=np.float32(0.1)).log_probs,
-    "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.5), -99),
+
+
+def first_result(name):
+    """Returns a function from the logits to the first result that is a float."""
+
+    def f(x):
+        results = jax.tree.leaves(call(name, **{logits_of(name): x}))
+        return next(a for a in results if a.dtype == F32)
+
+    return f
+
+
+ROWS = {name: first_result(name) for name in CALLS if name != "verify"} | {
+    "sample, keys": lambda x: ps.sample(jax.random.split(KEYS[0], BATCH), x, min_p=F32.type(0.1)).log_probs,
     "sample, rbg": lambda x: ps.sample(jax.random.key(0, impl="rbg"), x).log_probs,
-    "token_stats": lambda x: ps.token_stats(x, LABELS).log_probs,
-    "route": lambda x: ps.route(x, 4, bias=np.zeros(20, F32), groups=4, top_groups=2).weights,
-    "linear_logsumexp": lambda x: ps.linear_logsumexp(x, W),
-    "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x, W, LABELS),
-    "linear_cross_entropy, none": lambda x: ps.linear_cross_entropy(x, W, LABELS, z_loss=0.1, reduction=None),
-    "linear_log_probs": lambda x: ps.linear_log_probs(x, W, np.stack([LABELS, LABELS + 1], -1)),
-    "linear_token_stats": lambda x: ps.linear_token_stats(x, W, LABELS).entropy,
-    "linear_topk": lambda x: ps.linear_topk(x, W, 3).values,
 }
 
 
@@ -168,14 +155,14 @@ def _each():
 @pytest.mark.parametrize("transform, name", [*_each()])
 def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
     """Also with a fresh function around it, as in a loop that calls `jax.grad(lambda ...)`."""
-    x = jnp.asarray(X)
+    x = jnp.asarray(calls.X)
 
-    def call():
+    def run():
         return jax.block_until_ready(TRANSFORMS[transform](lambda x: ROWS[name](x), x))
 
-    want = call()
+    want = run()
     before = len(COMPILATIONS)
-    got = call()
+    got = run()
     assert len(COMPILATIONS) == before
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -243,14 +230,14 @@ def test_a_gradient_of_device_arrays_transfers_nothing(name, quick_compilation):
 def test_equal_calls_share_a_lowering(name):
     """Eight equal calls in one program: the text grows by the calls only."""
 
-    def text(calls):
+    def text(times):
         def program(x):
             f = ROWS[name] if name == "linear_topk" else jax.grad(summed(ROWS[name]))
-            for _ in range(calls):
+            for _ in range(times):
                 x = x + jnp.sum(f(x))
             return x
 
-        return lowering.lowered(program, lowering.array(4, 20))
+        return lowering.lowered(program, lowering.array(*calls.X.shape))
 
     assert len(text(8)) < 1.3 * len(text(1))
 

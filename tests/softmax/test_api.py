@@ -131,14 +131,6 @@ def test_shifting_a_row_changes_nothing(name):
     np.testing.assert_array_equal(f(x), f(x + 1024))
 
 
-@pytest.mark.parametrize(("v", "n"), cover([1, 2, 129], [1, 7]))
-def test_rows_are_independent(n, v):
-    """Row i alone gives the same as in a batch with NaN and inf rows; batches of 1 row and of a prime number."""
-    x = cases.rows([*cases.FINITE, *cases.SPECIAL][-n:], v)
-    alone = np.concatenate([ps.softmax(row[None]) for row in x])
-    assert bounds.error_units(ps.softmax(x), alone, np.abs(alone)) <= 2
-
-
 # --- Special values -----------------------------------------------------------------------------------
 
 
@@ -181,27 +173,13 @@ AXES = [0, (2, 0), None, -2, (1, 2), (), -1, 1, 2, -3, (0,), (-1, 0), (0, 1, 2)]
 @pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, AXES)), ids=str)
 def test_axis(name, axis):
     """An axis may be an int, negative, a tuple or None. () gives 1 (softmax), 0 (log_softmax) or x (logsumexp)."""
-    got, want = ours(name)(X3, axis), jax_nn(name)(X3, axis)
-    assert_same(got, want)
-    assert_as_accurate(got, want, *(f(X3, axis) for f in EXPECTED[name]))
-
-
-def test_empty_axis_tuple_gives_one():
-    np.testing.assert_array_equal(ps.softmax(X3, ()), np.ones_like(X3))
-
-
-@pytest.mark.parametrize(("name", "axis"), first(2, pairs(NAMES, [0, (0, 2), None, -2, ()])), ids=str)
-def test_gradient_along_axis(name, axis):
     g = cases.cotangent(np.shape(jax_nn(name)(X3, axis)))
-    got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
-    want = value_and_vjp(lambda x: jax_nn(name)(x, axis))(X3, g)[1]
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_default_axis(name):
-    """The default is -1 for softmax and log_softmax, and all axes for logsumexp."""
-    assert_same(ours(name)(X3), jax_nn(name)(X3))
+    (got, dx), (want, want_dx) = (
+        value_and_vjp(lambda x, f=f: f(name)(x, axis))(X3, g) for f in (ours, jax_nn)
+    )
+    assert_same(got, want)
+    np.testing.assert_allclose(dx, want_dx, rtol=2e-5, atol=2e-6)
+    assert_as_accurate(got, want, *(f(X3, axis) for f in EXPECTED[name]))
 
 
 @pytest.mark.parametrize("axis", first_values(2, [(0, 2), None, -1, ()]), ids=str)
@@ -237,15 +215,12 @@ MASKS = cases.masks(WHERE_X.shape)
 
 @pytest.mark.parametrize(("name", "axis", "mask"), first(2, pairs(NAMES, [-1, 0, None], MASKS)), ids=str)
 def test_where(name, axis, mask):
-    """Masked elements are 0 (log_softmax: -inf), also in a fully masked row. Masked NaN and inf do not matter."""
+    """Masked elements are 0 (log_softmax: -inf), also in a fully masked row."""
     where = MASKS[mask]
     got = ours(name)(WHERE_X, axis, where=where)
     want = jax_nn(name)(WHERE_X, axis, where=where)
     assert_same(got, want)
     assert_as_accurate(got, want, *(f(WHERE_X, axis, where=where) for f in EXPECTED[name]))
-    for poison in (np.nan, np.inf, -np.inf, cases.NEG_NAN):
-        poisoned = np.where(where, WHERE_X, np.float32(poison))
-        np.testing.assert_array_equal(ours(name)(poisoned, axis, where=where), got)
 
 
 @pytest.mark.parametrize(
@@ -266,18 +241,13 @@ def test_gradient_with_where(name, mask, poison):
     np.testing.assert_allclose(got[kept_rows], want[kept_rows].astype(F32), rtol=2e-5, atol=3e-6)
 
 
-def test_where_as_a_positional_argument():
-    where = MASKS["x_shaped"]
-    for name in ELEMENTWISE:
-        np.testing.assert_array_equal(
-            ours(name)(WHERE_X, -1, where), ours(name)(WHERE_X, axis=-1, where=where)
-        )
-
-
 @pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_where_is_a_python_bool(name):
+    """The default axis is -1 for softmax and log_softmax, and all axes for logsumexp. `where` may be positional."""
     for where in (True, False):
-        assert_same(ours(name)(X3, -1, where=where), jax_nn(name)(X3, -1, where=where))
+        assert_same(ours(name)(X3, where=where), jax_nn(name)(X3, where=where))
+        if name in ELEMENTWISE:
+            assert_same(ours(name)(X3, -1, where), jax_nn(name)(X3, -1, where))
 
 
 @pytest.mark.parametrize(("name", "axis"), first(2, pairs(NAMES, [-1, None, 0, (0, 2)])), ids=str)
@@ -307,67 +277,7 @@ def test_kept_special_values_with_where(name):
     np.testing.assert_allclose(dx, want_dx, atol=1e-6)
 
 
-# --- Gradients ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "implementation"), first(1, pairs(NAMES, [None, "xla"])))
-def test_gradient_of_gradient(name, implementation):
-    x, w, u = cases.rows(["normal", "ascending", "constant"], 9), *cases.cotangent((2, 3, 9))
-
-    def second(f):
-        def scalar(x):
-            y = f(x, -1)
-            return (y * (u if y.ndim == 2 else u[:, 0])).sum()
-
-        return jax.jit(jax.grad(lambda x: (jax.grad(scalar)(x) * w).sum()))(x)
-
-    got = second(lambda x, axis: ours(name)(x, axis, implementation=implementation))
-    np.testing.assert_allclose(got, second(jax_nn(name)), rtol=1e-4, atol=1e-5)
-
-
-def test_gradient_of_gradient_with_where():
-    x, w, u = cases.rows(["normal", "ascending", "constant"], 9), *cases.cotangent((2, 3, 9))
-    where = np.arange(9) % 3 != 1
-    x[:, 1] = np.nan
-
-    def second(f):
-        gradient = jax.grad(lambda x: (f(x, where=where) * u).sum())
-        return jax.jit(jax.grad(lambda x: (gradient(x) * w).sum()))(x)
-
-    got = np.asarray(second(ps.softmax))
-    assert (got[:, ~where] == 0).all()
-    np.testing.assert_allclose(got, second(jax.nn.softmax), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", first_values(1, NAMES))
-def test_gradient_of_a_16_bit_input_has_its_dtype(name):
-    x = cases.rows(["normal"], 9, BF16)
-    assert jax.grad(lambda x: ours(name)(x, -1).astype(F32).sum())(x).dtype == BF16
-
-
 # --- dtypes -------------------------------------------------------------------------------------------
-
-
-def test_float16_and_bfloat16_are_preserved():
-    for name in NAMES:
-        for dtype in (F16, BF16):
-            assert ours(name)(jnp.ones((2, 3), dtype), -1).dtype == dtype
-
-
-@pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, ["int8", "int16", "int32", "float32"])))
-def test_integers_promote_to_float32(name, dtype):
-    x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
-    assert ours(name)(x, -1).dtype == np.float32
-    assert_same(ours(name)(x, -1), jax_nn(name)(x, -1))
-
-
-@pytest.mark.parametrize(("name", "dtype"), first(2, pairs(NAMES, ["int32", "int64", "float32", "float64"])))
-def test_integers_promote_under_x64(name, dtype, x64):
-    """int64 becomes float64, and int32 becomes float32."""
-    x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
-    got = ours(name)(x, -1)
-    assert got.dtype == {"int32": F32, "int64": F64}.get(dtype, np.dtype(dtype))
-    assert_same(got, jax_nn(name)(x, -1))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -375,23 +285,6 @@ def test_large_integers_keep_their_differences(name):
     """2**30 and 2**30 + 1 are the same float32 but different logits; jax.nn subtracts before it converts."""
     x = jnp.asarray([2**30, 2**30 + 1, 2**30 - 5], jnp.int32)
     assert_same(ours(name)(x), jax_nn(name)(x))
-
-
-@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int4", "int8", "uint8"]))
-def test_many_short_integers(name, dtype):
-    """A long row, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
-    low, high = (0, 256) if dtype == "uint8" else (-8, 8) if dtype == "int4" else (-128, 128)
-    x = np.random.default_rng(0).integers(low, high, (400, 16))
-    value, unit = (f(x, -1) for f in EXPECTED[name])
-    assert bounds.error_units(ours(name)(jnp.asarray(x, dtype), -1), value, unit) <= 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_unsigned_integers_are_not_wrapped(name):
-    """In jax.nn.softmax, x - m wraps around in uint8; ours must be right."""
-    x = jnp.asarray([1, 2, 0], jnp.uint8)
-    value, unit = (f(np.asarray(x), -1) for f in EXPECTED[name])
-    assert bounds.error_units(ours(name)(x, -1), value, unit) <= 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -413,15 +306,6 @@ def test_complex(name, where):
     got, want = ours(name)(x, -1, where=where), jax_nn(name)(x, -1, where=where)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, ["float8_e5m2", "float8_e4m3fn"])))
-def test_8_bit_floats(name, dtype):
-    """The dtype stays, and values are rounded from float32. jax.nn gives NaN in e4m3fn, which has no inf."""
-    x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)
-    got, want = ours(name)(x, -1), jax_nn(name)(x.astype(F32), -1)
-    assert got.dtype == jax_nn(name)(x, -1).dtype
-    np.testing.assert_allclose(got.astype(F32), want, rtol=float(jnp.finfo(dtype).eps) / 2, atol=2.0**-8)
 
 
 @pytest.mark.parametrize("name", first_values(1, NAMES))
@@ -457,25 +341,6 @@ def test_weak_types_of_derivatives_agree_with_jax(name):
     for x in jnp.full(3, 2.0), jnp.ones(3, F32):
         for got, want in zip(derivatives(ours(name)), derivatives(jax_nn(name))):
             assert weak_types(got(x)) == weak_types(want(x))
-
-
-@pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, [F32, BF16, np.dtype("int32")])), ids=str)
-def test_strict_promotion(name, dtype):
-    """If jax.nn runs under strict dtype promotion, ours does as well."""
-    x = jnp.asarray([1, 2, 0], dtype)
-    with jax.numpy_dtype_promotion("strict"):
-        try:
-            want = jax_nn(name)(x, -1)
-        except jax.errors.JaxRuntimeError:
-            raise
-        except Exception:
-            pytest.skip("jax.nn does not run")
-        assert ours(name)(x, -1).dtype == want.dtype
-
-
-def test_numpy_arrays_are_accepted():
-    for name in NAMES:
-        assert isinstance(ours(name)(np.ones((2, 3), F32), -1), jax.Array)
 
 
 # --- Random calls -------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Calls that test the choice and the launch plans of mosaic_gpu and of triton."""
+"""Every public function with arguments that fit, and calls that test the choice and the launch plans of kernels."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -16,6 +18,149 @@ from pallas_softmax._src.softmax.operation import (
     SOFTMAX_GRAD,
 )
 from pallas_softmax._src.topk.operation import MERGE, TOPK, TOPK_GRAD
+
+# --- One table of all functions: the tests of a property run over (function, property) ------------------
+
+BATCH, V, COLUMNS = (2, 3), 20, 12
+_rng = np.random.default_rng(0)
+X = 2 * _rng.standard_normal((*BATCH, V), np.float32)
+X[0, 1], X[1, 2, ::2] = np.round(X[0, 1]), -np.inf  # a row with ties, and one that is masked in its logits
+W = _rng.standard_normal((V, COLUMNS), np.float32) / 4
+LABELS = np.array([[1, 3, 5], [7, 9, 11]], np.int32)
+MASK = _rng.random(X.shape) < 0.6
+MASK[..., :4], MASK[0, 2] = True, False  # at least four entries are kept, or none
+TEMPERATURE = np.linspace(0.5, 2, 6, dtype=np.float32).reshape(BATCH)
+KEY = np.array([1, 2], np.uint32)
+BIAS = np.linspace(-1, 1, V, dtype=np.float32)
+FILTERS = {
+    "temperature": TEMPERATURE,
+    "top_k": np.array([[9, 3, 0], [15, 7, 5]]),
+    "top_p": np.linspace(1, 0.5, 6, dtype=np.float32).reshape(BATCH),
+    "min_p": np.linspace(0, 0.1, 6, dtype=np.float32).reshape(BATCH),
+}
+HEAD = {"x": np.maximum(X, -9), "w": W, "bias": BIAS[:COLUMNS], "where": MASK[..., 7]} | {
+    "temperature": TEMPERATURE
+}
+OF_LOSS = {"token_weights": TEMPERATURE - 1, "label_smoothing": TEMPERATURE / 9, "z_loss": TEMPERATURE / 5}
+
+# name: (function, its static arguments, its arrays, those that have a gradient)
+FUNCTIONS = {
+    "softmax": (ps.softmax, {}, {"x": X, "where": MASK}, "x"),
+    "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}, "x"),
+    "logsumexp": (
+        ps.logsumexp,
+        {},
+        {"a": X, "b": 1 + BIAS * TEMPERATURE[..., None] / 9, "where": MASK},
+        "a b",
+    ),
+    "fused_topk": (
+        ps.fused_topk,
+        {"k": 3},
+        {"logits": X, "where": MASK, "temperature": TEMPERATURE},
+        "logits temperature",
+    ),
+    "top_k": (ps.top_k, {"k": 3}, {"operand": X, "where": MASK, "lengths": 2 * LABELS - 1}, "operand"),
+    "sample": (ps.sample, {}, {"key": KEY, "logits": X, "where": MASK, **FILTERS}, "logits temperature"),
+    "filter_logits": (ps.filter_logits, {}, {"logits": X, "where": MASK, **FILTERS}, "logits temperature"),
+    "verify": (
+        ps.verify,
+        {},
+        {
+            "key": KEY,
+            "draft_tokens": LABELS[:, :2],
+            "logits": X,
+            "draft_log_probs": np.maximum(X, -9)[:, :2] - 4,
+        }
+        | {"where": MASK, **FILTERS},
+        "",
+    ),
+    "token_stats": (
+        ps.token_stats,
+        {},
+        {"logits": X, "labels": LABELS, "where": MASK, "temperature": TEMPERATURE},
+        "logits temperature",
+    ),
+    "route": (ps.route, {"k": 3, "groups": 4, "top_groups": 2}, {"logits": X, "bias": BIAS / 9}, "logits"),
+    "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, HEAD, "x w bias"),
+    "linear_cross_entropy": (
+        ps.linear_cross_entropy,
+        {},
+        HEAD | {"labels": LABELS} | OF_LOSS,
+        "x w bias token_weights",
+    ),
+    "linear_log_probs": (ps.linear_log_probs, {}, HEAD | {"labels": LABELS}, "x w bias"),
+    "linear_token_stats": (ps.linear_token_stats, {}, HEAD | {"labels": LABELS}, "x w bias"),
+    "linear_topk": (ps.linear_topk, {"k": 2}, HEAD, ""),
+}
+# name: a call of the same function by another path
+CALLS = FUNCTIONS | {
+    "logsumexp, rows": (ps.logsumexp, {"axis": -1}, {"a": X, "where": MASK}, "a"),
+    "fused_topk, log": (
+        ps.fused_topk,
+        {"k": 3, "log": True},
+        {"logits": X, "temperature": TEMPERATURE},
+        "logits temperature",
+    ),
+    "token_stats, rank": (ps.token_stats, {"rank": True}, {"logits": X, "labels": LABELS}, "logits"),
+    "route, shares": (ps.route, {"k": 3, "score": "sigmoid", "renormalize": True}, {"logits": X}, "logits"),
+    "linear_cross_entropy, none": (
+        ps.linear_cross_entropy,
+        {"reduction": None, "workspace_bytes": 1},  # chunks of one token
+        {of: a for of, a in HEAD.items() if of != "temperature"} | {"labels": LABELS} | OF_LOSS,
+        "x w bias token_weights",
+    ),
+    "linear_log_probs, several": (
+        ps.linear_log_probs,
+        {"workspace_bytes": 1},
+        HEAD | {"labels": np.stack([LABELS, LABELS // 2, LABELS], -1)},
+        "x w bias",
+    ),
+}
+ARRAYS = [(name, of) for name, (_, _, arrays, _) in FUNCTIONS.items() for of in arrays]
+LOGITS = ("x", "a", "logits", "operand")  # what functions call the array that they reduce
+
+
+def logits_of(name):
+    """Returns the name of the argument that a call reduces."""
+    return next(of for of in CALLS[name][2] if of in LOGITS)
+
+
+def call(name, **changed):
+    """Calls a function with its arguments above, except for those that are given."""
+    function, static, arrays, _ = CALLS[name]
+    return function(**(static | arrays | changed))
+
+
+def plainly(name, **options):
+    """Calls a function with the arrays that it needs, so that other options fit."""
+    function, static, arrays, _ = CALLS[name]
+    needed = ("key", "w", "labels", "draft_tokens", *LOGITS)
+    return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
+
+
+def total(name, arguments, call=call):
+    """Returns a weighted sum of the finite results, as a function of the arguments that have a gradient, and these.
+
+    Results pass through exp before those that are not finite are dropped, so these get cotangents of NaN.
+    """
+
+    def of_held(held):
+        results = call(name, **arguments | held)
+        results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
+        floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+        kept = (jnp.where(jnp.isfinite(a), jnp.exp(a / 9), 0).astype(jnp.float32) for a in floats)
+        return sum(jnp.vdot(jnp.cos(1 + jnp.arange(a.size, dtype=a.dtype)), jnp.ravel(a)) for a in kept)
+
+    return of_held, {of: arguments[of] for of in CALLS[name][3].split()}
+
+
+def pullback(name, arguments, call=call):
+    """Returns the gradients of `total`."""
+    f, held = total(name, arguments, call)
+    return jax.grad(f)(held)
+
+
+# --- Choices and plans ----------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = settings(max_examples=200, deadline=None, derandomize=True)

@@ -52,6 +52,12 @@ def values(*parameters):
     return pairs(*parameters)[: max(map(len, parameters))]
 
 
+def in_turn(names, values, n=2):
+    """Returns every name with n of the values. Neighbouring names have the values that come next."""
+    values = list(values)
+    return [(name, values[(n * i + j) % len(values)]) for i, name in enumerate(names) for j in range(n)]
+
+
 def first(n, combinations):
     """Returns parameters for pytest; only the first n are in the fast set."""
     return [*combinations[:n], *(slow(*combination) for combination in combinations[n:])]

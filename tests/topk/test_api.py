@@ -1,7 +1,6 @@
 """fused_topk: indices as in lax.top_k, values of the softmax over the whole row, and both gradients."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +24,6 @@ FREE = settings(max_examples=25, deadline=None, derandomize=True)
 @functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))
 def topk(logits, k, **kwargs):
     return fused_topk(logits, k, **kwargs)
-
-
-def composed(logits, k, where=None, temperature=1.0, log=False):
-    """Returns the values as a user would write them with jax.numpy."""
-    t = jnp.asarray(temperature)
-    x = logits if where is None else jnp.where(where, logits, -jnp.inf)
-    p = (jax.nn.log_softmax if log else jax.nn.softmax)(x / (t[..., None] if t.ndim else t))
-    return jnp.take_along_axis(p, lax.top_k(x, k)[1], -1)
 
 
 def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
@@ -64,11 +55,11 @@ def test_indices_agree_with_lax_top_k():
     np.testing.assert_array_equal(topk(x, 129).indices, lax.top_k(x, 129)[1])
 
 
-@pytest.mark.parametrize(("k", "v"), cover([1, 5, 64], [127, 1000, cases.GPT2]))
-def test_values_are_normalised_over_the_whole_row(v, k):
+@pytest.mark.parametrize(("k", "v", "log"), cover([1, 5, 64], [127, 1000, cases.GPT2], [False, True]))
+def test_values_are_normalised_over_the_whole_row(v, k, log):
     names = list(cases.FINITE)
     x = cases.rows(names, v)
-    assert_right(topk(x, k), x, k, names)
+    assert_right(topk(x, k, log=log), x, k, names, log=log)
 
 
 @pytest.mark.parametrize("v", [slow(cases.LARGE[0]), slow(cases.LARGE[1]), cases.LARGE[2]])
@@ -82,13 +73,6 @@ def test_16_bits_are_accumulated_in_float32(dtype, log):
     names = list(cases.FINITE)
     x = cases.rows(names, 1000, dtype)
     assert_right(topk(x, 5, log=log), x, 5, names, log=log)
-
-
-@pytest.mark.parametrize("v", [129, cases.GPT2])
-def test_log(v):
-    names = list(cases.FINITE)
-    x = cases.rows(names, v)
-    assert_right(topk(x, 5, log=True), x, 5, names, log=True)
 
 
 def test_ties_from_rounding_do_not_change_the_order():
@@ -123,13 +107,6 @@ def test_integers(dtype):
     assert_right(got, x, 5)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_many_short_integers(dtype):
-    """A long row, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
-    x = np.random.default_rng(0).integers(-8, 8, (400, 16))
-    assert_right(topk(jnp.asarray(x, dtype), 3), x.astype(F32), 3)
-
-
 def test_float64(x64):
     """The arithmetic is float64; indices stay int32."""
     names = list(cases.FINITE)
@@ -139,16 +116,6 @@ def test_float64(x64):
     assert_right(got, x, 5, names)
     assert topk(cases.rows(["normal"], 129), 5).indices.dtype == np.int32
     assert topk(cases.rows(["normal"], 129), 5).values.dtype == np.float32
-
-
-@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
-def test_8_bit_floats(dtype):
-    x = jnp.asarray([[1, 2, 0, 2, -3], [0, -0.0, 0.0, 1, 1]], dtype)
-    got = fused_topk(x, 4)
-    assert got.values.dtype == dtype
-    want, indices = oracle.fused_topk(np.asarray(x, F32), 4)
-    np.testing.assert_array_equal(got.indices, indices)
-    np.testing.assert_allclose(got.values.astype(F32), want, rtol=float(jnp.finfo(dtype).eps))
 
 
 # --- k, axis, shapes ----------------------------------------------------------------------------------
@@ -173,53 +140,7 @@ def test_k_zero(shape):
     )
 
 
-def test_no_rows():
-    for temperature in (1.0, jnp.ones(0)):
-        got = fused_topk(jnp.zeros((0, 5)), 2, temperature=temperature)
-        assert got.values.shape == got.indices.shape == (0, 2)
-
-
-@pytest.mark.parametrize("axis", first_values(3, [0, 1, -1, 2, -2, -3]))
-def test_axis(axis):
-    """The k winners are along the reduced axis."""
-    x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
-    got = topk(x, 3, axis=axis)
-    last = np.moveaxis(x, axis, -1)
-    assert got.values.shape == got.indices.shape == np.moveaxis(last[..., :3], -1, axis).shape
-    assert_right(TopK(*(np.moveaxis(part, axis, -1) for part in got)), last, 3, limit=4.0)
-
-
-@pytest.mark.slow
-def test_axis_with_where_temperature_and_gradient():
-    x = cases.rows(["normal", "peaked", "integers", "ascending"], 20).reshape(4, 4, 5)
-    where = np.random.default_rng(0).random((4, 4, 5)) < 0.6
-    t = np.random.default_rng(1).random((4, 5)).astype(F32) + 0.5
-    last = {"where": np.moveaxis(where, 1, -1), "temperature": t}
-
-    def f(x, t, **kwargs):
-        return fused_topk(x, 3, temperature=t, **kwargs).values
-
-    got, vjp = jax.vjp(functools.partial(f, axis=1, where=where), x, t)
-    want, want_vjp = jax.vjp(functools.partial(f, where=last["where"]), np.moveaxis(x, 1, -1), t)
-    np.testing.assert_array_equal(got, np.moveaxis(want, -1, 1))
-    g = cases.cotangent(got.shape)
-    dx, dt = vjp(g)
-    want_dx, want_dt = want_vjp(np.moveaxis(g, 1, -1))
-    np.testing.assert_allclose(dx, np.moveaxis(want_dx, -1, 1), rtol=1e-6)
-    np.testing.assert_allclose(dt, want_dt, rtol=1e-6)
-
-
-def test_default_axis_of_one_dimension():
-    x = cases.rows(["integers"], 9)[0]
-    np.testing.assert_array_equal(fused_topk(x, 4).indices, oracle.topk_indices(x, 4))
-
-
 # --- dtype --------------------------------------------------------------------------------------------
-
-
-def test_values_have_the_dtype_of_the_logits():
-    for dtype in (F32, BF16, F16):
-        assert fused_topk(jnp.ones((2, 3), dtype), 1).values.dtype == dtype
 
 
 def test_dtype_widens_without_rounding_first():
@@ -227,17 +148,9 @@ def test_dtype_widens_without_rounding_first():
     names = list(cases.FINITE)
     x = cases.rows(names, 129, BF16)
     assert_right(topk(x, 5, dtype=F32), x, 5, names)
-
-
-def test_dtype_narrows():
-    x = cases.rows(["normal", "peaked"], 129)
-    assert_right(topk(x, 5, dtype=BF16), x, 5)
-    assert topk(x, 5, dtype=BF16).values.dtype == BF16
-
-
-def test_gradient_keeps_the_dtype_of_the_logits():
-    x = cases.rows(["normal"], 9, BF16)
-    assert jax.grad(lambda x: fused_topk(x, 2, dtype=F32).values.sum())(x).dtype == BF16
+    narrow = topk(x.astype(F32)[:2], 5, dtype=BF16)
+    assert narrow.values.dtype == BF16
+    assert_right(narrow, x.astype(F32)[:2], 5)
 
 
 # --- where --------------------------------------------------------------------------------------------
@@ -251,7 +164,7 @@ MASKS = cases.masks(X.shape)
 def test_where(mask, log):
     """Masked positions win only if fewer than k are unmasked: lowest index first, with value 0 (log: -inf).
 
-    A fully masked row has indices 0 to k-1. Masked NaN and inf do not matter.
+    A fully masked row has indices 0 to k-1.
     """
     where = MASKS[mask]
     got = topk(X, 15, where=where, log=log)
@@ -260,10 +173,6 @@ def test_where(mask, log):
     for row in np.flatnonzero(~full.any(-1)):
         np.testing.assert_array_equal(got.indices[row], range(15))
         assert (np.asarray(got.values[row]) == (-np.inf if log else 0)).all()
-    for poison in (np.nan, np.inf, cases.NEG_NAN):
-        poisoned = topk(np.where(where, X, F32.type(poison)), 15, where=where, log=log)
-        np.testing.assert_array_equal(poisoned.indices, got.indices)
-        np.testing.assert_array_equal(poisoned.values, got.values)
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -288,14 +197,15 @@ def test_where_with_integers(dtype):
 # --- temperature --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("temperature", "log"), first(2, pairs([0.01, 0.7, 2, 100.0], [False, True])))
-def test_scalar_temperature(temperature, log):
+@pytest.mark.parametrize(
+    ("temperature", "log"), first(2, pairs([0.01, np.geomspace(0.1, 10, 14), 0.7, 2, 100.0], [False, True]))
+)
+def test_temperature(temperature, log):
     """p = softmax(logits / temperature), without overflow for huge logits."""
     names = list(cases.FINITE)
     x = cases.rows(names, 129)
-    got = topk(x, 5, temperature=temperature, log=log)
-    t = float(F32.type(temperature))
-    assert_right(got, x, 5, names, temperature=t, log=log, limit=4.0)
+    t = np.asarray(temperature, F32)
+    assert_right(topk(x, 5, temperature=t, log=log), x, 5, names, temperature=t, log=log, limit=4.0)
 
 
 def test_infinite_temperature():
@@ -306,26 +216,10 @@ def test_infinite_temperature():
     np.testing.assert_allclose(values[1], [1 / 99] * 99 + [0], rtol=1e-6)
 
 
-def test_temperature_per_row():
-    names = list(cases.FINITE)
-    x = cases.rows(names, 129)
-    t = np.geomspace(0.1, 10, len(names)).astype(F32)
-    assert_right(topk(x, 5, temperature=t), x, 5, names, temperature=t, limit=4.0)
-
-
 def test_temperature_does_not_change_the_indices():
     x = cases.rows(ALL, 129)
     for t in (1e-30, 1e30):
         np.testing.assert_array_equal(topk(x, 129, temperature=t).indices, topk(x, 129).indices)
-
-
-@pytest.mark.parametrize("temperature", [-1.0, np.nan, -np.inf])
-def test_a_negative_traced_temperature_gives_nan(temperature):
-    x = cases.rows(["normal", "constant"], 9)
-    t = jnp.array([temperature, 2.0], F32)
-    values = np.asarray(jax.jit(lambda x, t: fused_topk(x, 2, temperature=t).values)(x, t))
-    assert np.isnan(values[0]).all()
-    np.testing.assert_allclose(values[1], 1 / 9, rtol=1e-6)
 
 
 TINY = 2.0**-130
@@ -355,26 +249,6 @@ def test_temperature_0_is_the_limit(how, log):
     values, indices = oracle.fused_topk(x, 3, where, t, log)
     np.testing.assert_array_equal(got.indices, indices)
     np.testing.assert_allclose(got.values, values, rtol=1e-6)
-
-
-def jacfwd_of_grad(f, argnums):
-    return jax.jacfwd(jax.grad(f, argnums), argnums)
-
-
-@pytest.mark.parametrize("transform", first_values(1, [jax.grad, jax.jacfwd, jacfwd_of_grad]))
-@pytest.mark.parametrize("log", first_values(1, [True, False]))
-def test_gradients_at_temperature_0_are_0(log, transform):
-    x, t = np.array([*AT_0.values()], F32), np.zeros(len(AT_0), F32)
-    t[-1] = 2
-
-    def total(x, t):
-        values = fused_topk(x, 3, temperature=t, log=log).values
-        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0) * np.arange(1, 4))
-
-    for d in jax.tree.leaves(jax.jit(transform(total, (0, 1)))(x, t)):
-        assert np.isfinite(d).all() and not np.asarray(d)[:-1].any() and np.asarray(d)[-1].any()
-    dx, dt = jax.jit(jax.grad(total, (0, 1)))(x, np.float32(0))
-    assert not dx.any() and dt == 0
 
 
 # --- Gradients ----------------------------------------------------------------------------------------
@@ -408,17 +282,6 @@ def test_gradient_against_the_formula(mask, log):
         assert (dx[~np.broadcast_to(where, X.shape)] == 0).all()
 
 
-@pytest.mark.parametrize("log", first_values(1, [True, False]))
-def test_gradient_against_jax(log):
-    """The gradient agrees with jax.grad of softmax and take_along_axis, including ties among the winners."""
-    x = cases.rows(["normal", "integers", "constant", "ascending"], 20)
-    t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
-    got = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
-    want = pullback(lambda x, t: composed(x, 5, None, t, log), x, t, g)
-    for ours, reference in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=2e-6)
-
-
 @pytest.mark.parametrize("v", first_values(1, [129, cases.GPT2]))
 def test_gradient_of_peaked_rows(v):
     names = ["normal", "peaked", "one_winner", "alternating"]
@@ -428,27 +291,6 @@ def test_gradient_of_peaked_rows(v):
     want, units = oracle.fused_topk_vjp(*args), bounds.fused_topk_vjp_unit(*args)
     assert bounds.error_units(dx, want[0], units[0], slack_times=v) <= 4
     assert bounds.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
-
-
-@pytest.mark.parametrize("log", first_values(1, [True, False]))
-def test_gradient_of_a_scalar_temperature(log):
-    x, g = cases.rows(["normal", "peaked"], 20), cases.cotangent((2, 5))
-    t = jnp.float32(1.7)
-    dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)[1]
-    assert dt.shape == ()
-    np.testing.assert_allclose(dt, oracle.fused_topk_vjp(x, g, 5, None, 1.7, log)[1].sum(), rtol=1e-4)
-
-
-@pytest.mark.parametrize("log", first_values(1, [False, True]))
-def test_gradient_with_neg_inf_logits(log):
-    """-inf logits, a mask written into the logits, have gradient 0; other gradients stay finite."""
-    x = np.where(np.arange(20) % 4 == 3, -np.inf, cases.rows(["normal", "ascending"], 20)).astype(F32)
-    t, g = np.array([0.5, 2], F32), cases.cotangent((2, 5))
-    dx, dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
-    mask = np.arange(20) % 4 != 3
-    want_dx, want_dt = oracle.fused_topk_vjp(np.where(mask, x, 0), g, 5, mask, t, log)
-    np.testing.assert_allclose(dx, want_dx.astype(F32), rtol=1e-4, atol=2e-6)
-    np.testing.assert_allclose(dt, want_dt.astype(F32), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", first_values(1, [BF16, F16]), ids=str)
@@ -462,21 +304,8 @@ def test_gradient_of_16_bits(dtype):
     assert bounds.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
 
 
-def test_nan_gradients_stay_in_their_rows():
-    x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
-    g = cases.cotangent((4, 3))
-    dx = np.asarray(jax.vjp(lambda x: fused_topk(x, 3).values, x)[1](g)[0])
-    np.testing.assert_allclose(dx[1], oracle.fused_topk_vjp(x, g, 3)[0][1], rtol=1e-5, atol=1e-7)
-    assert np.isnan(dx[[0, 2, 3]]).all()
-
-
 def test_indices_have_no_gradient():
-    """The cotangent of the indices is float0 and contributes nothing."""
     x = cases.rows(["normal"], 9)
-    out, vjp = jax.vjp(lambda x: fused_topk(x, 3), x)
-    zeros = np.zeros(out.indices.shape, jax.dtypes.float0)
-    dx = vjp(TopK(jnp.zeros_like(out.values), zeros))[0]
-    np.testing.assert_array_equal(dx, np.zeros_like(x))
     dx = jax.grad(lambda x: fused_topk(x, 3).indices.astype(F32).sum())(x)
     np.testing.assert_array_equal(dx, np.zeros_like(x))
 
@@ -496,19 +325,6 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 def test_any_row_and_mask(x, where, k):
     assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
     np.testing.assert_array_equal(topk(x, k).indices, oracle.topk_indices(x, k))
-
-
-@pytest.mark.parametrize(
-    "shape", first_values(2, [(3,), (2, 3, 1), (2, 3), (2, 1), (1, 3), (1, 1, 1)]), ids=str
-)
-def test_temperature_that_broadcasts(shape):
-    """A temperature broadcasts to the batch; it may also have the row's axis with size 1."""
-    x = cases.rows(["normal", "peaked"] * 3, 17).reshape(2, 3, 17)
-    t = np.linspace(0.5, 2, math.prod(shape)).astype(F32).reshape(shape)
-    full = np.broadcast_to(t[..., 0] if t.ndim == 3 else t, (2, 3))
-    got, want = (fused_topk(x, 4, temperature=jnp.asarray(temperature)) for temperature in (t, full))
-    np.testing.assert_array_equal(got.indices, want.indices)
-    np.testing.assert_allclose(got.values, want.values, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-38, np.float64(1e-50)])
