@@ -51,7 +51,7 @@ DTYPES = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("name", "dtype"), first(8, [*DTYPES]))
+@pytest.mark.parametrize(("name", "dtype"), first(3, [*DTYPES]))
 def test_dtypes(name, dtype):
     """Results are those of float32 logits, rounded once; gradients have the dtype of their arguments."""
     x = np.round(X).clip(0 if dtype[0] == "u" else -3, 3)
@@ -99,7 +99,6 @@ def moved(axis, arrays):
 
 
 WITH_AXIS = [
-    "token_stats",
     "fused_topk",
     "softmax",
     "log_softmax",
@@ -107,6 +106,7 @@ WITH_AXIS = [
     "top_k",
     "sample",
     "filter_logits",
+    "token_stats",
 ]
 
 
