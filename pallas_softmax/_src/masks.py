@@ -98,9 +98,10 @@ def _from_bits(bits, dtype):
 
 def _at_coordinates(x, indices, mode, fill_value):
     if indices.shape[-1] == 1:  # a gather would still abort in `verify`
-        is_found = jnp.arange(x.shape[-1]) == indices
-        found = jnp.sum(jnp.where(is_found, x, 0), -1, keepdims=True, dtype=x.dtype)
-        return found if fill_value is None else jnp.where(jnp.any(is_found, -1, keepdims=True), found, fill_value)
+        is_there = jnp.arange(x.shape[-1]) == indices
+        found = jnp.sum(jnp.where(is_there, x, 0), -1, keepdims=True, dtype=x.dtype)
+        is_found = jnp.any(is_there, -1, keepdims=True)
+        return found if fill_value is None else jnp.where(is_found, found, fill_value)
     rows = (lax.broadcasted_iota(jnp.int32, indices.shape, i) for i in range(x.ndim - 1))
     return x.at[(*rows, indices)].get(mode=mode, fill_value=fill_value)
 

@@ -176,7 +176,7 @@ OPTIONS = {
     },
     "top_k": {
         "k": [np.int64(1), 1, np.uint8(2)],
-        "axis": [np.int64(0), 0, -1],
+        "axis": [np.int64(2), 2, -1],
         "sorted": [np.bool_(True), False, True],
         "is_stable": [np.bool_(False), True],
     },

@@ -53,7 +53,7 @@ DTYPES = dict.fromkeys(
 
 @pytest.mark.parametrize(("name", "dtype"), first(3, [*DTYPES]))
 def test_dtypes(name, dtype):
-    """Results are those of float32 logits, rounded once; gradients have the dtype of their arguments."""
+    """Results equal the results of float32 logits, rounded once. Gradients have the dtype of their arguments."""
     x = np.round(X).clip(0 if dtype[0] == "u" else -3, 3)
     wide = "float64" if dtype in ("float64", "int64") else "float32"
     with jax.enable_x64(wide == "float64"), jax.numpy_dtype_promotion("strict"):
@@ -232,7 +232,7 @@ def test_results_that_are_not_finite_have_derivatives_of_0(name, mode):
 
 @pytest.mark.parametrize("name", first_values(1, [name for name in CALLS if "labels" in CALLS[name][2]]))
 def test_labels_out_of_range(name):
-    """What depends on the label is NaN in this row; other results and rows are as before."""
+    """In this row, results that depend on the label are NaN. Other results and rows are as before."""
     labels = np.array(CALLS[name][2]["labels"])
     labels[0, 1], labels[1, 0], labels[1, 1] = (
         -1,

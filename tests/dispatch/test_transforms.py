@@ -69,7 +69,7 @@ def rebuilt(f, arrays):
 
 
 def chosen(f, arrays):
-    """Runs f in a branch of a program to which the arrays are donated."""
+    """Donates the arrays to a program that runs f in a branch."""
     of_branch = lambda p, a: lax.cond(p, f, lambda a: jax.tree.map(jnp.zeros_like, f(a)), a)  # noqa: E731
     return jax.jit(of_branch, donate_argnums=1)(True, jax.tree.map(jnp.array, arrays))
 
