@@ -1,7 +1,6 @@
 """Arrays, integers and options of NumPy's and Python's types, strict promotion, and x64, in all public functions."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, plainly
-from tests.support.covering import first, first_values, pairs, slow
+from tests.support.covering import first, first_values, pairs, values
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
 each = pytest.mark.parametrize("name", FUNCTIONS)
@@ -112,18 +111,9 @@ TAKEN = [
 ]
 
 
-# The fast set has one function for each argument.
-QUICK = {of: name for name, of in TAKEN[::-1] if name != "sample"}
-
-
 @pytest.mark.parametrize(
     ("dtype", "name", "of"),
-    [
-        (dtype, name, of)
-        if QUICK[of] == name and dtype is (int if of == "b" else np.int64)
-        else slow(dtype, name, of)
-        for dtype, (name, of) in itertools.product([int, np.int64, np.uint64], TAKEN)
-    ],
+    first(4, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
 )
 def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     shape = () if dtype is int else FUNCTIONS[name][2][of].shape
