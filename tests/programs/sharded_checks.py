@@ -386,7 +386,7 @@ def integers(op, dtype, how):
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-30)
 
 
-@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, fast=2)
+@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, fast=2, most=8)
 def winners(k, how):
     """The winners of the whole row, for any k, even if a part has fewer elements. k = V sorts the row."""
     at, x = split("both", how), logits()
@@ -407,6 +407,7 @@ def winners(k, how):
     how=HOW,
     dtype=[F32, BF16, np.dtype("int8")],
     fast=2,
+    most=10,
 )
 def select(case, layout, how, dtype: Any):
     """top_k as it is: values, gradients, shardings, and what devices send. V / 8 is less than 40."""
@@ -454,7 +455,7 @@ def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
     return tuple(ps.sample(key, x, axis_name=axis_name, implementation=IMPLEMENTATION, **options))
 
 
-@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1)
+@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1, most=8)
 def sample(layout, how, dtype: Any):
     """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication."""
     x, at = logits(dtype), split(layout, how)
@@ -503,7 +504,7 @@ def by_lists():
     partitioner._partition.cache_clear()
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), fast=0)
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), fast=0, most=10)
 def tokens(filters, how, impl, exchanged):
     """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
@@ -674,7 +675,9 @@ def sample_where(how):
         bounds.assert_sample(got, x, np.asarray(jax.random.gumbel(key, x.shape, F32)), NAMES, mask, **options)
 
 
-@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1)
+@each(
+    layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1, most=8
+)
 def stats(layout, how, masked):
     """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather."""
     x, at = np.asarray(token_stats.rows(V, F32)), split(layout, how)
@@ -709,7 +712,7 @@ def stats(layout, how, masked):
 ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
 
 
-@each(name=ROUTERS, layout=["batch"], how=HOW, fast=0)
+@each(name=ROUTERS, layout=["batch"], how=HOW, fast=0, most=6)
 @each(name=ROUTERS, layout=["both"], how=HOW[:2], fast=0)
 def route(name, layout, how):
     """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
@@ -771,7 +774,7 @@ def on_one_device(transform, op):
     return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
 
 
-@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=1)
+@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=1, most=12)
 def transformed(transform, op, how):
     """The results agree with jax.nn on one device. Under vmap, the mapped axis may be sharded."""
 
@@ -1035,8 +1038,8 @@ def assert_all_close(got, want):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
-@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=1, most=12)
-@each(op=("sample",), shape=MESHES, heads=HEADS, fast=0, most=6)
+@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=1, most=6)
+@each(op=("sample",), shape=MESHES, heads=HEADS, fast=0, most=3)
 @each(op=LINEAR, shape=MESHES, heads=HEADS, fast=0, most=6)
 def reshaped(op, shape, heads):
     """Results and gradients agree with one device, and no collective moves a whole shard."""
@@ -1191,7 +1194,7 @@ AROUND = {
 }
 
 
-@each(name=SHARDS, around=AROUND, fast=1, most=20)
+@each(name=SHARDS, around=AROUND, fast=1, most=13)
 def shard_map_without_jit(name, around):
     """Values and gradients equal the results of the jitted `jax.shard_map`."""
     at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
