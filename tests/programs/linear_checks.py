@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src.linear.chunks import chunk_rows
-from tests.support import linear
+from tests.support import covering, linear
 
 N, D, V = 64, 24, 512
 ROWS = 5  # rows of a chunk before rounding to a multiple of 8
@@ -301,7 +301,7 @@ def statistics_and_winners(how, layout):
         assert linear.rounded_errors(a, np.asarray(b, "float64")) <= 1e-5
 
 
-for (kind, function), how, layout in itertools.product(
+for (kind, function), how, layout in covering.pairs(
     {
         "statistics": statistics_and_winners,
         "left_out": left_out_tokens,
