@@ -33,7 +33,10 @@ def stored(arrays):
 
 
 def _stored_by_branch(arrays):
-    """On a CPU, jax 0.10 drops all barriers before it fuses, but never fuses into a branch. It takes the first one."""
+    """Does what `stored` does with jax 0.10, which drops barriers on a CPU before it fuses, but keeps branches.
+
+    The first branch always runs. XLA does not know this.
+    """
     other = functools.partial(jax.tree.map, lambda a: ~a if a.dtype == bool else -a)
     return lax.cond(lax.optimization_barrier(True), lambda a: a, other, arrays)
 
@@ -89,7 +92,7 @@ def _(mode, fill_value, primals, tangents):
 def _bits(x):
     """Returns the bits of floats, as integers; other arrays as they are."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") if is_float else x
+    return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}") if is_float else x
 
 
 def _from_bits(bits, dtype):

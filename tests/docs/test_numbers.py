@@ -1,4 +1,4 @@
-"""The measured numbers of the README and of the FAQ are those of the recorded results."""
+"""The measured numbers of the README and of the FAQ equal the recorded results."""
 
 import importlib.util
 import re

@@ -28,7 +28,7 @@ def drawn(sharding, devices, axis_type=AxisType.Auto):
 
 
 def collectives_are_read():
-    """Reads the collectives of a program in which each device has a part of 256 bytes."""
+    """Reads the collectives of a program. Each device has a part of 256 bytes."""
 
     def function(x):
         return (
