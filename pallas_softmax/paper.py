@@ -29,7 +29,6 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.arguments import static_int
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax.online import Candidates
@@ -192,7 +191,7 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
     _rank(x, best, lambda u: jnp.exp(u - m) * inverse, values_gmem, indices_gmem)
 
 
-def _launch(algorithm, x, outputs, k, interpret):
+def _launch(algorithm, x, outputs, k):
     """Runs algorithm(row, *outputs) on the rows of x, with the paper's fast exp (__expf of CUDA).
 
     A thread keeps k winners; k is 1 without top-k.
@@ -202,8 +201,7 @@ def _launch(algorithm, x, outputs, k, interpret):
         algorithm(_Row(x_gmem, _loads(len(x), k)), *out_gmem)
 
     name = f"paper{algorithm.__name__}"
-    with interpreted(interpret):
-        return gpu_kernel(body, grid={"row": len(x)}, out_type=outputs, name=name, approximate=True)(x)
+    return gpu_kernel(body, grid={"row": len(x)}, out_type=outputs, name=name, approximate=True)(x)
 
 
 def _loads(rows: int, k: int) -> int:
@@ -218,19 +216,19 @@ def _loads(rows: int, k: int) -> int:
     return min(loads, max(1, WINNERS_TIMES_LOADS // k))
 
 
-def _softmax(algorithm, x, *, interpret=None):
+def _softmax(algorithm, x):
     x = _rows(x)
-    return _launch(algorithm, x, jax.ShapeDtypeStruct(x.shape, x.dtype), 1, interpret)
+    return _launch(algorithm, x, jax.ShapeDtypeStruct(x.shape, x.dtype), 1)
 
 
-def _winners(algorithm, x, k, *, interpret=None):
+def _winners(algorithm, x, k):
     x, k = _rows(x), _static_k(x, k)
     outputs = [jax.ShapeDtypeStruct((len(x), k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    return Candidates(*_launch(algorithm, x, outputs, k, interpret))
+    return Candidates(*_launch(algorithm, x, outputs, k))
 
 
-def _safe_unfused(x, k, *, interpret=None):
-    return _winners(_topk, _softmax(_safe, x, interpret=interpret), k, interpret=interpret)
+def _safe_unfused(x, k):
+    return _winners(_topk, _softmax(_safe, x), k)
 
 
 def _rows(x) -> jax.Array:
@@ -299,8 +297,7 @@ class Algorithm:
     Attributes:
       title: its name in the legends of the paper's figures.
       accesses: number of accesses to device memory for each logit, as the paper counts them.
-      kernel: x -> y, or (x, k) -> `Candidates`: one or two Pallas kernels, for Hopper and newer GPUs. It takes the
-        keyword `interpret` of `pallas_call`.
+      kernel: x -> y, or (x, k) -> `Candidates`: one or two Pallas kernels, for Hopper and newer GPUs.
       plain: the same algorithm in jax.numpy, for any device. XLA decides its accesses; its top-k is lax.top_k.
     """
 

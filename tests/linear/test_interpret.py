@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.gpu import interpreter
 from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
-from tests.support import linear
+from tests.support import linear, twins
 from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
@@ -21,7 +20,7 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _in_the_interpreter():
-    with interpreter.interpreted(INTERPRET):
+    with twins.interpreted(INTERPRET):
         yield
 
 

@@ -1,7 +1,5 @@
 """The paper's seven algorithms in Pallas's interpreter and in plain JAX, against the oracle, and lowered for CUDA."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from tests.support.covering import first, pairs
 from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.paper_checks import ALGORITHMS, check, check_overflow
+from tests.support.twins import interpreted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,7 +21,8 @@ VOCABS = (1, 63, 128, 1100)
 
 @pytest.mark.parametrize(("name", "v"), first(1, pairs(ALGORITHMS, VOCABS)))
 def test_kernels_in_the_interpreter(name, v):
-    check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
+    with interpreted(INTERPRET):
+        check(name, ALGORITHMS[name].kernel, v)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -42,7 +42,8 @@ def test_loads():
 def test_naive_softmax_overflows(kernel):
     def run(name, x):
         algorithm = paper.SOFTMAX[name]
-        return algorithm.kernel(x, interpret=INTERPRET) if kernel else algorithm.plain(x)
+        with interpreted(INTERPRET):
+            return algorithm.kernel(x) if kernel else algorithm.plain(x)
 
     check_overflow(run)
 
@@ -52,11 +53,12 @@ def test_elements_that_cannot_win():
     """As in the paper, an element that is not above -inf gets no index."""
     x = np.full((2, 6), -np.inf, F32)
     x[0, 4], x[1, 1], x[1, 2] = 1, np.nan, 3
-    values, indices = paper.TOPK["topk"].kernel(x, 3, interpret=INTERPRET)
+    with interpreted(INTERPRET):
+        values, indices = paper.TOPK["topk"].kernel(x, 3)
+        fused, _ = paper.TOPK["online_fused"].kernel(x[:1], 3)
     np.testing.assert_array_equal(indices, [[4, -1, -1], [2, -1, -1]])
     np.testing.assert_array_equal(values, [[1, -np.inf, -np.inf], [3, -np.inf, -np.inf]])
-    values, _ = paper.TOPK["online_fused"].kernel(x[:1], 3, interpret=INTERPRET)
-    np.testing.assert_array_equal(values, [[1, 0, 0]])
+    np.testing.assert_array_equal(fused, [[1, 0, 0]])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

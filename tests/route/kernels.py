@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.route import grad_kernel, kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.cases import F32
 from tests.support.kernels import INTERPRET, fewer_rows
+from tests.support.twins import interpreted
 
 
 def plan_route(rows, experts, k, dtype, *, biased, groups=1):

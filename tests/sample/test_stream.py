@@ -7,7 +7,6 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.sample import mosaic_gpu, stream_kernel, stream_ptx
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
@@ -19,6 +18,7 @@ from tests.support.draws import assert_draws, without_filters
 from tests.support.kernels import INTERPRET
 from tests.support.lowering import kernel_names
 from tests.support.plans import HOPPER
+from tests.support.twins import interpreted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

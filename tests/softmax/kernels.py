@@ -8,7 +8,6 @@ import numpy as np
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import columns_kernel, columns_plan, mosaic_gpu
 from pallas_softmax._src.softmax import plan as softmax_plan
@@ -20,6 +19,7 @@ from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
+from tests.support.twins import interpreted
 
 plan_softmax = functools.partial(softmax_plan.plan_softmax, capability=HOPPER)
 plan_columns = functools.partial(columns_plan.plan_columns, capability=HOPPER)

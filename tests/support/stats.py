@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax as ps
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.stats import mosaic_gpu
 from tests.support import oracle
 from tests.support.oracle import wide
+from tests.support.twins import interpreted
 
 N = 16  # the number of rows
 

@@ -1,12 +1,12 @@
 """The kernels of top-k with a given plan, and rows that are hard for them."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
@@ -15,6 +15,7 @@ from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.kernels import INTERPRET, fewer_rows
 from tests.support.plans import HOPPER
+from tests.support.twins import interpreted
 
 plan_topk = functools.partial(topk_plan.plan_topk, capability=HOPPER)
 ONE = np.ones(1, F32)
@@ -45,6 +46,8 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
         mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
     kernel = tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), None if temperature is None else jnp.asarray(temperature)
+    if interpret is not None and isinstance(plan, Window):
+        plan = dataclasses.replace(plan, compact=False)  # the interpreter never lists positions
     with interpreted(interpret):
         return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, scaled=temperature is not ONE)
 

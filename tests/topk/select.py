@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding, sort_keys
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import select_kernel
 from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
 from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import ptx
 from tests.support.calls import DTYPES
 from tests.support.kernels import INTERPRET
+from tests.support.twins import interpreted
 
 
 def rows_of(v, k, dtype, seed=0):
@@ -104,7 +104,9 @@ def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret
         mask = folding.Mask(jnp.asarray(where), rows)
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     with interpreted(interpret):
-        return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, in_order(plan, sorted))
+        ctas = plan.ctas if interpret is None else 1  # the interpreter has no clusters
+        plan = dataclasses.replace(plan, sorted=sorted, ctas=ctas)
+        return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, plan)
 
 
 def in_order(plan, sorted=True):

@@ -7,7 +7,6 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax._src.gpu.interpreter import interpreted
 from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from pallas_softmax._src.topk.select_plan import (
@@ -23,6 +22,7 @@ from tests.support.covering import first, first_values, pairs
 from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
+from tests.support.twins import interpreted
 from tests.topk import select
 from tests.topk.select import (
     LOWEST,

@@ -1,8 +1,7 @@
 """Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA; their loads and stores.
 
 Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves only whole blocks. If a row ends within a
-block, inline PTX moves the row's elements under a predicate. Each such function has a twin in plain JAX for the
-interpreter, except `load_from_ctas`: the interpreter has no clusters.
+block, inline PTX moves the row's elements under a predicate.
 """
 
 from typing import Any
@@ -56,7 +55,7 @@ def positions(vec: int = 1):
     return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
 
 
-@twin(lambda block, vec: [*block.reshape(WARPGROUP, vec).T])
+@twin
 def split(block, vec: int) -> list:
     """Returns the elements of a float32 block as `vec` blocks with one element for each thread."""
 
@@ -73,26 +72,22 @@ def load(ref, vec: int = 1):
     return load_as(ref, layout(vec))
 
 
-@twin(lambda ref, layout: ref[...])
+@twin
 def load_as(ref, layout: Any):
     """Returns the array in `ref`, a reference to shared or device memory, in this layout."""
     return plgpu.load(ref, *WHOLE, layout=layout, optimized=False)
 
 
-def _store_whole(ref, block, layout=None):
-    ref[...] = block
-
-
-@twin(_store_whole)
+@twin
 def store(ref, block):
     """Writes a block to `ref`, a one-dimensional reference to device memory of the block's size."""
     if hasattr(plgpu, "store"):  # the only way to write small blocks in jax 0.12
         plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        _store_whole(ref, block)
+        ref[...] = block
 
 
-@twin(_store_whole)
+@twin
 def store_in_place(ref, block, layout: Any):
     """Writes an array with this layout to `ref`, shared memory of the same shape.
 
@@ -121,12 +116,7 @@ def load_from_ctas(ref, count: int, empty: float):
     return load_from_ctas(ref)
 
 
-def _load_from_row_in_jax(ref, row, *, start, held, fill, stride=1):
-    i = jnp.arange(WARPGROUP)
-    return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
-
-
-@twin(_load_from_row_in_jax)
+@twin
 def load_from_row(ref, row, *, start, held, fill, stride=1):
     """Returns a block of 128 elements of a row of `ref` (rows, vocab): element i is at column start + stride * i.
 
@@ -147,13 +137,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1):
     return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 
 
-def _store_to_row_in_jax(ref, row, *, start, held, block):
-    i = jnp.arange(WARPGROUP)
-    column = jnp.where(i < held, start + i, ref.shape[1])
-    ref[row] = ref[row].at[column].set(block.astype(ref.dtype), mode="drop")
-
-
-@twin(_store_to_row_in_jax)
+@twin
 def store_to_row(ref, row, *, start, held, block):
     """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from column `start` on."""
     vocab = ref.shape[1]
@@ -169,13 +153,7 @@ def store_to_row(ref, row, *, start, held, block):
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
-def _load_mask_in_jax(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
-    i = jnp.arange(WARPGROUP * vec)
-    inside = (i >= skip) & (i < held)
-    return (ref[row][jnp.where(inside & (ref.shape[1] > 1), start + i, 0)] & inside).astype(jnp.int8)
-
-
-@twin(_load_mask_in_jax)
+@twin
 def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
     """Returns an int8 block of 0 and 1 from a row of a mask (mask rows, vocab or 1): element i is at start + i.
 

@@ -1,7 +1,6 @@
 """Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
 
-A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
-function also has a twin in plain JAX for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
+A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX.
 
 For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
 index, `ref.at[i]`.
@@ -61,19 +60,7 @@ def layout(tile: Tile) -> Any:
     )
 
 
-def _load_in_jax(ref, tile: Tile, row, fill=0, *, column: Any = 0, held=None, ref_row=None, last_row=None):
-    x = ref[...]
-    i, j, counts = _indices(tile, row, column, held)
-    i = i if last_row is None else jnp.minimum(i, last_row)
-    i = ref_row(i) if ref_row else i
-    if x.ndim == 1:
-        x, j = x[:, None], jnp.zeros_like(j)
-    inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
-    found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
-    return jnp.where(inside, found, jnp.full_like(found, fill))
-
-
-@twin(_load_in_jax)
+@twin
 def load(
     ref,
     tile: Tile,
@@ -114,7 +101,7 @@ def load(
     return loaded != 0 if ref.dtype == jnp.bool_ else loaded
 
 
-@twin(lambda ref, tile, row: None)
+@twin
 def prefetch(ref, tile: Tile, row) -> None:
     """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
 
@@ -146,13 +133,7 @@ def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last
     return load(per_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
 
 
-def _store_in_jax(ref, tile: Tile, row, value, *, column: Any = 0, held=None) -> None:
-    i, j, counts = _indices(tile, row, column, held)
-    j = jnp.where(counts, j, ref.shape[1])
-    ref[...] = ref[...].at[i, j].set(value.astype(ref.dtype), mode="drop")
-
-
-@twin(_store_in_jax)
+@twin
 def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None) -> None:
     """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
 
@@ -179,7 +160,7 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
     store(ref, jnp.int32(row), jnp.int32(column), value)
 
 
-@twin(lambda per_row, tile, out: jnp.broadcast_to(per_row[:, :1], out.shape))
+@twin
 def spread(per_row, tile: Tile, out: Tile):
     """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
 
@@ -202,7 +183,7 @@ def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
-@twin(lambda ref, tile: ref[...])
+@twin
 def load_smem(ref, tile: Tile):
     """Returns the tile in `ref`, in shared memory."""
 
@@ -303,13 +284,6 @@ def _number(value: ir.Value) -> fragmented_array.FragmentedArray:
 def _less(number: ir.Value, bound: int) -> ir.Value:
     """Returns whether an unsigned number is less than a bound."""
     return arith.cmpi(arith.CmpIPredicate.ult, number, i32(bound))
-
-
-def _indices(tile: Tile, row, column, held: int | None):
-    """Returns row and column numbers of a tile, and which of its columns count. This is for the twins."""
-    rows, columns = tile.shape
-    i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
-    return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)
 
 
 # --- Programs over a tile

@@ -1,16 +1,11 @@
-"""How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask.
-
-On the GPU the edges and the mask are inline PTX. The interpreter runs their twins in plain JAX.
-"""
+"""How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask."""
 
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
@@ -69,22 +64,7 @@ def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
         )
 
 
-def _fill_head_and_tail_in_jax(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
-    for start, end in ((0, window.head), (window.head + window.body, window.size)):
-        if start == end:
-            continue
-        position = jnp.arange(start, end)
-        inside = (position >= part.low) & (position < part.high)
-        at = jnp.where(inside, part.place.first + position - part.low, 0)
-        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
-        if part.mask is not None:
-            mask_gmem, row = part.mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _masked_element(x_smem.dtype, infinite), x)
-        x_smem[start:end] = x.astype(x_smem.dtype)
-
-
-@twin(_fill_head_and_tail_in_jax)
+@twin
 def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
     """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
     the tail:
@@ -145,15 +125,7 @@ def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
     return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
 
 
-def _mask_step_in_jax(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
-    start, size = step * window.step_blocks * window.block_size, len(keep) * window.block_size
-    position = start + jnp.arange(size)
-    body = (position >= window.head) & (position < window.head + window.body)
-    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _masked_element(x.dtype, infinite), x)
-
-
-@twin(_mask_step_in_jax)
+@twin
 def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
     """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
 
@@ -173,11 +145,6 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> 
         emit_ptx(code, operands)
 
     emit(x_smem, step, keep)
-
-
-def _masked_element(dtype, infinite: bool):
-    """Returns the value of a masked element: -inf, or the float of the lowest key."""
-    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 
 
 def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:

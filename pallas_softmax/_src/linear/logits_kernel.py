@@ -217,17 +217,13 @@ def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
     )
 
 
-@twin(lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1))
+@twin
 def _columns(shape: tuple[int, ...]):
     """Returns the column number of each element of a part."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def _first_of_largest_in_jax(z, m, column):
-    return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
-
-
-@twin(_first_of_largest_in_jax)
+@twin
 def _first_of_largest(z, m, column):
     """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
 

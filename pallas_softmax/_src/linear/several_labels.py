@@ -123,7 +123,7 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> 
 _ROW_LAYOUT: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row
 
 
-@twin(lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)])
+@twin
 def _labels_at(gmem, at, end):
     """Returns the labels at these positions, one per row; an arbitrary number if a position is not before `end`."""
     result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=_ROW_LAYOUT)
@@ -139,18 +139,7 @@ def _labels_at(gmem, at, end):
     return labels_at(gmem, at, end)
 
 
-def _store_in_jax(gmem, at, end, values):
-    def store(i, carry):
-        @pl.when(at[i] < end[i])
-        def _():
-            gmem[pl.ds(at[i], 1)] = values[i][None]
-
-        return carry
-
-    lax.fori_loop(0, len(at), store, None)
-
-
-@twin(_store_in_jax)
+@twin
 def _store(gmem, at, end, values) -> None:
     """Writes one number per row to its position, if that is before `end`."""
 

@@ -9,6 +9,7 @@ neighbouring lanes, or of one lane, or a lane has several groups (see `route/pla
 """
 
 from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST
@@ -17,6 +18,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 
 
+@twin
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
     """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
     program = groups_program(tile, groups, top_groups, group_best)

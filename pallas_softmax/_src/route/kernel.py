@@ -59,7 +59,7 @@ def route(
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
         if groups > 1:  # experts of the other groups get the lowest key
             lanes = max(1, plan.lanes * top_groups / groups)
-            elements = _keep_groups(plan, groups, top_groups, elements, group_best)
+            elements = groups_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
@@ -117,32 +117,9 @@ def _scores(tile: Tile, score: Score, x):
     return _exponentials(tile, score, x)
 
 
-def _exponentials_in_jax(tile: Tile, score: Score, x):
-    m, d, e = normalizer(x, tile)
-    if score == "softmax":
-        return e, m, d, 1 / d
-    e = jnp.exp(jnp.minimum(x, 80))
-    return e, m, d, 1 / (1 + e)
-
-
-@twin(_exponentials_in_jax)
+@twin
 def _exponentials(tile: Tile, score: Score, x):
     """Returns e, m, d (see `scores_ptx.exponentials_program`) and the factor of e in the score, as tiles."""
     program = scores_ptx.exponentials_program(tile, score)
     e, m, d = tiles.insert_in_tile(program, x, "f32", {"e": tile, "m": None, "d": None})
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
-
-
-def _keep_groups_in_jax(tile: Tile, groups: int, top_groups: int, key, group_best: int):
-    grouped = key.reshape(tile.rows, groups, -1)
-    best = ~jnp.sort(~grouped, -1)[..., :group_best]
-    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
-    _, order = lax.sort(
-        (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2
-    )
-    group = jnp.arange(groups, dtype=order.dtype)[None, None]
-    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
-    return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
-
-
-_keep_groups = twin(_keep_groups_in_jax)(groups_ptx.keep_groups)

@@ -33,16 +33,14 @@ import jax.numpy as jnp
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import Mask, fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
-from pallas_softmax._src.gpu.interpreter import interpret
+from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.sample import draw_ptx, stream_kernel, xla
-from pallas_softmax._src.sample.noise import advance
+from pallas_softmax._src.sample import draw_ptx, stream_kernel
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.sample.rows import Cutoff
 from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
@@ -123,7 +121,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 
     Each parameter is an array (rows,), or (1,) if all rows have the same value. With a stride, the words of the noise
     are (rows, 4), and the results of `xla.sample` are returned, (rows,). Without it, there are no words, and the fields
-    of a `Cutoff` are returned. The interpreter runs a plain-JAX twin of the program, in one CTA.
+    of a `Cutoff` are returned.
     """
     rows, vocab = x.shape
     window = plan.window
@@ -139,18 +137,8 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         row_params = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
-        if interpret():
-            _run_twin(part, x_smem, row_params, words, out, barrier, stride)
-            return
-        location = {"row": row, "part": part.place.index, "origin": part.origin}
-        numbers = {
-            "octaves_per_unit": stream_kernel.octaves_per_unit(row_params.temperature),
-            **row_params._asdict(),
-            **dict(zip(NOISE_OPERANDS, words)),
-        }
-        numbers |= {name: jnp.int32(number) for name, number in location.items()}
-        program = draw_ptx.row_program(plan, x.dtype, stride)
-        insert_ptx(program, {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}, numbers)
+        refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
+        _run_program(plan, stride, part, refs, row_params, dict(zip(NOISE_OPERANDS, words)), barrier)
 
     return gpu_kernel(
         sample,
@@ -169,27 +157,15 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     )(x.reshape(view), params, words, None if mask is None else mask.array)
 
 
-def _run_twin(part: window_arrival.WindowPart, x_smem, params: Params, words, out, barrier, stride) -> None:
-    """Synchronizes all warpgroups; then one of them computes the results in plain JAX, and writes them.
-
-    The row is one part, but it may start before or after the part's first position, by `part.origin`.
-    """
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-    @pl.when(jax.lax.axis_index("warpgroup") == 0)
-    def write():
-        one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
-        if stride is None:
-            results, index_at = xla.cutoff(x, None, *one_row), 1
-        else:
-            at_0 = advance(jnp.stack(words)[None], part.origin, stride)
-            # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.
-            at_0 = at_0 - jnp.stack([0, 0, jnp.where(part.origin < 0, stride, 0), 0]).astype(jnp.uint32)
-            results, index_at = xla.sample(x, None, at_0, *one_row, stride=stride), 0
-        for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
-            index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
-            gmem[part.place.row] = (index if i == index_at else result)[0, 0]
+@twin
+def _run_program(
+    plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
+) -> None:
+    """Runs `draw_ptx.row_program` in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
+    place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
+    numbers = {name: jnp.int32(number) for name, number in place.items()} | params._asdict() | words
+    numbers["octaves_per_unit"] = stream_kernel.octaves_per_unit(params.temperature)
+    insert_ptx(draw_ptx.row_program(plan, refs["x"].dtype, stride), refs, numbers)
 
 
 def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:

@@ -35,13 +35,7 @@ from pallas_softmax._src.softmax.formulas import Label, Located, comes_before
 _SUMS = 4  # independent sums, so that no addition waits for the one before
 
 
-def _add_step_in_jax(part: Any, before, terms: list, i, size: int):
-    walk = part.job.parts.walk
-    starts = [i * walk.step_size + at for at in range(0, size, walk.block_size)]
-    return before + normalizers.tree_sum(_count_in_block(part, start) for start in starts)
-
-
-@twin(_add_step_in_jax)
+@twin
 def add_step(part: Any, before, terms: list, i, size: int):
     """Returns the counts `before` of all threads, with step i of the part's body added. `terms` are its elements."""
     walk = part.job.parts.walk
@@ -51,7 +45,7 @@ def add_step(part: Any, before, terms: list, i, size: int):
     return insert_ptx(count_program(len(terms), walk.vec), {}, scalars, numbers, {"new_count": "f32"})[0]
 
 
-@twin(lambda part: blocks.filled(0.0))
+@twin
 def overcount(part: Any):
     """Returns how many of each thread's elements were counted wrongly: they follow the label, equal, in its vector."""
     walk = part.job.parts.walk

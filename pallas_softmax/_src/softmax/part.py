@@ -330,14 +330,14 @@ class _Edge(NamedTuple):
         return None if self.mask is None else self.mask != 0
 
 
-@twin(lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step))
+@twin
 def _add(reduction: Reduction, lanes, terms: list, step):
     """Returns the states of all threads with the elements of a step added."""
     add = reduction.per_thread.add if reduction.per_thread else reduction.add
     return add(lanes, terms, step)
 
 
-@twin(lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes))
+@twin
 def _combine_threads(reduction: Reduction, lanes, scratch_smem):
     """Returns one state that merges the states of all threads."""
     if reduction.per_thread:

@@ -55,7 +55,6 @@ from pallas_softmax._src.topk.ranking_ptx import (
     clear,
     put_in_shared_memory,
     rank,
-    sort_winners,
 )
 from pallas_softmax._src.topk.xla import TopK
 
@@ -146,14 +145,7 @@ def _combine_normalizers(lists_gmem: WinnerLists, own: _CtaLists, scale) -> Norm
     return normalizers.combine_lanes(lane, scale=scale)
 
 
-def _rank_in_jax(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
-    k, keys = request.k, lists_gmem.values[own.row]
-    at = jnp.arange(keys.shape[0])
-    inside = (at >= own.first * k) & (at < (own.first + own.held) * k)
-    sort_winners(memory.best, keys, lists_gmem.indices[own.row], inside, k)
-
-
-@twin(_rank_in_jax)
+@twin
 def _rank(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
     """Writes the k best of the lists to `memory.best`, in order."""
     k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]

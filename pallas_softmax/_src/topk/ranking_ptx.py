@@ -40,7 +40,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
 from pallas_softmax._src.gpu.ptx import networks
@@ -110,14 +109,6 @@ def _put_winner(p: Program, candidates: CandidateList, winner: Value, rank: Valu
     wins = rank.bits("s32") < candidates.k
     low, high = p.split(winner)
     candidates.put(rank, high ^ LOWEST_KEY, ~low, wins if when is None else when & wins)
-
-
-def sort_winners(ranked, keys, indices, inside, k: int) -> None:
-    """Writes the k best of the elements `inside` to `ranked` in the same format; only the interpreter runs this."""
-    _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
-    padded = padded_winners(k)
-    ranked[:k] = ~keys[:k]
-    ranked[padded : padded + k] = indices[:k]
 
 
 # --- Ranking

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu.interpreter import interpret, twin
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.select_plan import SelectPlan
@@ -44,7 +43,6 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
     """Runs the kernel. `fill` is the value of fillings; None is the value with the lowest key."""
     rows, vocab = x.shape
-    ctas = 1 if interpret() else plan.ctas
 
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
         row = lax.axis_index("row")
@@ -52,15 +50,15 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
         if lengths_gmem is not None:
             length = lengths_gmem[row if lengths_gmem.shape[0] > 1 else 0]
         mask_row = None if mask is None else mask.row(row)
-        part = lax.axis_index("part") if ctas > 1 else jnp.int32(0)
+        part = lax.axis_index("part") if plan.ctas > 1 else jnp.int32(0)
         memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
         _select(plan, fill, memory, row, part, length, mask_row)
 
     return gpu_kernel(
         top_k_select,
-        grid={"row": rows, "part": ctas} if ctas > 1 else {"row": rows},
-        cluster=ctas,
-        warpgroups=None if interpret() else plan.warpgroups,
+        grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
+        cluster=plan.ctas,
+        warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
         scratch_types={
             "list_smem": plgpu.SMEM((plan.list_bytes // 4,), jnp.int32),
@@ -70,23 +68,7 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
     )(x, lengths, None if mask is None else mask.array)
 
 
-def _select_in_jax(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Like `_select`, in plain JAX: the interpreter has no inline PTX."""
-    x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
-    x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
-    kept = index < length
-    if mask_row is not None:
-        kept &= mask_gmem[mask_row]
-    key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
-    key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
-    absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
-    if not plan.sorted:
-        absent, best = lax.sort((absent, best), num_keys=2)
-    values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
-    indices_gmem[row] = best.astype(jnp.int32)
-
-
-@twin(_select_in_jax)
+@twin
 def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
     """Runs `program_of` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
     x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory

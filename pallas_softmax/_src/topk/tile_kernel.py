@@ -133,13 +133,7 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def _best_indices_in_jax(tile: Tile, vocab: int, k: int, key, lanes=None):
-    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
-    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
-    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
-
-
-@twin(_best_indices_in_jax)
+@twin
 def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
     """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
@@ -158,14 +152,7 @@ def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
     return word >> 16, ~word & 0xFFFF
 
 
-def _best_words_in_jax(tile: Tile, vocab: int, k: int, bits):
-    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
-    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-    best = ~lax.sort(~words)[:, :k]
-    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
-
-
-@twin(_best_words_in_jax)
+@twin
 def _best_words(tile: Tile, vocab: int, k: int, bits):
     """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
     program = take_words_program(tile, vocab, k)

@@ -36,7 +36,6 @@ If rows have several parts, more launches merge winners and normalizers (see `me
 drawing of windows, blocks, steps and groups. `ranking_ptx.py` has a drawing of the list of candidates.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -52,7 +51,7 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
-from pallas_softmax._src.gpu.interpreter import interpret, twin
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -62,7 +61,7 @@ from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import WindowPart
-from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale, shift
+from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
 from pallas_softmax._src.topk import merge_kernel, ranking_ptx
 from pallas_softmax._src.topk.candidates_ptx import (
     SCRATCH_BYTE,
@@ -143,8 +142,6 @@ def topk_rows(
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
     """Returns a list of winners for each part of each row."""
     (rows, vocab), k, final = x.shape, request.k, window.count == 1
-    if interpret():
-        window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
     item = jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
         functools.partial(softmax_topk, window, mask, rows, request),
@@ -206,7 +203,7 @@ def _load_and_reduce(
 # --- The search
 
 
-@twin(lambda memory: None)
+@twin
 def _clear_list(memory: SearchMemory) -> None:
     """Empties the list of candidates."""
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
@@ -214,24 +211,7 @@ def _clear_list(memory: SearchMemory) -> None:
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
-def _add_step_in_jax(
-    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer | None, scale, masked
-):
-    """Returns the normalizer that `_add_step` returns, and writes no group_keys."""
-    if lane is None:
-        return None
-    x = memory.x[pl.ds(step * window.step_blocks * window.block_size, count * window.block_size)]
-    x = x.reshape(count, WARPGROUP, window.vec)
-    if masked:
-        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
-    x = x.astype(jnp.float32)
-    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
-    s = shift(m)
-    terms = jnp.exp(normalizers.below(x, s[None, :, None], scale))
-    return Normalizer(m, lane.d * jnp.exp(normalizers.below(lane.m, s, scale)) + jnp.sum(terms, (0, 2)))
-
-
-@twin(_add_step_in_jax)
+@twin
 def _add_step(
     window: Window,
     memory: SearchMemory,
@@ -306,14 +286,7 @@ def _add_step(
     return Normalizer(*new)
 
 
-def _find_winners_in_jax(window: Window, memory: SearchMemory, part: WindowPart, k: int):
-    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
-    inside = (position >= part.low) & (position < part.high)
-    ranking_ptx.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
-    return memory.group_keys
-
-
-@twin(_find_winners_in_jax)
+@twin
 def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 

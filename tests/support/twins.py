@@ -1,0 +1,298 @@
+"""Twins in plain JAX of the functions with inline PTX, layouts or clusters: Pallas's interpreter runs these instead.
+
+A twin has the arguments and the results of its function, but may leave out what only PTX reads.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.gpu import blocks, interpreter
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.route.kernel import normalizer
+from pallas_softmax._src.sample import xla
+from pallas_softmax._src.sample.noise import advance
+from pallas_softmax._src.sample.row_ptx import HIGHEST
+from pallas_softmax._src.softmax import counting
+from pallas_softmax._src.topk.plan import merged_tile, padded_winners
+
+
+def interpreted(interpret):
+    """In this context, kernels run in Pallas's interpreter; on a GPU if `interpret` is None."""
+    return interpreter.interpreted(interpret, TWINS)
+
+
+# --- Blocks and tiles
+
+
+def _store_whole(ref, block, layout=None):
+    ref[...] = block
+
+
+def _load_from_row(ref, row, *, start, held, fill, stride=1):
+    i = jnp.arange(WARPGROUP)
+    return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
+
+
+def _store_to_row(ref, row, *, start, held, block):
+    i = jnp.arange(WARPGROUP)
+    column = jnp.where(i < held, start + i, ref.shape[1])
+    ref[row] = ref[row].at[column].set(block.astype(ref.dtype), mode="drop")
+
+
+def _load_mask(ref, row, start, held, vec, *, skip=0, aligned=False):
+    i = jnp.arange(WARPGROUP * vec)
+    inside = (i >= skip) & (i < held)
+    return (ref[row][jnp.where(inside & (ref.shape[1] > 1), start + i, 0)] & inside).astype(jnp.int8)
+
+
+def _load_tile(ref, tile, row, fill=0, *, column=0, held=None, ref_row=None, last_row=None):
+    x = ref[...]
+    i, j, counts = _indices(tile, row, column, held)
+    i = i if last_row is None else jnp.minimum(i, last_row)
+    i = ref_row(i) if ref_row else i
+    if x.ndim == 1:
+        x, j = x[:, None], jnp.zeros_like(j)
+    inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
+    found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
+    return jnp.where(inside, found, jnp.full_like(found, fill))
+
+
+def _store_tile(ref, tile, row, value, *, column=0, held=None):
+    i, j, counts = _indices(tile, row, column, held)
+    j = jnp.where(counts, j, ref.shape[1])
+    ref[...] = ref[...].at[i, j].set(value.astype(ref.dtype), mode="drop")
+
+
+def _indices(tile, row, column, held):
+    """Returns row and column numbers of a tile, and which of its columns count."""
+    rows, columns = tile.shape
+    i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+    return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)
+
+
+# --- Windows
+
+
+def _fill_head_and_tail(window, part, x_smem, *, infinite=False):
+    for start, end in ((0, window.head), (window.head + window.body, window.size)):
+        if start == end:
+            continue
+        position = jnp.arange(start, end)
+        inside = (position >= part.low) & (position < part.high)
+        at = jnp.where(inside, part.place.first + position - part.low, 0)
+        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
+        if part.mask is not None:
+            mask_gmem, row = part.mask
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
+            x = jnp.where(inside & ~mask_gmem[row][column], _masked_element(x_smem.dtype, infinite), x)
+        x_smem[start:end] = x.astype(x_smem.dtype)
+
+
+def _mask_step(window, x_smem, step, keep, *, infinite=False):
+    start, size = step * window.step_blocks * window.block_size, len(keep) * window.block_size
+    position = start + jnp.arange(size)
+    body = (position >= window.head) & (position < window.head + window.body)
+    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _masked_element(x.dtype, infinite), x)
+
+
+def _masked_element(dtype, infinite):
+    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
+
+
+# --- Softmax and its statistics
+
+
+def _add_counts(part, before, terms, i, size):
+    walk = part.job.parts.walk
+    starts = [i * walk.step_size + at for at in range(0, size, walk.block_size)]
+    return before + normalizers.tree_sum(counting._count_in_block(part, start) for start in starts)
+
+
+# --- Top-k
+
+
+def _add_step(window, memory, step, count, lane, scale, masked):
+    """Returns the normalizer, and writes no group_keys."""
+    if lane is None:
+        return None
+    x = memory.x[pl.ds(step * window.step_blocks * window.block_size, count * window.block_size)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = normalizers.shift(m)
+    terms = jnp.exp(normalizers.below(x, s[None, :, None], scale))
+    return Normalizer(m, lane.d * jnp.exp(normalizers.below(lane.m, s, scale)) + jnp.sum(terms, (0, 2)))
+
+
+def _find_winners(window, memory, part, k):
+    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
+    inside = (position >= part.low) & (position < part.high)
+    _sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    return memory.group_keys
+
+
+def _rank_lists(lists_gmem, memory, own, request):
+    k, keys = request.k, lists_gmem.values[own.row]
+    at = jnp.arange(keys.shape[0])
+    inside = (at >= own.first * k) & (at < (own.first + own.held) * k)
+    _sort_winners(memory.best, keys, lists_gmem.indices[own.row], inside, k)
+
+
+def _sort_winners(ranked, keys, indices, inside, k):
+    """Writes the k best of the elements `inside` in the format of `ranking_ptx.put_in_shared_memory`."""
+    _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
+    padded = padded_winners(k)
+    ranked[:k] = ~keys[:k]
+    ranked[padded : padded + k] = indices[:k]
+
+
+def _best_indices(tile, vocab, k, key, lanes=None):
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+def _best_words(tile, vocab, k, bits):
+    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+    best = ~lax.sort(~words)[:, :k]
+    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+
+
+def _select(plan, fill, memory, row, part, length, mask_row):
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def write():
+        x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
+        x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
+        kept = index < length
+        if mask_row is not None:
+            kept &= mask_gmem[mask_row]
+        key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
+        key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
+        absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
+        if not plan.sorted:
+            absent, best = lax.sort((absent, best), num_keys=2)
+        values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
+        indices_gmem[row] = best.astype(jnp.int32)
+
+
+# --- Sample
+
+
+def _draw(plan, stride, refs, place, temperature, words):
+    x_gmem, _, *out = refs.values()
+
+    @pl.when((place["part"] == 0) & (lax.axis_index("warpgroup") == 0))
+    def write():
+        x, one = x_gmem[place["row"]][None], jnp.reshape(temperature, (1, 1))
+        words_of_row = jnp.stack([*words.values()])[None]
+        results = xla.sample(x, None, words_of_row, one, None, None, None, stride=stride)
+        for ref, result in zip(out, results, strict=True):
+            ref[place["row"]] = result[0, 0]
+
+
+def _run_program(plan, stride, part, refs, params, words, barrier):
+    """Synchronizes the warpgroups. One of them computes the results.
+
+    The row is one part, but it may start before or after the part's first position, by `part.origin`.
+    """
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+    x_smem, _, *out = refs.values()
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def write():
+        one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
+        if stride is None:
+            results, index_at = xla.cutoff(x, None, *one_row), 1
+        else:
+            at_0 = advance(jnp.stack([*words.values()])[None], part.origin, stride)
+            # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.
+            at_0 = at_0 - jnp.stack([0, 0, jnp.where(part.origin < 0, stride, 0), 0]).astype(jnp.uint32)
+            results, index_at = xla.sample(x, None, at_0, *one_row, stride=stride), 0
+        for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
+            index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
+            gmem[part.place.row] = (index if i == index_at else result)[0, 0]
+
+
+# --- Routers and projections
+
+
+def _exponentials(tile, score, x):
+    m, d, e = normalizer(x, tile)
+    if score == "softmax":
+        return e, m, d, 1 / d
+    e = jnp.exp(jnp.minimum(x, 80))
+    return e, m, d, 1 / (1 + e)
+
+
+def _keep_groups(tile, groups, top_groups, key, group_best):
+    grouped = key.reshape(tile.rows, groups, -1)
+    best = ~jnp.sort(~grouped, -1)[..., :group_best]
+    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
+    number = lax.broadcasted_iota(jnp.int32, total.shape, 1)
+    _, order = lax.sort((~sort_keys.key32(total), number), num_keys=2)
+    group = jnp.arange(groups, dtype=order.dtype)[None, None]
+    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
+    return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+
+
+def _first_of_largest(z, m, column):
+    return jnp.min(normalizers.if_largest(column, z, m[:, None]), 1)
+
+
+def _store_numbers(gmem, at, end, values):
+    def store(i, carry):
+        @pl.when(at[i] < end[i])
+        def _():
+            gmem[pl.ds(at[i], 1)] = values[i][None]
+
+        return carry
+
+    lax.fori_loop(0, len(at), store, None)
+
+
+TWINS = {
+    "interpreter.laid_out": lambda value, layout: value,
+    "blocks.split": lambda block, vec: [*block.reshape(WARPGROUP, vec).T],
+    "blocks.load_as": lambda ref, layout: ref[...],
+    "blocks.store": _store_whole,
+    "blocks.store_in_place": _store_whole,
+    "blocks.load_from_row": _load_from_row,
+    "blocks.store_to_row": _store_to_row,
+    "blocks.load_mask": _load_mask,
+    "tiles.load": _load_tile,
+    "tiles.prefetch": lambda ref, tile, row: None,
+    "tiles.store": _store_tile,
+    "tiles.spread": lambda per_row, tile, out: jnp.broadcast_to(per_row[:, :1], out.shape),
+    "tiles.load_smem": lambda ref, tile: ref[...],
+    "window_arrival.fill_head_and_tail": _fill_head_and_tail,
+    "window_arrival.mask_step": _mask_step,
+    "part._add": lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step),
+    "part._combine_threads": lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes),
+    "counting.add_step": _add_counts,
+    "counting.overcount": lambda part: blocks.filled(0.0),
+    "window_kernel._clear_list": lambda memory: None,
+    "window_kernel._add_step": _add_step,
+    "window_kernel._find_winners": _find_winners,
+    "merge_kernel._rank": _rank_lists,
+    "tile_kernel.best_indices": _best_indices,
+    "tile_kernel._best_words": _best_words,
+    "select_kernel._select": _select,
+    "stream_kernel._draw": _draw,
+    "mosaic_gpu._run_program": _run_program,
+    "kernel._exponentials": _exponentials,
+    "groups_ptx.keep_groups": _keep_groups,
+    "logits_kernel._columns": lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1),
+    "logits_kernel._first_of_largest": _first_of_largest,
+    "several_labels._labels_at": lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)],
+    "several_labels._store": _store_numbers,
+}
