@@ -1,5 +1,6 @@
 """`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,6 +76,16 @@ def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
     """
     with jax.enable_x64(False):
         return call(*inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _traced(function, interpret, static, *arrays):
+    return function(*arrays, **dict(static))
+
+
+def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
+    """Returns function(*arrays, **static), which launches a kernel. JAX traces and lowers equal calls only once."""
+    return _traced(function, interpret(), tuple(static.items()), *arrays)
 
 
 def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
+from pallas_softmax._src.gpu.kernel import traced_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
@@ -153,7 +154,9 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple
     name, stored = "linear_statistics", None
     if reference is not None:
         name, stored = "linear_exponentials", jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    return _launch(reduce_logits, name, x, w, bias, tokens, reference, (sums, stored), stored, head)
+    results = sums, stored
+    static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
+    return traced_once(_launch, x, w, bias, tokens, reference, **static)
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
@@ -162,11 +165,11 @@ def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, h
     The arguments are as in `gradients.ChunkFunctions`.
     """
     dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
-    name = "linear_logit_gradients"
-    return _launch(write_gradients, name, x, w, bias, tokens, coefficients, (dz,), dz, head)[0]
+    static = {"epilogue": write_gradients, "name": "linear_logit_gradients", "results": (dz,), "stored": dz}
+    return traced_once(_launch, x, w, bias, tokens, coefficients, head=head, **static)[0]
 
 
-def _launch(epilogue, name, x, w, bias, tokens: Tokens, per_row, results, stored, head: Head):
+def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head):
     """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`.
 
     `stored` is the one among them that has an element for each logit, or None.
