@@ -27,7 +27,7 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
     plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
     words = None if words is None else jnp.asarray(words)
     with interpreted(interpret):
-        return mosaic_gpu.sample_rows(x, mask, request, words, plan, None if words is None else stride)
+        return mosaic_gpu.sample_rows(x, mask, request, words, plan, stride)
 
 
 # (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.sample.draw_ptx import row_program
+from pallas_softmax._src.sample.draw_ptx import cutoff_program, draw_program
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.stream_kernel import octaves_per_unit
+from pallas_softmax._src.sample.row_ptx import row_operands
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
@@ -49,21 +49,18 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
     results = {name: ptx.Device(np.full(1, _UNSET, dtype)) for name, dtype in dtypes.items()}
     parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
-    numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    of_row = {name: np.asarray(a) for name, a in row_operands(0, 0, jnp.asarray(temperature, F32)).items()}
     operands = {
-        **{name: F32.type(number) for name, number in numbers.items()},
-        **{
-            "octaves_per_unit": np.asarray(octaves_per_unit(jnp.asarray(temperature, F32))),
-            "top_k": np.int32(top_k),
-        },
-        **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
+        **of_row,
+        **{"top_k": np.int32(top_k), "top_p": F32.type(top_p), "min_p": F32.type(min_p)},
+        **{"part": np.arange(count), "origin": np.array(origins)},
         **{"x": _X, "scratch": _X + size, **results},
         **({} if words is None else dict(zip(NOISE_OPERANDS, words))),
     }
     rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")
     memory[:, _X : _X + size] = [part.view("u1") for part in parts]
-    text = row_program(plan, x.dtype, None if words is None else 1)
+    text = cutoff_program(plan, x.dtype) if words is None else draw_program(plan, x.dtype, 1)
     machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
     return machine, [result.array for result in results.values()]

@@ -9,7 +9,8 @@ import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
 from pallas_softmax._src.sample import mosaic_gpu, stream_kernel, stream_ptx
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.stream_kernel import draw_rows, octaves_per_unit
+from pallas_softmax._src.sample.row_ptx import row_operands
+from pallas_softmax._src.sample.stream_kernel import draw_rows
 from pallas_softmax._src.sample.stream_plan import FEW_LONG_ROWS, StreamPlan, plan_stream
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
@@ -35,8 +36,8 @@ def run_row(plan, x, row, words, temperature, stride=1, rng=None):
     """Runs the program for one row of x, (rows, V), and returns the results as arrays of one."""
     results = {name: ptx.Device(np.full(len(x), -7, dtype)) for name, dtype in _RESULTS.items()}
     operands = {
-        **{"x": ptx.Device(x), "row": row, "part": np.arange(plan.ctas), "scratch": _SCRATCH},
-        **{"temperature": temperature, "octaves_per_unit": np.asarray(octaves_per_unit(temperature))},
+        **{name: np.asarray(a) for name, a in row_operands(row, 0, temperature).items()},
+        **{"x": ptx.Device(x), "part": np.arange(plan.ctas), "scratch": _SCRATCH},
         **dict(zip(NOISE_OPERANDS, words)),
         **results,
     }

@@ -126,7 +126,7 @@ def test_merges(kind, ctas):
     at = np.arange(128 * ctas, dtype=F32)[::-1].reshape(ctas, 128)
     before = np.random.default_rng(ctas).integers(0, 9, (ctas, 128)).astype(F32)
     sent = np.zeros((ctas, len(form.fields), 128), F32)
-    factors, scratch_bytes = {"a": F32(moments_ptx.LOG2_E)}, 4 * (moments_ptx.SCRATCH + 4)
+    factors, scratch_bytes = {"a": F32(moments_ptx.LOG2_E)}, 4 * (moments_ptx.SCRATCH_WORDS + 4)
     factors |= {"first": F32(1), "again": F32(1)} if form.scaled else {}
     for cta in range(ctas):
         state = dict(zip(form.fields, (*added(x[cta], 1.0, 8), at[cta], before[cta])))

@@ -187,16 +187,16 @@ def _select(plan, fill, memory, row, part, length, mask_row):
 # --- Sample
 
 
-def _draw(plan, stride, refs, place, temperature, words):
-    x_gmem, _, *out = refs.values()
+def _draw(plan, stride, refs, numbers, words):
+    (x_gmem, _, *out), row = refs.values(), numbers["row"]
 
-    @pl.when((place["part"] == 0) & (lax.axis_index("warpgroup") == 0))
+    @pl.when((numbers["part"] == 0) & (lax.axis_index("warpgroup") == 0))
     def write():
-        x, one = x_gmem[place["row"]][None], jnp.reshape(temperature, (1, 1))
+        x, one = x_gmem[row][None], jnp.reshape(numbers["temperature"], (1, 1))
         words_of_row = jnp.stack([*words.values()])[None]
         results = xla.sample(x, None, words_of_row, one, None, None, None, stride=stride)
         for ref, result in zip(out, results, strict=True):
-            ref[place["row"]] = result[0, 0]
+            ref[row] = result[0, 0]
 
 
 def _run_program(plan, stride, part, refs, params, words, barrier):
@@ -211,7 +211,7 @@ def _run_program(plan, stride, part, refs, params, words, barrier):
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
         one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
-        if stride is None:
+        if not words:
             results, index_at = xla.cutoff(x, None, *one_row), 1
         else:
             at_0 = advance(jnp.stack([*words.values()])[None], part.origin, stride)

@@ -303,7 +303,7 @@ def test_choice(rows, v, k, in_order, has_lengths, kernel):
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_plans(capability):
-    """Every list has room for the winners and a chunk, and for what the sample's bound lets through."""
+    """Every list has room for the winners and one warp, and for what the sample's bound lets through."""
     for rows in (1, 7, 8, 64, 256, 4096):
         for v in (MIN_VOCAB, 5001, 8192, 131072, 1_048_576, 10_000_000):
             for k in (1, 8, 129, 2048, MAX_SELECTED):
@@ -313,7 +313,7 @@ def test_plans(capability):
                         assert k > v or 24 * k > SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - 2048
                         continue
                     itemsize = jnp.dtype(dtype).itemsize
-                    assert plan.room >= (k if plan.in_registers else min(v, k + plan.chunk(itemsize)))
+                    assert plan.room >= (k if plan.in_registers else min(v, k + plan.warp_elements(itemsize)))
                     assert plan.capacity % 2 == 0
                     if plan.in_registers:
                         assert v * itemsize <= plan.threads * plan.thread_bytes - (v * itemsize % 16 > 0) * 16

@@ -56,7 +56,7 @@ def random_plan(rng, dtype, masked):
     k = most if rng.random() < 0.2 else int(np.exp(rng.uniform(0, np.log(most + 1))))
     plan = SelectPlan(v, k, ctas, warpgroups, 0, sample_vectors, int(rng.choice([32, 64, 128])))
     itemsize = jnp.dtype(INTEGERS_AS_FLOATS.get(dtype.name, dtype)).itemsize
-    least = k + plan.chunk(itemsize) + (k if ctas > 1 else 0)
+    least = k + plan.warp_elements(itemsize) + (k if ctas > 1 else 0)
     capacity = max(least, int(rng.choice([least, 3 * k, LEAST_CAPACITY])))
     return dataclasses.replace(plan, capacity=-(-capacity // 32) * 32)
 

@@ -214,7 +214,7 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
     return load_from_ctas(ref)
 
 
-class Place(NamedTuple):
+class RegisterPlace(NamedTuple):
     """The place of a register in an array: its row, and its column, which is `column` + `step`.
 
     The registers of a row have the same `column`, so they share the computation of their address.
@@ -225,7 +225,7 @@ class Place(NamedTuple):
     step: int
 
 
-def places(tile: Tile, row: ir.Value) -> Iterator[Place]:
+def places(tile: Tile, row: ir.Value) -> Iterator[RegisterPlace]:
     """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     row = arith.addi(row, arith.divui(own, i32(lanes)))
@@ -233,7 +233,7 @@ def places(tile: Tile, row: ir.Value) -> Iterator[Place]:
     column = tile.first_column(lane).registers.item()
     for i in range(0, tile.rows, WARPGROUP // lanes):
         for step in range(tile.steps):
-            yield Place(arith.addi(row, i32(i)), column, step * tile.step_columns)
+            yield RegisterPlace(arith.addi(row, i32(i)), column, step * tile.step_columns)
 
 
 def _width(tile: Tile, ref, column) -> int:

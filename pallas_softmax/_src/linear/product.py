@@ -72,7 +72,7 @@ _COPIER_REGISTERS = 40
 _MULTIPLIER_REGISTERS = 232
 
 
-def multiply_tiles(cta: "_Cta", epilogue: Callable[[Any, "Place"], None]) -> None:
+def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None]) -> None:
     """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue.
 
     `over_tiles` calls its argument for each tile of this CTA.
@@ -143,7 +143,7 @@ def product(
         outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
 
         def run(*memory):
-            cta = _Cta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
+            cta = _TilesOfCta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
             multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
 
         pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
@@ -168,7 +168,7 @@ def product(
 
 
 def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
-    """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_Cta`."""
+    """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_TilesOfCta`."""
     stages, b_block = tiling.stages, (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
     barrier: Any = plgpu.Barrier
     if tiling.cluster > 1:
@@ -194,7 +194,7 @@ def _elements(dtype) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
+class _TilesOfCta:
     """The work of a CTA, and its memory; the drawings at the top of this file show both.
 
     Attributes:

@@ -25,7 +25,7 @@ spread over all warps:
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import SCRATCH
-from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, ClusterProgram, RowProgram
+from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, ClusterProgram, PartProgram
 
 # The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys reach the bound. We have no
 # times of other limits.
@@ -66,7 +66,7 @@ def _mass(p: ClusterProgram, x: Value, m: Value) -> Value:
     return mass
 
 
-def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
+def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
     Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
@@ -75,9 +75,12 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     small = 0 if p.plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= small) & (p.top_k < p.plan.window.vocab))
     normalizer = LaneNormalizer(p)
-    for words, _ in p.sweep():
+
+    def add(words, _):
         normalizer.raise_to(p.greatest(words))
         normalizer.add(p.floats(words))
+
+    p.sweep(add)
     m, d = normalizer.m, normalizer.d
     # how many elements of each CTA must reach its bound
     share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
@@ -102,7 +105,7 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     return total, small_top_k, bound
 
 
-def bound_of_best(p: RowProgram) -> Value:
+def bound_of_best(p: PartProgram) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
     group, lane = p.lane >> _NEIGHBOURS.bit_length() - 1, p.lane & (_NEIGHBOURS - 1)
     first = p.x + ((group * p.warps + p.warp) * _NEIGHBOURS + lane) * ACCESS_BYTES
@@ -118,12 +121,12 @@ def bound_of_best(p: RowProgram) -> Value:
     return best
 
 
-def _divided(p: RowProgram, number: Value, by: int) -> Value:
+def _divided(p: PartProgram, number: Value, by: int) -> Value:
     """Returns a small number divided by another one, rounded down."""
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
-def _value_of_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
+def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Value:
     """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
     own_rank = p.var(1, "u32")
     with p.each(1, count) as other_lane:

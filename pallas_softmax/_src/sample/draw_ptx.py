@@ -15,9 +15,9 @@ It finds what the filters keep of the row, and then draws, or writes where they 
     the index of the last kept entry      winner_ptx.find_last_tie  0
     the draw                              winner_ptx.WinnerSearch   1; 1 more in 1 of 1,600 rows
 
-All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.Scratch`. The mass of an
-element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a power
-of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.SCRATCH`. The mass of
+an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a
+power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
 filter, and where the entry is looked for:
@@ -41,6 +41,7 @@ After the loop, `_apply_min_p` applies min_p where it is stricter than the other
 """
 
 import functools
+from collections.abc import Callable
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, histogram_ptx, zone_ptx
@@ -48,7 +49,7 @@ from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept
 from pallas_softmax._src.sample.noise_ptx import log
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan
 from pallas_softmax._src.sample.race_ptx import Noise
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, TINY, PartProgram
 from pallas_softmax._src.sample.winner_ptx import WinnerSearch, find_last_tie
 
 # The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
@@ -59,15 +60,34 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
-    """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
+def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
+    """Returns the program that draws from a row; a part is at <x>, where missing and masked elements are -inf.
 
-    It has the operands of `RowProgram`, the number of the row, <row>, and addresses in device memory of results:
-
-        to draw, with the stride of the noise    <index>, <log_prob>, <log_mass>; also operands, `NOISE_OPERANDS`
-        to find the cutoff, without a stride     <key>, <index>, <top>, <log_total>, <log_mass>
+    It has the operands of `PartProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
+    memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
     """
-    p = RowProgram(plan, dtype)
+    return _program(
+        plan, dtype, lambda p, *filtered: _draw(p, *filtered, Noise.of_row(p, stride)), _draw_nothing
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
+    """Returns the program that finds the cutoff of a row, with results <key>, <index>, <top>, <log_total>, <log_mass>.
+
+    Otherwise it is like `draw_program`, without noise.
+    """
+    return _program(plan, dtype, _write_cutoff, _write_no_cutoff)
+
+
+def _program(
+    plan: SamplePlan, dtype, finish: Callable[..., None], write_nothing: Callable[..., None]
+) -> PartProgram:
+    """Returns the program that applies the filters, and ends with finish(p, kept, total).
+
+    In a row without a draw, write_nothing(p) takes the place of the filters and of the end.
+    """
+    p = PartProgram(plan, dtype)
     p.barrier()
     total, small_top_k, bound = arrival_ptx.arrive(p)
     p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
@@ -75,19 +95,16 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> RowProgram:
     p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
-        _write_nothing(p, stride)
+        write_nothing(p)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, total, small_top_k, bound)
         _apply_min_p(p, kept)
-        if stride is None:
-            _write_cutoff(p, kept, total)
-        else:
-            _draw(p, kept, total, Noise.of_row(p, stride))
+        finish(p, kept, total)
     return p
 
 
-def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
+def _draw(p: PartProgram, kept: Kept, total: Value, noise: Noise) -> None:
     """Draws, and writes the results of the draw."""
     if p.plan.by_value:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
@@ -98,7 +115,7 @@ def _draw(p: RowProgram, kept: Kept, total: Value, noise: Noise) -> None:
         write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept, total), log_prob))
 
 
-def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
+def _write_cutoff(p: PartProgram, kept: Kept, total: Value) -> None:
     """Writes the cutoff of the row."""
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
@@ -107,7 +124,7 @@ def _write_cutoff(p: RowProgram, kept: Kept, total: Value) -> None:
         write(key=key, index=index, top=p.top, log_total=log(p, total), log_mass=log_mass)
 
 
-def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
+def _apply_filters(p: PartProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
     """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
@@ -147,31 +164,38 @@ def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     p.set(stage, p.select(overflow, stage + 1, following))
 
 
-def _apply_min_p(p: RowProgram, kept: Kept) -> None:
+def _apply_min_p(p: PartProgram, kept: Kept) -> None:
     """Applies min_p to `kept`, if it is stricter than the other filters."""
     has_min_p = p.mass(p.from_key(kept.key)) >= p.min_p
     all_have_min_p = has_min_p & kept.key.differs(KEEP_ALL)
     with p.when((p.min_p > 0.0) & ~all_have_min_p):
         mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
-        for x in p.each_element():
+
+        def add(x):
             mass_of_one = p.mass(x)
             p.increase(mass, mass_of_one, when=mass_of_one >= p.min_p)
             p.update(least, "min", p.key(x), when=mass_of_one >= p.min_p)
+
+        p.sweep_elements(add)
         of_ctas = p.over_each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
         mass, least = p.over_warp(["add", "min"], of_ctas)
         kept.all_down_to(least, mass)
 
 
-def _log_mass(p: RowProgram, kept: Kept, total: Value) -> Value:
+def _log_mass(p: PartProgram, kept: Kept, total: Value) -> Value:
     """Returns the log of the kept share of the mass."""
     return p.select(kept.key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, total), 1.0)))
 
 
-def _write_nothing(p: RowProgram, stride: int | None) -> None:
+def _draw_nothing(p: PartProgram) -> None:
     """Writes the results of a row without a draw."""
     nan = p.var(_NAN, "f32")
     with p.writes(0) as write:
-        if stride is None:
-            write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), top=p.top, log_total=nan, log_mass=nan)
-        else:
-            write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+        write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+
+
+def _write_no_cutoff(p: PartProgram) -> None:
+    """Writes the cutoff of a row without a draw."""
+    nan = p.var(_NAN, "f32")
+    with p.writes(0) as write:
+        write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), top=p.top, log_total=nan, log_mass=nan)

@@ -17,7 +17,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH
-from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, PartProgram
 
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
 # mass counts as this many units.
@@ -28,7 +28,7 @@ _HALF_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
 class Kept:
     """The entries that the filters have kept so far."""
 
-    def __init__(self, p: RowProgram, mass: Value):
+    def __init__(self, p: PartProgram, mass: Value):
         self._p = p
         self.key = p.var(KEEP_ALL, "s32")  # the last key that is kept
         self.mass = p.var(mass)  # of all kept entries
@@ -57,7 +57,7 @@ class Kept:
 class FilterSearch:
     """The search for the last entry that a filter keeps; it changes `kept`."""
 
-    p: RowProgram
+    p: PartProgram
     kept: Kept
     goal: Value  # what the entries up to the last one must reach, as a float
     is_mass: Value  # whether the goal is a mass; otherwise it is a number of entries
@@ -101,13 +101,15 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
 
-        for x in p.each_element():
+        def add(x):
             key = p.key(x)
             bucket, inside = bucket_of(key)
             with p.when(inside):
                 at, units = sums + bucket * 4, f.measure(units_of(key), 1)
                 p.add_to(at, units & 2**_HALF_BITS - 1)
                 p.add_to(at, units >> _HALF_BITS, offset=4 * DIGIT)
+
+        p.sweep_elements(add)
         p.sync_cluster()
         with p.when(p.warp.equals(0)):
             bucket, new_rest = bucket_that_reaches(p, _sums_of_ctas(p, sums, rest), rest)
@@ -124,16 +126,19 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
     narrow(p, keys, DIGIT, one_round)
     number = f.number_that_reaches(rest, p.convert(p.max(units_of(keys.high), 1), "f32"))
     mass_above, equal = p.var(0, "f32"), p.var(0, "u32")
-    for x in p.each_element():
+
+    def add(x):
         key = p.key(x)
         p.increase(mass_above, p.mass(x), key > keys.high)
         p.increase(equal, 1, key.equals(keys.high))
+
+    p.sweep_elements(add)
     masses, equal = p.over_each_cta(["add", "add"], [mass_above, equal], [0.0, 0], p.word(SCRATCH.counted))
     (mass_above,) = p.over_warp(["add"], [masses])
     f.kept.down_to(keys.high, number, mass_above, equal)
 
 
-def _sums_of_ctas(p: RowProgram, sums: Value, rest: Value) -> list[Value]:
+def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
     """Returns the sums over this lane's buckets, in all CTAs; `rest` is above 0."""
     totals = [p.var(0, "f32") for _ in range(_LANE_BUCKETS)]
     # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.

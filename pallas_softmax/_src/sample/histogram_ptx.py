@@ -23,14 +23,14 @@ from pallas_softmax._src.gpu.ptx.narrow import bucket_that_reaches
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, search_digits
 from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS, VALUE_BUCKETS
-from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, PartProgram
 
 _THREAD_BUCKETS = 8  # buckets that a thread sums up
 
 # --- The buckets of both histograms
 
 
-def _clear(p: RowProgram) -> None:
+def _clear(p: PartProgram) -> None:
     """Sets the numbers of elements in all buckets to 0."""
     zeros = [p.var(0, "u32")] * 4
     for first in range(0, p.plan.buckets, 4 * p.plan.threads):
@@ -39,7 +39,7 @@ def _clear(p: RowProgram) -> None:
     p.barrier()
 
 
-def _sum_sections(p: RowProgram, sum_up: Callable[[Value, list[Value]], list[Value]]) -> None:
+def _sum_sections(p: PartProgram, sum_up: Callable[[Value, list[Value]], list[Value]]) -> None:
     """Sums up each section of the buckets; afterwards all CTAs can read the sums.
 
     sum_up(bucket, numbers) writes one or two sums over eight buckets, from their numbers of elements.
@@ -61,7 +61,7 @@ def _sum_sections(p: RowProgram, sum_up: Callable[[Value, list[Value]], list[Val
     p.sync_cluster()
 
 
-def _section_that_reaches(p: RowProgram, goal: Value, at: Value) -> tuple[Value, Value]:
+def _section_that_reaches(p: PartProgram, goal: Value, at: Value) -> tuple[Value, Value]:
     """Returns the section at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
     The sums over the sections start at word `at`. The last bucket has all elements further away, so its section reaches
@@ -111,9 +111,12 @@ def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucke
     _clear(p)
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
     base = p.word(SCRATCH.histogram) - (4 * _MAGIC_BITS) % 2**32
-    for x in p.each_element():
+
+    def count(x):
         bits = p.multiply_add(p.top - x, buckets_per_unit, _MAGIC).bits("u32")
         p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
+
+    p.sweep_elements(count)
 
     # Horner's rule sums the masses, as if each element lay in the middle of its bucket. `ratio` is the mass of an
     # element relative to an element one bucket further up.
@@ -217,7 +220,7 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
     return exact
 
 
-def _bucket_of_zero(p: RowProgram) -> Value:
+def _bucket_of_zero(p: PartProgram) -> Value:
     """Returns the bucket of +0. From there, buckets count by the bits: positive values before it, negative ones after.
 
     The bucket is one before a multiple of 8, so eight buckets from a multiple of 8 on share an exponent. The largest
@@ -241,7 +244,7 @@ def _buckets_near_zero(zero: Value) -> tuple[Value, Value]:
     return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
 
 
-def _count_values(p: RowProgram, zero: Value) -> None:
+def _count_values(p: PartProgram, zero: Value) -> None:
     """Counts elements by value, two elements of a word at a time."""
     base = p.word(SCRATCH.histogram)
     negative_zero = _bucket_of_negative_zero(zero)
@@ -250,7 +253,8 @@ def _count_values(p: RowProgram, zero: Value) -> None:
         p.var((n & 0xFFFF) * 0x10001, kind)
         for n, kind in ((-_FIRST, "s16x2"), (_LAST, "u16x2"), (1, "s16x2"))
     )
-    for words, _ in p.sweep():
+
+    def count(words, _):
         for word in words:
             not_negative = (~word).bits("s16x2").sign().bits("u32")  # each half all ones, or all zeros
             size = word & 0x7FFF7FFF
@@ -261,8 +265,10 @@ def _count_values(p: RowProgram, zero: Value) -> None:
             p.add_to(base + ((bucket & 0xFFFF) << 2), 1)
             p.add_to(base + ((bucket >> 16) << 2), 1)
 
+    p.sweep(count)
 
-def _value(p: RowProgram, zero: Value, bucket: Value) -> Value:
+
+def _value(p: PartProgram, zero: Value, bucket: Value) -> Value:
     """Returns the value of a bucket: near 0, its greatest positive or its least negative value."""
     from_zero = (bucket - zero - 1) & 0xFFFF  # its bits are inverted if the value is not negative
     positive = from_zero >= 0x8000
@@ -271,12 +277,12 @@ def _value(p: RowProgram, zero: Value, bucket: Value) -> Value:
     return ((p.select(size.equals(0), 0, size + _FIRST) << 16) | sign).bits("f32")
 
 
-def _bounded_mass(p: RowProgram, x: Value) -> Value:
+def _bounded_mass(p: PartProgram, x: Value) -> Value:
     """Returns the mass of an element; 1 for NaN, and for a value larger than all elements."""
     return p.min(p.mass(x), 1.0)
 
 
-def _number_and_mass(p: RowProgram, zero: Value, bucket: Value, numbers: list[Value]) -> list[Value]:
+def _number_and_mass(p: PartProgram, zero: Value, bucket: Value, numbers: list[Value]) -> list[Value]:
     """Returns the number and the mass of the elements in eight buckets.
 
     Their values have one exponent, so they lie at equal distances. Only 0, at an end, may not.

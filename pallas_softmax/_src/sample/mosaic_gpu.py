@@ -41,6 +41,7 @@ from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.sample import draw_ptx, stream_kernel
 from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
+from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
 from pallas_softmax._src.sample.rows import Cutoff
 from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
@@ -94,7 +95,7 @@ def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
     return Cutoff(*_run(plans.general, logits, where, temperature, top_k, top_p, min_p))
 
 
-def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=None):
+def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):
     """Folds the arrays to rows, and runs the kernel."""
     *batch, vocab = logits.shape
     filters = (
@@ -116,17 +117,17 @@ def _per_row(numbers, batch):
     return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
-def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int | None) -> list:
+def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int = 1) -> list:
     """Draws once from each row of x, (rows, vocab), or finds where the filters cut it.
 
-    Each parameter is an array (rows,), or (1,) if all rows have the same value. With a stride, the words of the noise
-    are (rows, 4), and the results of `xla.sample` are returned, (rows,). Without it, there are no words, and the fields
-    of a `Cutoff` are returned.
+    Each parameter is an array (rows,), or (1,) if all rows have the same value. The words of the noise are (rows, 4),
+    with their stride, and the results of `xla.sample` are returned, (rows,). If the words are None, the fields of a
+    `Cutoff` are returned.
     """
     rows, vocab = x.shape
     window = plan.window
     view = aligned_view(rows, vocab, window.vec)
-    names = _OF_CUTOFF if stride is None else stream_kernel.RESULTS
+    names = _OF_CUTOFF if words is None else DRAWN
 
     def sample(
         x_gmem, params_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
@@ -142,7 +143,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 
     return gpu_kernel(
         sample,
-        name="sample" if stride is not None else "filter_cutoff",
+        name="filter_cutoff" if words is None else "sample",
         grid={"row": rows, "part": window.count} if window.count > 1 else {"row": rows},
         cluster=window.count,
         warpgroups=plan.warpgroups,
@@ -161,11 +162,11 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 def _run_program(
     plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
 ) -> None:
-    """Runs `draw_ptx.row_program` in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
-    place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
-    numbers = {name: jnp.int32(number) for name, number in place.items()} | params._asdict() | words
-    numbers["octaves_per_unit"] = stream_kernel.octaves_per_unit(params.temperature)
-    insert_ptx(draw_ptx.row_program(plan, refs["x"].dtype, stride), refs, numbers)
+    """Runs the program of `draw_ptx` in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
+    numbers = params._asdict() | row_operands(part.place.row, part.place.index, params.temperature) | words
+    arguments = plan, refs["x"].dtype
+    program = draw_ptx.draw_program(*arguments, stride) if words else draw_ptx.cutoff_program(*arguments)
+    insert_ptx(program, refs, numbers | {"origin": jnp.int32(part.origin)})
 
 
 def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:

@@ -34,7 +34,9 @@ VALUE_BUCKETS = (
 )
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
-RECORD_WORDS = 8  # words of the record of a warp in `Scratch.warps`, and of a CTA in `Scratch.gathered`
+RECORD_WORDS = (
+    8  # words of the record of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
+)
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
@@ -60,7 +62,7 @@ SMALL_CLUSTER, MANY_ROWS = 8, 128
 FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 
 
-class Scratch(NamedTuple):
+class ScratchSizes(NamedTuple):
     """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words: multiples of 16 bytes."""
 
     # The largest element of the CTA, and its relative mass. Then a bound for a small top_k; or, without filters, the
@@ -83,7 +85,7 @@ class Scratch(NamedTuple):
     histogram: int = 0
 
 
-SCRATCH = Scratch(*itertools.accumulate(Scratch()[:-1], initial=0))  # the first word of each field
+SCRATCH = ScratchSizes(*itertools.accumulate(ScratchSizes()[:-1], initial=0))  # the first word of each field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT, CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample.plan import (
     ELEMENTS_AT_ONCE,
     RECORD_WORDS,
@@ -29,6 +31,18 @@ LN2 = math.log(2)
 
 _WARP_BITS = WARPS.bit_length() - 1
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
+
+
+# The results of a draw, by their names in the program.
+DRAWN = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
+
+
+def row_operands(row, part, temperature) -> dict[str, Any]:
+    """Returns the numbers that a `ClusterProgram` takes, by name; the temperature is float32, at least 0."""
+    before = jnp.where(temperature > 2.0**120, 0.25, 1.0)  # divisors above 2^126 may give 0
+    octaves_per_unit = LOG2_E / jnp.maximum(temperature * before, TINY) * before
+    place = {"row": jnp.int32(row), "part": jnp.int32(part)}
+    return place | {"temperature": temperature, "octaves_per_unit": octaves_per_unit}
 
 
 class ClusterProgram(CtaProgram):
@@ -135,7 +149,7 @@ class ClusterProgram(CtaProgram):
             self += WAIT  # no CTA exits while another one may read its shared memory
 
 
-class RowProgram(ClusterProgram):
+class PartProgram(ClusterProgram):
     """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
     A temperature of 0 keeps the first entry: the filters are then the same as for top_k = 1.
@@ -192,24 +206,28 @@ class RowProgram(ClusterProgram):
         """Returns the largest of the elements in words as a float; NaN if there is one."""
         return self.elements.best(self, words, None)[0]
 
-    def sweep(self) -> Iterator[tuple[list[Value], Value]]:
-        """Yields the next elements of a thread as words, and their address, in a GPU loop.
+    def sweep(self, take: Callable[[list[Value], Value], None]) -> None:
+        """Writes a GPU loop over the thread's elements, with the code of take(words, address).
 
         The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
-        the body of the `for` is written twice.
+        `take` is called twice, and each call writes the body of one loop.
         """
         at, remaining = self.var(self.first_vector), self.var(self.loads)
         for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
             with self.loop() as leave:
                 leave(remaining < loads)
-                yield [word for i in range(loads) for word in self.vector(at, i)], at
+                take([word for i in range(loads) for word in self.vector(at, i)], at)
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
 
-    def each_element(self) -> Iterator[Value]:
-        """Yields the elements of a `sweep` as floats."""
-        for words, _ in self.sweep():
-            yield from self.floats(words)
+    def sweep_elements(self, take: Callable[[Value], None]) -> None:
+        """Writes a `sweep` with the code of take(x) for each element as a float."""
+
+        def take_words(words, _):
+            for x in self.floats(words):
+                take(x)
+
+        self.sweep(take_words)
 
     def mass(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""

@@ -20,7 +20,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.filter_ptx import Kept
 from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, RECORD_WORDS, SCRATCH, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.race_ptx import Noise, Race
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, LN2, PartProgram
 
 _GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
 # If a larger share of elements can win, all are listed. Other shares were not timed.
@@ -31,7 +31,7 @@ _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp enters at once
 # --- Ties: the entries with the last kept key
 
 
-def find_last_tie(p: RowProgram, kept: Kept) -> tuple[Value, Value, Value]:
+def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
     """Returns the CTA of the last kept tie, its position in this CTA, and whether any tie is left out.
 
     The kept ties are the first ones of the row: all of them in lower CTAs, none in higher ones. The filters know how
@@ -45,14 +45,13 @@ def find_last_tie(p: RowProgram, kept: Kept) -> tuple[Value, Value, Value]:
     return last, position, is_cut
 
 
-def _position_of_tie(p: RowProgram, key: Value, number: Value) -> Value:
+def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     """Returns the position of element `number`, from 1, of the CTA's elements with this key.
 
     Each warp counts its elements with the key. Then the warp that has the element looks for it, load by load.
     """
     equal = p.var(0, "u32")
-    for x in p.each_element():
-        p.increase(equal, 1, when=p.key(x).equals(key))
+    p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
     own = p.over_lanes("add", equal)
     p.store(p.word(SCRATCH.warps, p.warp, RECORD_WORDS), own, when=p.first_lane)
     p.barrier()
@@ -86,7 +85,7 @@ def _position_of_tie(p: RowProgram, key: Value, number: Value) -> Value:
 class WinnerSearch:
     """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
 
-    def __init__(self, p: RowProgram, noise: Noise, kept: Kept, last_tie: Value):
+    def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
         """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
         least = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))

@@ -25,7 +25,7 @@ from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, na
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.filter_ptx import MOST_UNITS, FilterSearch, search_digits
 from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, PartProgram
 
 _ROUND_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
 # The words of the histogram hold all listed keys, and then a shortlist with a key for each lane; masses follow keys.
@@ -39,7 +39,7 @@ class Zone:
     `number_of_cta` has the number of each CTA, in the lane of the CTA. The others are of all CTAs together.
     """
 
-    def __init__(self, p: RowProgram):
+    def __init__(self, p: PartProgram):
         self._p = p
         self.found = p.fresh("pred")  # whether the zone reaches the goal, or the row ends in it before that
         self.has_room = p.fresh("pred")  # whether each CTA's list, and the list of all keys, have room
@@ -64,14 +64,15 @@ class Zone:
 # --- The sweeps that make the lists
 
 
-def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
+def sweep_from_bound(p: PartProgram, zone: Zone, low: Value) -> Value:
     """Lists the keys from a bound up: at least top_k elements reach `low`. Returns whether the lists overflow.
 
     If they overflow, a CTA stops when its list is full. A single key needs no list, so it never overflows.
     """
     listed, may_overflow = _start_list(p), low < p.top
     mass, number = p.var(0, "f32"), p.var(0, "u32")
-    for words, address in p.sweep():
+
+    def list_words(words, address):
         with p.when(p.any(p.greatest(words) >= low)):  # most words have no element in the zone
             is_full = may_overflow & (p.load(listed, "u32") > p.plan.list_size)
             p.increase(number, 1, is_full)
@@ -81,6 +82,8 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                     p.update(inside, "or", 1 << i, x >= low)
                 p.increase(number, p.count_ones(inside))
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.mass(x)))
+
+    p.sweep(list_words)
     zone.set_sums(*p.over_each_cta(["add", "add"], [mass, number], [0.0, 0], p.word(SCRATCH.zone)))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
     zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above=0)
@@ -99,7 +102,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
         p.update(least, "min", key, when)
         p.update(greatest, "max", key, when)
 
-    for words, address in p.sweep():
+    def list_words(words, address):
         elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
         for i, x in enumerate(elements):
             is_above = x > high
@@ -115,6 +118,8 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                 # The order is the same as in `_list_keys`, so that the mass has the same bits.
                 for i, x in enumerate(p.floats(words)):
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
+
+    p.sweep(list_words)
     mass, number, *rest = p.over_each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
@@ -131,7 +136,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
-def _start_list(p: RowProgram) -> Value:
+def _start_list(p: PartProgram) -> Value:
     """Empties the list of the CTA; returns the address of its number of keys."""
     listed = p.word(SCRATCH.listed)
     p.store(listed, 0, when=p.thread.equals(0))
@@ -139,7 +144,7 @@ def _start_list(p: RowProgram) -> Value:
     return listed
 
 
-def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
+def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
     """Lists the keys of the elements of a sweep that have their bit in `inside`, if the CTA's list has room for all.
 
     Then this clears `inside`, and add(element, key) writes what else is done with each. Returns `inside`.
@@ -197,8 +202,7 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
     p, at = f.p, f.p.word(SCRATCH.counted)
     with p.when(~counted):
         number = p.var(0, "u32")
-        for x in p.each_element():
-            p.increase(number, 1, p.key(x).equals(zone.greatest))
+        p.sweep_elements(lambda x: p.increase(number, 1, p.key(x).equals(zone.greatest)))
         p.over_cta(["add"], [number], [0], at)
         p.sync_cluster()
     (greater,) = p.from_ctas(at, ["u32"], [0])
@@ -243,7 +247,7 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
     f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
 
 
-def _copy_lists(p: RowProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
+def _copy_lists(p: PartProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
     """Copies the keys of all CTAs to one list, with a mass for each."""
     with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
         cta, is_key = p.var(0, "u32"), entry < zone.number
@@ -255,14 +259,14 @@ def _copy_lists(p: RowProgram, zone: Zone, first_of_cta: Value, units_of) -> Non
         p.store(p.word(SCRATCH.histogram, entry, 2), key, units_of(key), when=is_key)
 
 
-def _clear_sums(p: RowProgram) -> None:
+def _clear_sums(p: PartProgram) -> None:
     """Clears the sums over buckets, and the shortlist."""
     p.store(p.word(SCRATCH.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _ROUND_BUCKETS)
     p.store(p.word(_SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
 @contextlib.contextmanager
-def _each_key(p: RowProgram, first: Value, end: Value, step: int) -> Iterator[tuple[Value, Value]]:
+def _each_key(p: PartProgram, first: Value, end: Value, step: int) -> Iterator[tuple[Value, Value]]:
     """Opens a GPU loop over the keys and masses of entries first, first + step, .. of the list of all keys."""
     with p.each(first, end, step) as entry:
         key, units = p.load_vector(p.word(SCRATCH.histogram, entry, 2), "u32", 2)
@@ -308,7 +312,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     return keys.high
 
 
-def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
+def _last_of_shortlist(p: PartProgram, number: Value, rest: Value) -> Value:
     """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to that key."""
     at = p.var(p.word(_SHORTLIST))
     own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
@@ -326,7 +330,7 @@ def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
     return last
 
 
-def _sums_of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> list[Value]:
+def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value) -> list[Value]:
     """Returns the mass above a key and the number of entries with that key, in the list of each CTA."""
     with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp counts the keys of one list after another
         units_above, equal = p.var(0, "u32"), p.var(0, "u32")

@@ -66,7 +66,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
     soon as its step is written. If the result is one number per column, the slot is free once its step is reduced.
     """
-    cta = _Cta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
+    cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
     if plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
@@ -74,7 +74,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
         _compute_strip(cta, jnp.int32(0))
 
 
-def _compute_strip(cta: "_Cta", turn) -> None:
+def _compute_strip(cta: "_StripsOfCta", turn) -> None:
     """Computes the part of a strip, strip number `turn` of this cluster."""
     first = turn * cta.plan.steps
     total = cta.reduce(first)  # step by step; waits until each has arrived
@@ -149,7 +149,7 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
 # --- The work of a CTA on strips ----------------------------------------------------------------------
 
 
-class _Cta:
+class _StripsOfCta:
     """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
     Step numbers run on from one strip to the next. Steps take the slots in a circle.

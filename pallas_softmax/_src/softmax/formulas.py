@@ -23,7 +23,7 @@ class PerThread(NamedTuple):
     """Inline PTX of a reduction."""
 
     add: Callable[[Any, list, Any], Any]  # as in `Reduction`
-    # (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
+    # (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH_WORDS` words.
     combine_threads: Callable[[Any, Any], Any]
     # (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to shared
     # memory, see `moments_ptx.combine_ctas`.

@@ -63,7 +63,7 @@ class Form:
         return ("a", "again") if self.scaled else ("a",)
 
 
-SCRATCH = 4 * WARPS  # float32 words of shared memory that the merges need, and WARPS more for a count
+SCRATCH_WORDS = 4 * WARPS  # float32 words of shared memory that the merges need, and WARPS more for a count
 
 
 def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = None) -> Moments:
@@ -83,8 +83,8 @@ def combine_threads(
     """Returns the moments of the CTA, and the lowest `place` among threads with the largest m; NaN is the largest.
 
     The third result is the sum of `before`, or None if that is None. The results are scalars. `moments`, `place` and
-    `before` are float32 (128,); `place` says where a thread's largest logit is. `scratch` refers to SCRATCH float32 in
-    shared memory, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` belongs to the
+    `before` are float32 (128,); `place` says where a thread's largest logit is. `scratch` refers to shared memory,
+    SCRATCH_WORDS float32, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` belongs to the
     temperature, or is None.
     """
     form = Form(scale is not None, before is not None)

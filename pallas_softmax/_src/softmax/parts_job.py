@@ -12,7 +12,7 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.softmax.formulas import Formula, Label
-from pallas_softmax._src.softmax.moments_ptx import SCRATCH
+from pallas_softmax._src.softmax.moments_ptx import SCRATCH_WORDS
 from pallas_softmax._src.softmax.plan import Parts
 
 
@@ -75,7 +75,7 @@ class Job:
             "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.formula.reduction.per_thread:
-            words = SCRATCH + (WARPS if self.formula.counts else 0)
+            words = SCRATCH_WORDS + (WARPS if self.formula.counts else 0)
             scratch["scratch_smem"] = plgpu.SMEM((words,), jnp.float32)
         if self.clustered:
             reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)

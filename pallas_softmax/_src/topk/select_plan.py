@@ -118,7 +118,7 @@ class SelectPlan:
         """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
 
-    def chunk(self, itemsize: int) -> int:
+    def warp_elements(self, itemsize: int) -> int:
         """Returns the number of elements of a warp in a block."""
         return LANES * self.thread_bytes // itemsize
 
@@ -210,9 +210,9 @@ def plan_selection(
         thread_bytes //= 2
     if masked:
         thread_bytes = min(thread_bytes, MASKED_THREAD_ELEMENTS * itemsize)
-    # Usually, 1.3 to 2.3 k elements of a row are above the floor. There is always room for the winners and a chunk.
-    chunk = LANES * thread_bytes // itemsize
-    capacity = max(3 * k, LEAST_CAPACITY, (2 if ctas > 1 else 1) * k + chunk)
+    # Usually, 1.3 to 2.3 k elements of a row are above the floor. There is always room for the winners and one warp.
+    of_warp = LANES * thread_bytes // itemsize
+    capacity = max(3 * k, LEAST_CAPACITY, (2 if ctas > 1 else 1) * k + of_warp)
     capacity = -(-capacity // LANES) * LANES
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)

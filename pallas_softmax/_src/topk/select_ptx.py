@@ -304,7 +304,7 @@ class SelectProgram(ListProgram):
         """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
         with self.each(0, self.warps) as turn:
             of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
-            with self.when(self.n > self.plan.room - self.plan.chunk(self.element.itemsize)):
+            with self.when(self.n > self.plan.room - self.plan.warp_elements(self.element.itemsize)):
                 self.compact_list()
                 self.read_keys(words, at)  # again, since registers are few
             with self.when(self.warp.equals(turn)):

@@ -30,7 +30,7 @@ _UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
 
-class RowProgram(SelectProgram):
+class HeldRowProgram(SelectProgram):
     """The program. Elements at a distance below `limit` win, and the first `ties` of those at it."""
 
     def __init__(self, plan: SelectPlan, dtype, fill: int | None):
@@ -312,7 +312,7 @@ def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None
     """Returns the program of a plan."""
     if not plan.in_registers:
         return select_program(plan, dtype, masked, fill)
-    p = RowProgram(plan, dtype, fill)
+    p = HeldRowProgram(plan, dtype, fill)
     p.select_row()
     p.write_list()
     return p
