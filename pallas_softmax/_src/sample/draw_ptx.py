@@ -67,7 +67,7 @@ def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
     memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
     """
     return _program(
-        plan, dtype, lambda p, *filtered: _draw(p, *filtered, Noise.of_row(p, stride)), _draw_nothing
+        plan, dtype, lambda p, kept, total: _draw(p, kept, total, Noise.of_row(p, stride)), _draw_nothing
     )
 
 

@@ -84,8 +84,8 @@ def combine_threads(
 
     The third result is the sum of `before`, or None if that is None. The results are scalars. `moments`, `place` and
     `before` are float32 (128,); `place` says where a thread's largest logit is. `scratch` refers to shared memory,
-    SCRATCH_WORDS float32, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` belongs to the
-    temperature, or is None.
+    SCRATCH_WORDS float32, aligned to 16 bytes. All threads must synchronize before it is used again. `scale` belongs to
+    the temperature, or is None.
     """
     form = Form(scale is not None, before is not None)
     blocks = dict(zip(form.fields, (*moments, place, before)))
