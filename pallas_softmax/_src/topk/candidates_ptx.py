@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
-from pallas_softmax._src.gpu.ptx.narrow import KeyRange, narrow
+from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.plan import listed_items
@@ -89,33 +89,27 @@ def log2(n: int) -> int:
 
 # --- The bound
 
-_EACH = 4  # counters per thread
-_BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
+_EACH = 4  # buckets of a thread
 
 
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. Each round counts the
-    group_keys in the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The
-    counters use the list of candidates, which must be empty, and every round clears them.
+    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. The histogram uses the list of
+    candidates, which must be empty, and leaves it empty.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
     left = _bracket(p, keys, rank, scratch)
-    highest = p.var(left.high)
-    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
-    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
+    highest, histogram = p.var(left.high), Histogram(p, p.candidates, _EACH, scratch, scratch + ACCESS_BYTES)
 
-    def one_round(bucket_of):
+    def count(bucket_of):
         for key in keys:
-            bucket, inside = bucket_of(key)
-            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
-        return _find_bucket(p, above, reach, rank, scratch)
+            histogram.count(*bucket_of(key))
 
-    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
-    return left.high - left.extent.bits("s32"), highest
+    find_rank(histogram, left, rank, most_at_bound(rank), count)
+    return left.least(), highest
 
 
 def most_at_bound(rank: int) -> int:
@@ -135,40 +129,6 @@ def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> 
     least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
     lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
     return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
-
-
-def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
-    """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
-
-    `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the
-    number of keys that reach the least key of the bucket.
-
-    A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than `rank` keys
-    lie before that bucket, and at least `rank` keys reach it. That thread publishes its result in the scratch:
-
-        word of scratch   0 to 3               4        6        7
-                          totals of the warps  bucket   before   reach
-    """
-    p.barrier()
-    mine = p.at(p.candidates, p.thread, 4 * _EACH)
-    counts = p.load_vector(mine, "s32", _EACH)
-    p.store(mine, *[0] * _EACH)
-    start, total = p.scan(p.reduce("add", counts))
-    (totals,) = p.of_warps([total], scratch, lane=LANES - 1)
-    p.add_lower_warps(start, totals)
-    first = end = start + above
-    bucket, before, upto = p.fresh("u32"), p.fresh("s32"), p.fresh("s32")
-    for i, count in enumerate(counts):
-        start, end = end, end + count
-        is_before = start < rank  # the last counter that starts before `rank` may be the one
-        for register, value in zip((bucket, before, upto), (i, start, end)):
-            p.set(register, value, when=is_before)
-    found = (first < rank) & (end >= rank)
-    p.store(scratch, p.multiply_add(p.thread, _EACH, bucket), offset=_BUCKET_BYTE, when=found)
-    p.store(scratch, before, upto, offset=_BEFORE_BYTE, when=found)
-    p.barrier()
-    p.load_into([above, reach], scratch, offset=_BEFORE_BYTE)
-    return p.load(scratch, "u32", offset=_BUCKET_BYTE)
 
 
 # --- The candidates
@@ -377,10 +337,9 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
             p.increase(in_warp, p.count_ones(ballot))
             p.increase(before, p.count_ones(ballot & lower_lanes))
         # Two parts of the scratch alternate, so that one barrier for each block suffices.
-        (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
-        p.increase(before, base)
-        p.add_lower_warps(before, totals)
-        p.increase(base, p.reduce("add", totals))
+        lower, all_ = p.lower_warps(in_warp, p.at(scratch, parity, 4 * WARPS))
+        p.increase(before, base + lower.bits("s32"))
+        p.increase(base, all_.bits("s32"))
         for j, is_tied in enumerate(tied):
             with p.when(is_tied & (before < k)):
                 _store_entry(p, before, tie, position + j)

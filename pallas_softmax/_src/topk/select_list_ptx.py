@@ -8,13 +8,13 @@ comes after a compacted list wins only if its key is greater than the least key 
 from collections.abc import Callable
 from typing import Any
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
-from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
+from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sort_keys import lowest_key
-from pallas_softmax._src.topk.select_plan import BUCKETS, SelectPlan
+from pallas_softmax._src.topk.select_plan import SelectPlan
 
 ENTRY_BYTES = 8
 _LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype
@@ -37,6 +37,8 @@ class ListProgram(CtaProgram):
         # Numbers of entries fill the lower half of a key.
         self.unit = 1 << 16 - (plan.capacity - 1).bit_length() if self.element.halves else 1
         self.sums, self.n = self.var(self.scratch), self.var(0, "u32")
+        buckets, each = self.scratch + plan.histogram, plan.buckets // plan.threads
+        self.histogram = Histogram(self, buckets, each, self.sums, self.scratch + plan.picked)
         self.lowest, self.highest = lowest_key(dtype), ~lowest_key(dtype)
         self.floor, self.greatest = self.var(self.lowest, "s32"), self.var(self.highest, "s32")
 
@@ -95,13 +97,10 @@ class ListProgram(CtaProgram):
     # --- Sums
 
     def scan_warps(self, upto: Value) -> tuple[Value, Value]:
-        """Returns the sums over the lower warps and over all warps. A warp's summand is `upto` in its last lane."""
-        self.store(self.at(self.sums, self.warp, 4), upto, when=self.lane.equals(LANES - 1))
-        self.barrier()
-        own = self.load(self.at(self.sums, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
+        """Returns what `lower_warps` returns."""
+        sums = self.lower_warps(upto, self.sums)
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
-        lower = self.select(self.lane < self.warp, own, 0)
-        return self.over_lanes("add", lower), self.over_lanes("add", own)
+        return sums
 
     # --- Finding a key
 
@@ -113,48 +112,21 @@ class ListProgram(CtaProgram):
         rank: Value,
         enough: Value,
     ) -> tuple[KeyRange, Value, Value]:
-        """Returns a range that contains the key of a rank (1 is the greatest) among keys from `low` to `high`.
+        """Returns a range with the key of a rank among keys from `low` to `high`, and the results of `find_rank`.
 
-        Also returns how many keys are above the range, and how many are above it or in it. The second number is at most
-        `enough`, unless the range is a single key. visit(see) calls see(key) for each key, and maybe for lower ones.
-
-        Every key is counted, since a condition would cost three more instructions. Lower keys than `low` are counted
-        in the last bucket of the range, in buckets after it, or in bucket BUCKETS, which nothing reads. So only the
-        second number may be too large, and then the range becomes a single key.
+        visit(see) calls see(key) for each key, and maybe for lower ones than `low`. Every key is counted, since a
+        condition would cost three more instructions: lower ones in the last bucket of the range or after it.
         """
-        keys, above, reach = KeyRange(self, high, low), self.var(0, "u32"), self.var(2**32 - 1, "u32")
-        histogram, picked = self.scratch + self.plan.histogram, self.scratch + self.plan.picked
-        each = BUCKETS // LANES
+        keys = KeyRange(self, high, low)
 
-        def one_round(bucket_of):
+        def count(bucket_of):
             def see(key):
                 bucket, _ = bucket_of(key)
-                self.add_to(self.at(histogram, self.min(bucket, BUCKETS), 4), 1)
+                self.histogram.count(self.min(bucket, self.plan.buckets))
 
             visit(see)
-            self.barrier()
-            with self.when(self.warp.equals(0)):
-                sums = self.load_vector(self.at(histogram, self.lane, 4 * each), "u32", each)
-                bucket, rest = bucket_that_reaches(self, sums, rank - above)
-                self.set(above, rank - rest)
-                self.set(reach, above + self.load(self.at(histogram, bucket, 4), "u32"))
-                self.store(picked, bucket, above, reach, self.n, when=self.first_lane)  # `n` fills the vector
-                self.sync_warp()  # all lanes have read the histogram
-                self.clear_histogram()
-            self.barrier()
-            bucket, new_above, new_reach, _ = self.load_vector(picked, "u32", 4)
-            self.set(above, new_above)
-            self.set(reach, new_reach)
-            return bucket
 
-        narrow(self, keys, BUCKETS, one_round, stop=lambda: reach <= enough)
-        return keys, above, reach
-
-    def clear_histogram(self) -> None:
-        """Clears the histogram, by one warp."""
-        at = self.at(self.scratch + self.plan.histogram, self.lane, ACCESS_BYTES)
-        for first in range(0, 4 * BUCKETS, LANES * ACCESS_BYTES):
-            self.store(at, 0, 0, 0, 0, offset=first)
+        return keys, *find_rank(self.histogram, keys, rank, enough, count)
 
     # --- The k best
 

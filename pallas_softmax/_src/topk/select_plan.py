@@ -66,7 +66,6 @@ MOST_RANKED_OF_THREAD = 8
 LONE_THREAD_BYTES, THREAD_BYTES, LEAST_THREAD_BYTES = 128, 64, 32
 MASKED_THREAD_ELEMENTS = 16  # at most; a mask takes registers for each element
 LEAST_CAPACITY = 2_048  # entries of a list, at least
-BUCKETS = 256  # of a round of `narrow`
 PREFETCHED = 4  # blocks that are copied to the L2 cache while the CTA searches its sample
 
 # The sample should have this many of the k best, so that it bounds them well.
@@ -86,7 +85,7 @@ class SelectPlan:
         128    turns       how many entries each warp appended when the warps took turns
         192    counts      the number of entries of this CTA's list
         256    gathered    the numbers of entries of all CTAs' lists
-        320    picked      what one warp found in the histogram, for all warps to read
+        320    picked      what one thread found in the histogram, for all to read
         384    extremes    two keys of each warp's part of the sample; two distances, for a row in registers
         512    histogram, and a word for keys that it does not have
     """
@@ -106,7 +105,7 @@ class SelectPlan:
     @property
     def buckets(self) -> int:
         """Number of buckets of a round."""
-        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES) if self.in_registers else BUCKETS
+        return self.threads * max(4, self.thread_bytes // ACCESS_BYTES if self.in_registers else 0)
 
     @property
     def scratch_bytes(self) -> int:

@@ -380,8 +380,7 @@ def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | 
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:
         p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
-    with p.when(p.warp.equals(0)):
-        p.clear_histogram()
+    p.histogram.clear()
     p.barrier()
     with p.when(p.length > plan.capacity):
         p.sample()

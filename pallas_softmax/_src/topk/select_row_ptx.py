@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_plan import SelectPlan
@@ -35,7 +35,6 @@ class HeldRowProgram(SelectProgram):
 
     def __init__(self, plan: SelectPlan, dtype, fill: int | None):
         super().__init__(plan, dtype, False, fill)
-        self.histogram, self.each_thread = self.scratch + plan.histogram, plan.buckets // plan.threads
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
@@ -74,40 +73,6 @@ class HeldRowProgram(SelectProgram):
             self.set(word, self.bitwise3(lambda w, s, m: w ^ (~s & m), word, sign, self.element.flip))
         return words
 
-    def own_buckets(self) -> Value:
-        """Returns the address of the thread's buckets."""
-        return self.at(self.histogram, self.thread, 4 * self.each_thread)
-
-    def clear(self) -> None:
-        """Clears the thread's buckets."""
-        for first in range(0, 4 * self.each_thread, ACCESS_BYTES):
-            self.store(self.own_buckets(), 0, 0, 0, 0, offset=first)
-
-    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
-        """Returns the bucket with the element of a rank, its rank there, the bucket's count, and the count of all.
-
-        The first three are of no use if the last is less than the rank. Clears the histogram.
-        """
-
-        def own():
-            return self.load_vector(self.own_buckets(), "u32", self.each_thread)
-
-        before, upto = self.scan(self.reduce("add", own()))
-        lower, total = self.scan_warps(upto)
-        picked, start = self.scratch + self.plan.picked, self.var(before + lower)
-        with self.when((start < rank) & (rank <= lower + upto)):
-            bucket, upto = self.var(self.thread * self.each_thread), self.var(start)
-            for count in own():
-                self.increase(upto, count)
-                self.set(start, upto, when=upto < rank)
-                self.increase(bucket, 1, when=upto < rank)
-            rest, inside = rank - start, self.load(self.at(self.histogram, bucket, 4), "u32")
-            self.store(picked, bucket, rest, inside, 0)
-        self.clear()
-        self.barrier()
-        bucket, rest, inside, _ = self.load_vector(picked, "u32", 4)
-        return bucket, rest, inside, total
-
     def search(self, words: list[Value]) -> None:
         """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
 
@@ -135,7 +100,7 @@ class HeldRowProgram(SelectProgram):
         shift, rank, few = self.var(shift_of(extent)), self.var(self.plan.k, "u32"), self.var(False, "pred")
         with self.loop() as leave:
             self.count_buckets(words, low, shift, few, extent)
-            bucket, rest, inside, total = self.pick(rank)
+            bucket, rest, inside, total = self.histogram.pick(rank)
             with self.block() as done:
                 with self.when(total < rank):  # at most in the first round
                     self.update(rank, "sub", total)
@@ -175,8 +140,7 @@ class HeldRowProgram(SelectProgram):
                         for x in far:
                             x = x.bits("u32")
                             for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
-                                bucket = self.min(distance >> shift, others)
-                                self.add_to(self.at(self.histogram, bucket, 4), 1)
+                                self.histogram.count(self.min(distance >> shift, others))
         self.barrier()
 
     def element_words(self, words: list[Value]) -> Iterator[Value]:
@@ -203,10 +167,10 @@ class HeldRowProgram(SelectProgram):
         fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
         masks = [((1 << self.vec) - 1) << bit for _, bit in fields]
         for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
-            self.store(self.at(self.histogram, vector, 4), self.count_ones(ties[word] & mask))
+            self.store(self.at(self.histogram.address, vector, 4), self.count_ones(ties[word] & mask))
         self.barrier()
         # Vectors after the last one keep no tie. That one keeps its first `rest` ties: the others are the highest bits.
-        last_vector, rest, *_ = self.pick(self.ties)
+        last_vector, rest, *_ = self.histogram.pick(self.ties)
         for (_, vector), (word, _), mask in zip(self.vectors_of(words), fields, masks):
             self.update(ties[word], "and", 0xFFFFFFFF ^ mask, when=vector > last_vector)
             with self.when(vector.equals(last_vector)):
@@ -236,7 +200,7 @@ class HeldRowProgram(SelectProgram):
 
     def select_row(self) -> None:
         """Lists the winners."""
-        self.clear()
+        self.histogram.clear()
         words = self.read_row()
         with self.when(self.length > self.plan.k):
             self.search(words)
@@ -257,13 +221,13 @@ class HeldRowProgram(SelectProgram):
             with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
                 index = self.load(self.entry(number), "u32", offset=4)
                 bit = self.var(1, "u32") << (index & (LANES - 1))
-                self.add_to(self.at(self.histogram, index >> 5, 4), bit)
+                self.add_to(self.at(self.histogram.address, index >> 5, 4), bit)
             self.barrier()
-            words = self.load_vector(self.own_buckets(), "u32", self.each_thread)
+            words = self.histogram.own()
             before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
             lower, _ = self.scan_warps(upto)
             number = self.var(self.n + lower + before)
-            index = self.var(self.thread * (LANES * self.each_thread))
+            index = self.var(self.thread * (LANES * self.histogram.each))
             for word in words:
                 with self.each(0, LANES) as bit:
                     lacks = (word >> bit & 1).equals(0) & (number < k)

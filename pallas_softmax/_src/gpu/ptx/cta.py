@@ -117,6 +117,17 @@ class CtaProgram(Program):
             for i, value in enumerate(values)
         ]
 
+    def lower_warps(self, upto: Value, scratch: Value) -> tuple[Value, Value]:
+        """Returns the sums over the lower warps, and over all warps. A warp's summand is `upto` in its last lane.
+
+        Synchronizes the CTA once. `scratch` has a word for each warp; another warp may still read it afterwards.
+        """
+        self.store(self.at(scratch, self.warp, 4), upto, when=self.lane.equals(LANES - 1))
+        self.barrier()
+        own = self.load(self.at(scratch, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
+        lower = self.select(self.lane < self.warp, own, 0)
+        return self.over_lanes("add", lower), self.over_lanes("add", own)
+
     def add_lower_warps(self, sum_: Value, totals: Sequence[Value]) -> None:
         """Adds the totals of the lower warps to `sum_`."""
         for i, total in enumerate(totals[:-1]):

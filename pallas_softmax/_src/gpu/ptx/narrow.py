@@ -9,10 +9,14 @@ range:
     round 2                  .02 .03 .05                    the third key reaches 0.09
 
 The caller says where the items and the sums are: in one CTA or in all CTAs of a cluster.
+
+If each measure is 1 and the goal is a rank, `find_rank` does all of this, with a `Histogram` of a CTA.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
@@ -78,3 +82,85 @@ def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tu
         before = before + sum_
     lane = p.last_that(rest > 0)
     return p.shuffle(bucket, "idx", lane), p.shuffle(rest, "idx", lane)
+
+
+# --- Ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Counts of items in the buckets of a CTA; the counts start at 0."""
+
+    p: CtaProgram
+    address: Value  # of a word for each bucket
+    each: int  # number of neighbouring buckets of a thread, a multiple of 4
+    sums: Value  # address of scratch, a word for each warp
+    picked: Value  # address of scratch, 16 bytes
+
+    def count(self, bucket: Value, when: Condition = None) -> None:
+        """Counts an item in a bucket, where `when` holds."""
+        self.p.add_to(self.p.at(self.address, bucket, 4), 1, when=when)
+
+    def own(self) -> list[Value]:
+        """Returns the counts of this thread's buckets."""
+        return self.p.load_vector(self._own_address, "u32", self.each)
+
+    def clear(self) -> None:
+        """Clears this thread's buckets."""
+        for first in range(0, 4 * self.each, ACCESS_BYTES):
+            self.p.store(self._own_address, 0, 0, 0, 0, offset=first)
+
+    def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
+        """Returns the bucket with the item of a rank, its rank there, the bucket's count, and the count of all items.
+
+        Rank 1 is the first item of the first bucket. The first three are of no use if the last is less than the rank.
+        All threads have counted, and synchronized. Clears the histogram.
+        """
+        p = self.p
+        before, upto = p.scan(p.reduce("add", self.own()))
+        lower, total = p.lower_warps(upto, self.sums)
+        start = p.var(before + lower)
+        with p.when((start < rank) & (rank <= lower + upto)):
+            bucket, upto = p.var(p.thread * self.each), p.var(start)
+            for count in self.own():
+                p.increase(upto, count)
+                p.set(start, upto, when=upto < rank)
+                p.increase(bucket, 1, when=upto < rank)
+            inside = p.load(p.at(self.address, bucket, 4), "u32")
+            p.store(self.picked, bucket, rank - start, inside, 0)
+        self.clear()
+        p.barrier()
+        bucket, rest, inside, _ = p.load_vector(self.picked, "u32", 4)
+        return bucket, rest, inside, total
+
+    @property
+    def _own_address(self) -> Value:
+        return self.p.at(self.address, self.p.thread, 4 * self.each)
+
+
+def find_rank(
+    histogram: Histogram,
+    keys: KeyRange,
+    rank: Value | int,
+    enough: Value | int,
+    count: Callable[[Callable[[Value], tuple[Value, Value]]], None],
+) -> tuple[Value, Value]:
+    """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
+
+    count(bucket_of) counts the items, see `narrow`; none is above the range. Lower ones may count in the last bucket of
+    the range or after it. Returns how many keys are above the range, and how many are above it or in it. If lower ones
+    are counted, the second number may be too large, and then the range becomes a single key.
+    """
+    p = histogram.p
+    rank, above, reach = p.var(rank, "u32"), p.var(0, "u32"), p.var(2**32 - 1, "u32")
+
+    def one_round(bucket_of):
+        count(bucket_of)
+        p.barrier()
+        bucket, rest, inside, _ = histogram.pick(rank - above)
+        p.set(above, rank - rest)
+        p.set(reach, above + inside)
+        return bucket
+
+    narrow(p, keys, histogram.each * p.warps * LANES, one_round, stop=lambda: reach <= enough)
+    return above, reach
