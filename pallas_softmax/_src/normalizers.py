@@ -250,6 +250,7 @@ def combine_lanes(
     broadcast: Callable | None = None,
     scale: Any = None,
     m: jax.Array | None = None,
+    total: Callable = jnp.sum,
 ) -> Sums:
     """Merges the normalizers of all lanes, or of the lanes along an axis.
 
@@ -259,12 +260,13 @@ def combine_lanes(
       broadcast: with an axis, the function that broadcasts one number per row to the shape of `lane`.
       scale: as for `add_logits`.
       m: the largest m of the lanes, if it is known.
+      total: the function that adds up along the axis.
     """
     m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
     # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
     # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
-    d, *t = (jnp.sum(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
+    d, *t = (total(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
     return type(lane)(m, d, *(-a for a in t))  # no term of t is positive
 
 

@@ -1,8 +1,11 @@
 """The projections on a GPU, through the public functions."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import pallas_softmax as ps
 from tests.support.covering import pairs
 from tests.support.gpu import much_memory
 from tests.support.linear import (
@@ -97,3 +100,21 @@ def test_memory_in_addition_to_dw(name, n):
     f, _, dw = MEMORY[name]
     memory = jax.jit(f).lower(*of_size(n)).compile().memory_analysis()
     assert memory.temp_size_in_bytes - dw <= 0.6 * 2**30
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_token_has_the_same_bits_in_any_batch(dtype):
+    rng, vocab = np.random.default_rng(0), 32_100
+    x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((1100, 256), (256, vocab)))
+    labels = jnp.asarray(rng.integers(0, vocab, 1100))
+
+    @jax.jit
+    def results(x, labels):
+        stats = ps.linear_token_stats(x, w, labels, temperature=0.7)
+        losses = ps.linear_cross_entropy(x, w, labels, reduction=None, label_smoothing=0.1)
+        return ps.linear_log_probs(x, w, labels), ps.linear_logsumexp(x, w), losses, stats
+
+    want = results(x, labels)
+    for first, n in ((0, 1), (3, 2), (700, 3), (5, 8), (1, 13), (64, 64), (9, 100), (77, 512), (0, 1024)):
+        for got, whole in zip(*map(jax.tree.leaves, (results(x[first:][:n], labels[first:][:n]), want))):
+            np.testing.assert_array_equal(got, whole[first:][:n])

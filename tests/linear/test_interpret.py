@@ -168,3 +168,14 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
     monkeypatch.setattr(product, "CTAS", 2)
     operations = mosaic_gpu.OPERATIONS
     linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)
+
+
+@pytest.mark.parametrize("tiles", [1, 31, 33, 1002, 1100])
+def test_tiles_are_added_in_one_order(tiles):
+    """The bits of a row's sum do not depend on the number of rows."""
+    a = np.random.default_rng(0).random((tiles, 100)).astype("float32")
+    total = jax.jit(chunk_kernels._total)
+    want = np.asarray(total(a))
+    np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
+    for row in (0, 99):
+        np.testing.assert_array_equal(total(a[:, row : row + 1]), want[row : row + 1])

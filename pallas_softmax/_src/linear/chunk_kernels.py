@@ -27,6 +27,7 @@ from pallas_softmax._src.normalizers import Moments, Normalizer
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
 _LARGEST_SUM = 2.0**64
+_ADDED = 32  # sums of tiles that are added up at once
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
@@ -107,22 +108,34 @@ def _merged_tiles(sums: RowSums, reference, tokens: Tokens, vocab: int) -> Stati
     rows, (m, d) = len(tokens.labels), sums.normalizer
     if reference is None:
         tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
-        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None])
+        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None], total=_total)
         normalizer = Normalizer(m[:rows], d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]
-        d = jnp.sum(d, 0)[:rows]
+        d = _total(d)[:rows]
         normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
     if tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
         label_logit = jnp.sum(sums.label_logit, 0)[:rows]
-    found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
+    found = Statistics(normalizer, label_logit, None if sums.total is None else _total(sums.total)[:rows])
     if sums.t is None:
         return found
     first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
     argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
     return found._replace(t=t[0][:rows], argmax=argmax[:rows])
+
+
+def _total(a, axis: int = 0) -> jax.Array:
+    """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
+    del axis  # the first one
+    while len(a) > 1:
+        groups = -(-len(a) // _ADDED)
+        a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
+        a = lax.optimization_barrier(
+            normalizers.tree_sum(list(a))
+        )  # XLA might add them up again for each sum
+    return a[0]
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
