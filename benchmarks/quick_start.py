@@ -122,7 +122,12 @@ def run_call(quick: Quick, chosen: Any) -> list[Record]:
     return records
 
 
-VIEW = View(("ran", "status", "p50_us", "speedup", "first_result_s"), baselines=("plain JAX",))
+def _add_spread(rows: Any, of: Callable) -> None:
+    rows["spread"] = (rows.p80_us - rows.p20_us) / rows.p50_us
+
+
+_COLUMNS = "ran", "status", "p50_us", "spread", "speedup", "first_result_s"
+VIEW = View(_COLUMNS, baselines=("plain JAX",), derive=_add_spread)
 BENCHMARK = Benchmark("quick_start", make_calls, run_call, VIEW)
 
 

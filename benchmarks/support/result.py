@@ -35,6 +35,7 @@ COLUMNS = {
     "error": "the largest error of a loss or a gradient against plain JAX: the norm of the difference, over the norm",
     "rows_checked": "how many rows were compared with the float64 oracle",
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
+    "spread": "how much the times of calls differ: the range of the middle 60% of them, over the median",
     "elements_per_s": "the elements of all rows, divided by that time",
     "tb_per_s": "the fewest bytes that a call must move, divided by its time",
     "share_of_copy": "the fewest bytes that a call must move, over its time, over the rate of a plain copy of 1 GB",

@@ -135,7 +135,7 @@ def test_all_reasons_are_kept_in_the_order_of_preference():
 
 def test_str_of_a_named_choice():
     assert str(choose(call("topk"), "mosaic_gpu")) == (
-        "topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
+        "fused_topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
     )
     assert str(choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
     nothing = choose(call(dtype="float64"), "mosaic_gpu")

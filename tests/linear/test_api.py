@@ -708,12 +708,12 @@ def test_the_forward_may_round_float32_logits_differently():
 def test_explain_and_named_implementations():
     shapes = of_size(16, 8, 100)
     forward, gradient = ps.explain(ps.linear_cross_entropy, *shapes, implementation="xla")
-    assert str(forward) == "projection bfloat16[16, 8] @ [8, 100]: xla"
+    assert str(forward) == "linear_cross_entropy bfloat16[16, 8] @ [8, 100]: xla"
     assert gradient.call.op == "projection_with_grad"
     _, gradient = ps.explain(ps.linear_logsumexp, *shapes[:2])
     assert gradient.call.op == "projection_grad"
     with pytest.raises(
-        NotImplementedError, match=r"'triton' cannot run projection .*no kernel for projection"
+        NotImplementedError, match=r"'triton' cannot run linear_cross_entropy .*no kernel for projection"
     ):
         jax.eval_shape(functools.partial(ps.linear_cross_entropy, implementation="triton"), *shapes)
 

@@ -197,7 +197,8 @@ class Call:
         logits = f"[{self.rows}, {self.vocab}]"
         if self.depth is not None:
             logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
-        return f"{self.op} {self.dtype}{logits}{k}{over}"
+        gradient = "gradient of " if self.op.endswith("_grad") else ""
+        return f"{gradient}{self.function} {self.dtype}{logits}{k}{over}"
 
 
 def describe(
