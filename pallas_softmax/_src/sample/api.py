@@ -11,19 +11,20 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import Call
+from pallas_softmax._src.dispatch.operation import Call, describe
 from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample import noise
-from pallas_softmax._src.sample.operation import CUTOFF, DRAW, SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, as_float, with_log_mass
-from pallas_softmax._src.sample.xla import filtered
+from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
+from pallas_softmax._src.sample.rows import Cutoff, as_float
+from pallas_softmax._src.sample.xla import draw, filtered
+from pallas_softmax._src.stats.operation import TOKEN_STATS
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -205,25 +206,26 @@ def sample_for(
     length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     dtype = jax.eval_shape(as_float, x).dtype
-    parameters = _parameters(function, x, axis, **given)
     if noise.has_words(key, shape, dtype, mode):
-        words = noise.words(key, shape, axis)
-        call, arrays = _call(SAMPLE, function, x, axis, where, axis_name, [*parameters, *words])
+        per_row = [*_parameters(function, x, axis, **given), *noise.words(key, shape, axis)]
+        call, arrays = _call(SAMPLE, function, x, axis, where, axis_name, per_row)
         x, mask, t, *filters = arrays[:-4]
         static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
         results = evaluate(static, x, mask, jnp.concatenate(arrays[-4:], -1), t, *filters)
+        indices, log_probs, log_mass = results
     else:
-        call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
-        cut = _cutoff(call, implementation, x, mask, t, *filters)
+        x, mask, t, cut = cut_rows(function, x, axis, where, axis_name, implementation, **given)
         gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
         if mesh_axes:
             start = lax.axis_index(mesh_axes) * x.shape[-1]
             gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
-        static = choose_all(call.of(DRAW), "xla")
-        x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
-        drawn, log_probs = evaluate(static, x, mask, *per_row)
-        results = with_log_mass(drawn, log_probs, cut.log_mass)
-    indices, log_probs, log_mass = results
+        x, mask, gumbel = arguments.share_sharding(x, mask, gumbel)
+        indices = draw(*lax.stop_gradient((x, mask, gumbel, t, cut)), mesh_axes)
+        call = describe(TOKEN_STATS, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=function)
+        of_softmax = normalizers.to_float(x, (-1,), mask, mesh_axes)
+        stats = evaluate(choose_all(call, "xla", scaled=True), of_softmax, mask, t, indices)
+        log_probs = stats.at_label - jnp.log(stats.moments.d)
+        log_mass = jnp.maximum(cut.log_mass, lax.stop_gradient(log_probs))  # despite rounding
     log_mass = without_gradient(f"{function}: log_mass", log_mass, x, t)
     return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 

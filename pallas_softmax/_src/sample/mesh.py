@@ -4,8 +4,6 @@
     filters      small shards: the devices exchange them, so that each has some whole rows
                  other shards: the best entries of each row are gathered, as by top-k; every device filters them and
                  draws from them. If some row keeps more entries, the devices exchange the shards.
-    DRAW         the noise and the cutoff are arguments. Each device finds the winner of its shard; the winners are
-                 gathered as without filters.
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows. In all functions,
 run_shard(operation, arrays, static) returns the operation's results on this device's shard.
@@ -23,13 +21,11 @@ from pallas_softmax._src.sample.rows import (
     NOWHERE,
     Row,
     as_float,
+    cutoff_of,
     drawn_results,
-    is_kept,
     positions,
     tempered,
     totals_of,
-    totals_of_rows,
-    with_log_mass,
 )
 from pallas_softmax._src.sample.xla import (
     Best,
@@ -37,7 +33,6 @@ from pallas_softmax._src.sample.xla import (
     draw_by_mass,
     sample_among,
     unless_complete,
-    winner,
 )
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.mesh import wide_logits
@@ -93,7 +88,7 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         # The mass of the shard relative to the drawn logit.
         d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
         noise = gumbel_at(in_shard, drawn, stride)
-        return _winner_of_shards(logits, drawn, has_draw, noise, None, d, temperature, row)
+        return _winner_of_shards(logits, drawn, has_draw, noise, d, temperature, row)
 
     def by_exchange():
         arrays = (logits, where, words, temperature, *filters)
@@ -132,27 +127,13 @@ def _on_whole_rows(run_shard, arrays, static, mesh_axes):
     return on_whole_rows(mesh_axes, run, along_row, (None if is_along_row else where, *per_row))
 
 
-def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
-    """Returns the results of `xla.draw`; its arguments are for this device's shard."""
-    row, shard = Row(logits.shape[-1], mesh_axes), Row(logits.shape[-1])
-    totals = totals_of_rows(logits, where, temperature)
-    kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
-    drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, totals.top, temperature)
-    drawn = jnp.minimum(drawn, shard.vocab - 1)  # a row with a NaN has no winner
-    noise = at(noise, drawn)
-    has_draw = jnp.any(kept, -1, keepdims=True)
-    return _winner_of_shards(
-        logits, drawn, has_draw, noise, _largest(logits, where), totals.total, temperature, row
-    )[:2]
-
-
 def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
     """Returns the result of `xla.draw_by_mass`; the masses are this device's shard. Devices exchange the shards."""
     del run_shard, again  # there is no kernel, and XLA stores what is exchanged
     return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
-def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: Row):
+def _winner_of_shards(logits, drawn, has_draw, noise, d, temperature, row: Row):
     """Gathers a draw from each device's shard. Returns the results of `xla.sample` without filters.
 
     Args:
@@ -160,9 +141,8 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
       drawn: the index of the draw in the shard; any index if the shard has no draw.
       has_draw: whether the shard has a draw.
       noise: the noise at that index.
-      top: the largest logit of the shard, as `wide_logits` returns it; None for the drawn logit.
-      d: the sum of exp((x - top) / temperature) over the shard.
-      temperature: as for `xla.draw`.
+      d: the sum of exp((x - the drawn logit) / temperature) over the shard.
+      temperature: as for `xla.sample`.
       row: the row.
     """
     x = at(wide_logits(logits), drawn)
@@ -170,14 +150,10 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
     index = jnp.where(has_draw, row.start + drawn, NOWHERE)
 
     def merge(gathered, temperature):
-        noise, index, x, tops, d = gathered
-        floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
-        float_tops, float_x = jnp.split(floats, 2, -1)
-        m = normalizers.largest(float_tops)
-        total = normalizers.combine_parts(Normalizer(float_tops, d), Temperature.of(temperature)).d
-        totals = totals_of(
-            reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
-        )
+        noise, index, x, d = gathered
+        float_x = normalizers.to_float(x, (-1,))
+        m, total = normalizers.combine_parts(Normalizer(float_x, d), Temperature.of(temperature))
+        totals = totals_of(reduce_split(jnp.maximum, map(as_float, split_if_few(x))), m, total, temperature)
         shards = split_if_few((noise, index, x, float_x))
 
         def rank(noise, index, x, _):
@@ -192,13 +168,10 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         index = reduce_split(jnp.minimum, firsts)
         # An index is of one shard only. A row without a draw has no results, whatever its x.
         xs = [jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards)]
-        index, log_probs = drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), totals)
-        # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
-        log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
-        return with_log_mass(index, log_probs, log_mass)
+        cut = cutoff_of(best, index, total, totals)
+        return drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), m, cut, temperature)
 
-    numbers = noise, index, x, x if top is None else top, d
-    return merge_over(row.mesh_axes, merge, numbers, temperature)
+    return merge_over(row.mesh_axes, merge, (noise, index, x, d), temperature)
 
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):

@@ -184,16 +184,11 @@ def cutoff_of(key, index, kept_total, totals: Totals) -> Cutoff:
     )
 
 
-def drawn_results(drawn, x, totals: Totals):
-    """Returns the results of `xla.draw` for the drawn index. `x` is the drawn one of the row's `elements`."""
-    drawable = totals.total >= 1
-    log_probs = totals.divisor.distance(x, totals.m) - jnp.log(totals.total)
-    return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
-
-
-def with_log_mass(drawn, log_probs, log_mass):
-    """Returns the results of a draw; rounding must not make `log_mass` less than `log_probs`."""
-    return drawn, log_probs, jnp.maximum(log_mass, lax.stop_gradient(log_probs))
+def drawn_results(drawn, x, m, cut: Cutoff, temperature):
+    """Returns the results of `xla.sample` for the drawn index. x is the drawn one of the `elements`, m the largest."""
+    log_probs = Temperature.of(temperature).distance(x, m) - cut.log_total
+    # Rounding must not make `log_mass` less than `log_probs`.
+    return jnp.where(cut.index < 0, -1, drawn), log_probs, jnp.maximum(cut.log_mass, log_probs)
 
 
 def mass_goal(top_p, total):

@@ -41,7 +41,6 @@ from pallas_softmax._src.sample.rows import (
     search,
     tempered,
     totals_of_rows,
-    with_log_mass,
 )
 from pallas_softmax._src.temperatures import is_zero
 from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard, topk_grad, topk_tangent
@@ -80,14 +79,17 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
       words, stride: of the noise of each row, as in `noise.py`.
 
     Returns:
-      The results of `draw`, and the `log_mass` of the `Cutoff`.
+      Each (..., 1): the index in the whole row (int32), log softmax(logits / temperature) there, over all entries, and
+      the `log_mass` of the `Cutoff`. They are -1 and NaN in a row without a draw.
     """
     filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
 
     def by_search(logits):
         cut = search(logits, where, temperature, *filters)
         noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        return with_log_mass(*draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass)
+        drawn = draw(logits, where, noise, temperature, cut)
+        m = cut.top if jnp.issubdtype(logits.dtype, jnp.floating) else jnp.zeros_like(cut.top)
+        return drawn_results(drawn, at(elements(logits, where), jnp.maximum(drawn, 0)), m, cut, temperature)
 
     def among(best, totals):
         return sample_among(best, totals, words, temperature, *filters, row.length, stride=stride)[:2]
@@ -95,31 +97,25 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     return _by_candidates(logits, where, temperature, top_k, among, by_search)
 
 
-def draw(logits, where, noise, temperature, key, index):
-    """Draws once from each row: returns the kept entry with the largest sum of logits / temperature and noise.
+def draw(logits, where, noise, temperature, cut: Cutoff, mesh_axes=()):
+    """Returns the index in the whole row of the draw from each row, (..., 1); -1 in a row without one.
 
-    Args:
-      logits, where, temperature: see the top of this file.
-      noise: floating, in the shape of the logits.
-      key, index: the fields of a `Cutoff`.
-
-    Returns:
-      Each (..., 1): the index in the whole row (int32), and log softmax(logits / temperature) there, over all entries.
-      They are -1 and NaN in a row without a draw.
+    The noise has the shape of the logits.
     """
-    row = Row(logits.shape[-1])
-    totals, indices = totals_of_rows(logits, where, temperature), row.indices(logits.ndim)
-    kept = is_kept(logits, where, key, index, indices)
-    drawn = winner(as_float(logits), indices, noise, kept, totals.top, temperature)
-    return drawn_results(drawn, at(elements(logits, where), drawn, "fill"), totals)
+    indices = Row(logits.shape[-1], mesh_axes).indices(logits.ndim)
+    kept = is_kept(logits, where, cut.key, cut.index, indices)
+    drawn = _winner(as_float(logits), indices, noise, kept, cut.top, temperature, mesh_axes)
+    return jnp.where(cut.index < 0, -1, drawn)
 
 
-def winner(x, indices, noise, kept, top, temperature):
+def _winner(x, indices, noise, kept, top, temperature, mesh_axes=()):
     """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
     # The sums are compared with their maximum, so they must not be computed twice.
     perturbed = stored(jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf))
-    is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
+    largest = jnp.max(perturbed, -1, keepdims=True)
+    largest = lax.pmax(largest, mesh_axes) if mesh_axes else largest
+    first = jnp.min(jnp.where(perturbed == largest, indices, NOWHERE), -1, keepdims=True)
+    return lax.pmin(first, mesh_axes) if mesh_axes else first
 
 
 def noise_of_mass(vocab):
@@ -233,9 +229,9 @@ def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, m
     """Returns the results of `sample`, valid in complete rows; which rows are complete; and which are free."""
     cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
     noise = gumbel_at(words, best.index, stride)
-    drawn = winner(best.value, best.index, noise, kept, totals.top, temperature)
+    drawn = _winner(best.value, best.index, noise, kept, totals.top, temperature)
     x = normalizers.largest(jnp.where(best.index == drawn, best.x, -jnp.inf))
-    return with_log_mass(*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
+    return drawn_results(drawn, x, totals.m, cut, temperature), complete, is_free
 
 
 def _by_candidates(logits, where, temperature, top_k, among, by_search):
