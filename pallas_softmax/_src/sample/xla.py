@@ -44,7 +44,7 @@ from pallas_softmax._src.sample.rows import (
     totals_of_rows,
 )
 from pallas_softmax._src.temperatures import Temperature, is_zero
-from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard
+from pallas_softmax._src.topk.xla import at_or_zero, best_order, indices_in_shard
 
 # The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
 # takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
@@ -231,9 +231,7 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
         return by_search(logits)
 
     def by_candidates(logits):
-        # XLA for CPUs has a fast top-k of matrices only.
-        _, index = lax.top_k(elements(logits, where).reshape(-1, vocab), _CANDIDATES)
-        index = index.reshape(*logits.shape[:-1], _CANDIDATES)
+        index = best_order(logits, where, _CANDIDATES)
         best = Best(at(logits, index), None if where is None else mask_at(where, logits, index), index)
         found, complete = among(best, totals_of_rows(logits, where, temperature))
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
