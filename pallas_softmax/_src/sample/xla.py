@@ -286,4 +286,4 @@ def _softmax_of_draw(residuals, where, mesh_axes):
     has_mass = has_derivative & (divisor.distance(x, drawn) > -jnp.inf)
     s = divisor.distance(*(jnp.where(has_mass, a, 0) for a in (x, drawn)))
     p = jnp.where(has_mass, jnp.exp(s + jnp.where(has_derivative, log_probs, 0)), 0)
-    return has_derivative, divisor, s, (positions(x, mesh_axes) == index) - p
+    return has_derivative, divisor, s, jnp.where(positions(x, mesh_axes) == index, 1 - p, -p)
