@@ -537,8 +537,9 @@ def tokens(filters, how, impl, exchanged):
     # filter_logits and sample each exchange whole rows, at once or in a branch; XLA may merge the cutoffs of both
     kinds = [c.kind for c in every]
     assert kinds.count("all-to-all") in ((1, 2) if options else (0,)), every
-    assert {*kinds} <= {"all-to-all", "all-gather"}, every
-    lists = 2 if impl == "threefry2x32" else 3  # rbg draws in a step of its own
+    # rbg takes the largest sum of all devices, its first index, and the statistics of the token
+    lists, kinds_of_rbg = (2, []) if impl == "threefry2x32" else (5, ["all-reduce"])
+    assert {*kinds} <= {"all-to-all", "all-gather", *kinds_of_rbg}, every
     if exchanged and options:
         assert always == every
         assert len(every) <= 2 * lists, every

@@ -589,8 +589,7 @@ def test_choice():
     with pytest.raises(NotImplementedError, match="'triton' cannot run sample.*no kernel for sample"):
         jax.eval_shape(lambda x: sample(KEY, x, implementation="triton"), x)
     text = jax.jit(lambda x: sample(KEY, x, top_k=50, top_p=0.9, implementation="xla")).lower(x).as_text()
-    sorted_types = re.findall(r'"stablehlo\.sort".*?\}\) : \(([^)]*)\)', text, re.DOTALL)
-    assert sorted_types and not any("50257" in types for types in sorted_types)
+    assert "stablehlo.sort" not in text
 
 
 # --- Bad input ----------------------------------------------------------------------------------------

@@ -11,19 +11,20 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import Call
+from pallas_softmax._src.dispatch.operation import Call, describe
 from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.sample import noise
-from pallas_softmax._src.sample.operation import CUTOFF, DRAW, SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, as_float, with_log_mass
-from pallas_softmax._src.sample.xla import filtered
+from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
+from pallas_softmax._src.sample.rows import Cutoff, as_float, positions
+from pallas_softmax._src.sample.xla import draw, filtered
+from pallas_softmax._src.stats.operation import TOKEN_STATS
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -132,7 +133,41 @@ def sample(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return sample_for("sample", key, logits, axis, where, mode, axis_name, implementation, **given)
+    x, axis = checked_rows("sample", logits, axis)
+    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    key = typed_keys("sample", key, batch)
+    if mode is None:  # a change of the setting makes another program: see `at_once`
+        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
+    mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
+    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    dtype = jax.eval_shape(as_float, x).dtype
+    if noise.has_words(key, shape, dtype, mode):
+        call, arrays = _call(
+            SAMPLE, "sample", x, axis, where, axis_name, given, noise.words(key, shape, axis)
+        )
+        x, mask, t, *filters = arrays[:-4]
+        static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
+        words = jnp.concatenate(arrays[-4:], -1)
+        indices, log_probs, log_mass = evaluate(static, x, mask, words, t, *filters)
+    else:
+        x, mask, t, cut = cut_rows("sample", x, axis, where, axis_name, implementation, **given)
+        gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
+        if mesh_axes:
+            start = lax.axis_index(mesh_axes) * x.shape[-1]
+            gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
+        x, mask, gumbel = arguments.share_sharding(x, mask, gumbel)
+        arrays = lax.stop_gradient((x, mask, positions(x, mesh_axes), gumbel, t, cut))
+        indices = draw(*arrays, mesh_axes)
+        call = describe(TOKEN_STATS, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function="sample")
+        of_softmax = normalizers.to_float(x, (-1,), mask, mesh_axes)
+        stats = evaluate(choose_all(call, "xla", scaled=True), of_softmax, mask, t, indices)
+        log_probs = stats.at_label - jnp.log(stats.moments.d)
+        log_mass = jnp.maximum(cut.log_mass, lax.stop_gradient(log_probs))  # despite rounding
+    log_mass = without_gradient("sample: log_mass", log_mass, x, t)
+    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
 @at_once(
@@ -182,59 +217,13 @@ def filter_logits(
     return jnp.moveaxis(filtered(*rows, mesh_axes=mesh_axes), -1, axis)
 
 
-def sample_for(
-    function: str,
-    key,
-    logits,
-    axis=-1,
-    where=None,
-    mode=None,
-    axis_name=None,
-    implementation=None,
-    **given: Any,
-) -> Sample:
-    """Does what `sample` does, with errors that name `function`; `given` are the temperature and the filters."""
-    x, axis = checked_rows(function, logits, axis)
-    batch = x.shape[:axis] + x.shape[axis + 1 :]
-    key = typed_keys(function, key, batch)
-    if mode is None:  # a change of the setting makes another program: see `at_once`
-        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
-    if not isinstance(mode, str) or mode not in noise.MODES:
-        raise ValueError(f"{function}: mode must be None or one of {noise.MODES}, got {mode!r}")
-    mesh_axes = arguments.bound_mesh_axes(function, axis_name)
-    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    dtype = jax.eval_shape(as_float, x).dtype
-    parameters = _parameters(function, x, axis, **given)
-    if noise.has_words(key, shape, dtype, mode):
-        words = noise.words(key, shape, axis)
-        call, arrays = _call(SAMPLE, function, x, axis, where, axis_name, [*parameters, *words])
-        x, mask, t, *filters = arrays[:-4]
-        static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
-        results = evaluate(static, x, mask, jnp.concatenate(arrays[-4:], -1), t, *filters)
-    else:
-        call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
-        cut = _cutoff(call, implementation, x, mask, t, *filters)
-        gumbel = noise.gumbel_array(key, shape, axis, dtype, mode)
-        if mesh_axes:
-            start = lax.axis_index(mesh_axes) * x.shape[-1]
-            gumbel = lax.dynamic_slice_in_dim(gumbel, start, x.shape[-1], -1)
-        static = choose_all(call.of(DRAW), "xla")
-        x, mask, *per_row = arguments.share_sharding(x, mask, gumbel, t, cut.key, cut.index)
-        drawn, log_probs = evaluate(static, x, mask, *per_row)
-        results = with_log_mass(drawn, log_probs, cut.log_mass)
-    indices, log_probs, log_mass = results
-    log_mass = without_gradient(f"{function}: log_mass", log_mass, x, t)
-    return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
-
-
 def cut_rows(
     function: str, x: jax.Array, axis: int, where, axis_name, implementation: str | None, **given: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, Cutoff]:
     """Returns the arguments of `xla.filtered`, with the axis of a row last; `given` are the parameters."""
-    parameters = _parameters(function, x, axis, **given)
-    call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, parameters)
-    return x, mask, t, _cutoff(call, implementation, x, mask, t, *filters)
+    call, (x, mask, t, *filters) = _call(CUTOFF, function, x, axis, where, axis_name, given)
+    arrays = lax.stop_gradient((x, mask, t, *filters))
+    return x, mask, t, Cutoff(*as_rows(choose(call, implementation), *arrays))
 
 
 def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array, int]:
@@ -248,15 +237,13 @@ def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array
     return x.astype(x.dtype), axis
 
 
-def _call(operation, function: str, x, axis: int, where, axis_name, per_row) -> tuple[Call, list]:
+def _call(
+    operation, function: str, x, axis: int, where, axis_name, given: dict[str, Any], words=()
+) -> tuple[Call, list]:
     """Returns the call of an operation on rows, and its arrays, as `arguments.last_axis` does."""
+    per_row = [*_parameters(function, x, axis, **given), *words]
     named = [("key, temperature, top_k, top_p and min_p", a) for a in per_row]
     return arguments.last_axis(operation, function, x, axis, where, axis_name, named)
-
-
-def _cutoff(call: Call, implementation: str | None, *arrays: Any) -> Cutoff:
-    """Returns the cutoff of each row; it has no derivative."""
-    return Cutoff(*as_rows(choose(call, implementation), *jax.tree.map(lax.stop_gradient, arrays)))
 
 
 def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:

@@ -4,8 +4,6 @@
     filters      small shards: the devices exchange them, so that each has some whole rows
                  other shards: the best entries of each row are gathered, as by top-k; every device filters them and
                  draws from them. If some row keeps more entries, the devices exchange the shards.
-    DRAW         the noise and the cutoff are arguments. Each device finds the winner of its shard; the winners are
-                 gathered as without filters.
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows. In all functions,
 run_shard(operation, arrays, static) returns the operation's results on this device's shard.
@@ -16,31 +14,21 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
-from pallas_softmax._src.masks import at, logits_of, mask_at
+from pallas_softmax._src.masks import at, logits_of
 from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
-    Row,
     as_float,
+    cutoff_of,
     drawn_results,
-    is_kept,
     positions,
     tempered,
     totals_of,
-    totals_of_rows,
-    with_log_mass,
 )
-from pallas_softmax._src.sample.xla import (
-    Best,
-    cutoff_among,
-    draw_by_mass,
-    sample_among,
-    unless_complete,
-    winner,
-)
+from pallas_softmax._src.sample.xla import Best, cutoff_among, draw_by_mass, sample_among, unless_complete
 from pallas_softmax._src.temperatures import Temperature
-from pallas_softmax._src.topk.mesh import wide_logits
+from pallas_softmax._src.topk.mesh import wide_logits, winners_of_shard
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
 
@@ -60,7 +48,7 @@ _EXCHANGED_BYTES = 2**24
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
     """Returns the `Cutoff` of each row. `xla.cutoff` documents the arguments, here for this device's shard."""
-    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1], mesh_axes)
+    filters = top_k, top_p, min_p
     is_filtered = any(f is not None for f in filters)
 
     def by_exchange():
@@ -68,32 +56,18 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
 
     if is_filtered and _is_small(logits):
         return by_exchange()
-    best, totals = _best(run_shard, logits, where, temperature, row, _WINNERS if is_filtered else 1)
-    cut, _, complete, is_free = cutoff_among(best, totals, temperature, *filters, row.length)
-    if not is_filtered:
-        return cut
-
-    return unless_complete(complete | is_free, cut, by_exchange)
+    n = _WINNERS if is_filtered else 1
+    best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, n)
+    cut, complete, is_free = cutoff_among(best, totals, *filters, length)
+    return unless_complete(complete | is_free, cut, by_exchange) if is_filtered else cut
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
     """Returns the results of `xla.sample`, with the arguments of `cutoff_on_mesh`, and the words of whole rows."""
-    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1], mesh_axes)
+    filters = top_k, top_p, min_p
 
     def unfiltered():
-        in_shard = advance(words, row.start, stride)
-        arrays = (logits, where, in_shard, temperature, None, None, None)
-        drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
-        has_draw, drawn = drawn >= 0, jnp.maximum(drawn, 0)
-
-        # A shard without a draw is bad, or it only has -inf: its largest logit tells. A `lax.cond` would only add
-        # kernels: XLA for GPUs computes the largest logit anyway.
-        largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
-        bad = ~has_draw & (largest != -jnp.inf)
-        # The mass of the shard relative to the drawn logit.
-        d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
-        noise = gumbel_at(in_shard, drawn, stride)
-        return _winner_of_shards(logits, drawn, has_draw, noise, None, d, temperature, row)
+        return _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
 
     def by_exchange():
         arrays = (logits, where, words, temperature, *filters)
@@ -103,10 +77,8 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         return unfiltered()
     if _is_small(logits):
         return by_exchange()
-    best, totals = _best(run_shard, logits, where, temperature, row, _WINNERS)
-    found, complete, is_free = sample_among(
-        best, totals, words, temperature, *filters, row.length, stride=stride
-    )
+    best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, _WINNERS)
+    found, complete, is_free = sample_among(best, totals, words, temperature, *filters, length, stride=stride)
 
     def of_other_rows():
         return unless_complete(complete | is_free, unfiltered(), by_exchange)
@@ -121,29 +93,12 @@ def _is_small(logits) -> bool:
 def _on_whole_rows(run_shard, arrays, static, mesh_axes):
     """Returns the operation's results. Each device receives some whole rows, and runs the operation on them."""
     logits, where, *per_row = arrays
-    is_along_row = where is not None and where.shape[-1] > 1
+    where = None if where is None else jnp.broadcast_to(where, (*where.shape[:-1], logits.shape[-1]))
 
     def run(along_row, own):
-        logits, whole = along_row
-        where, *per_row = own
-        return run_shard(None, (logits, whole if is_along_row else where, *per_row), static)
+        return run_shard(None, (*along_row, *own), static)
 
-    along_row = logits, where if is_along_row else None
-    return on_whole_rows(mesh_axes, run, along_row, (None if is_along_row else where, *per_row))
-
-
-def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, mesh_axes):
-    """Returns the results of `xla.draw`; its arguments are for this device's shard."""
-    row, shard = Row(logits.shape[-1], mesh_axes), Row(logits.shape[-1])
-    totals = totals_of_rows(logits, where, temperature)
-    kept = is_kept(logits, where, key, index, row.indices(logits.ndim))
-    drawn = winner(as_float(logits), shard.indices(logits.ndim), noise, kept, totals.top, temperature)
-    drawn = jnp.minimum(drawn, shard.vocab - 1)  # a row with a NaN has no winner
-    noise = at(noise, drawn)
-    has_draw = jnp.any(kept, -1, keepdims=True)
-    return _winner_of_shards(
-        logits, drawn, has_draw, noise, _largest(logits, where), totals.total, temperature, row
-    )[:2]
+    return on_whole_rows(mesh_axes, run, (logits, where), per_row)
 
 
 def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
@@ -152,38 +107,35 @@ def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
     return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
-def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: Row):
-    """Gathers a draw from each device's shard. Returns the results of `xla.sample` without filters.
+def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes):
+    """Returns the results of `xla.sample` without filters. Each device draws from its shard; the draws are gathered."""
+    start = lax.axis_index(mesh_axes) * logits.shape[-1]
+    in_shard = advance(words, start, stride)
+    arrays = (logits, where, in_shard, temperature, None, None, None)
+    drawn, log_probs, _ = run_shard(None, arrays, {"stride": stride})
+    has_draw, drawn = drawn >= 0, jnp.maximum(drawn, 0)
 
-    Args:
-      logits: the shard.
-      drawn: the index of the draw in the shard; any index if the shard has no draw.
-      has_draw: whether the shard has a draw.
-      noise: the noise at that index.
-      top: the largest logit of the shard, as `wide_logits` returns it; None for the drawn logit.
-      d: the sum of exp((x - top) / temperature) over the shard.
-      temperature: as for `xla.draw`.
-      row: the row.
-    """
+    # A shard without a draw is bad, or it only has -inf: its largest logit tells. A `lax.cond` would only add
+    # kernels: XLA for GPUs computes the largest logit anyway.
+    largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
+    bad = ~has_draw & (largest != -jnp.inf)
+    # The mass of the shard relative to the drawn logit.
+    d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
+    noise = gumbel_at(in_shard, drawn, stride)
     x = at(wide_logits(logits), drawn)
     x = jnp.where(has_draw, x, lowest_value(x.dtype))
-    index = jnp.where(has_draw, row.start + drawn, NOWHERE)
+    index = jnp.where(has_draw, start + drawn, NOWHERE)
 
     def merge(gathered, temperature):
-        noise, index, x, tops, d = gathered
-        floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
-        float_tops, float_x = jnp.split(floats, 2, -1)
-        m = normalizers.largest(float_tops)
-        total = normalizers.combine_parts(Normalizer(float_tops, d), Temperature.of(temperature)).d
-        totals = totals_of(
-            reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
-        )
+        noise, index, x, d = gathered
+        float_x = normalizers.to_float(x, (-1,))
+        m, total = normalizers.combine_parts(Normalizer(float_x, d), Temperature.of(temperature))
+        totals = totals_of(as_float(normalizers.largest(x)), m, total, temperature)
         shards = split_if_few((noise, index, x, float_x))
 
         def rank(noise, index, x, _):
-            perturbed = jnp.where(
-                index == NOWHERE, -jnp.inf, tempered(as_float(x), totals.top, temperature) + noise
-            )
+            perturbed = tempered(as_float(x), totals.top, temperature) + noise
+            perturbed = jnp.where(index == NOWHERE, -jnp.inf, perturbed)
             return jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
 
         ranks = [rank(*shard) for shard in shards]
@@ -192,50 +144,28 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
         index = reduce_split(jnp.minimum, firsts)
         # An index is of one shard only. A row without a draw has no results, whatever its x.
         xs = [jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards)]
-        index, log_probs = drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), totals)
-        # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
-        log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
-        return with_log_mass(index, log_probs, log_mass)
+        cut = cutoff_of(best, index, total, totals)
+        return drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), m, cut, temperature)
 
-    numbers = noise, index, x, x if top is None else top, d
-    return merge_over(row.mesh_axes, merge, numbers, temperature)
+    return merge_over(mesh_axes, merge, (noise, index, x, d), temperature)
 
 
-def _best(run_shard, logits, where, temperature, row: Row, n: int):
-    """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
+def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
+    """Returns the n best entries of each row, the same on all devices, the totals of the row, and its length."""
     # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
-    n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
-    static = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
-    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, temperature), static)
-    if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = _largest(logits, where)
-    won = wide_logits(at(logits, in_shard))
-    index = row.start + in_shard
-    if where is not None:  # the complement, which is negative, says that the entry is masked
-        index = jnp.where(mask_at(where, logits, in_shard), index, ~index)
+    n = max(1, min(n, logits.shape[-1] // 8))
+    winners = winners_of_shard(run_shard, TOPK, logits, where, temperature, n, mesh_axes)
 
     def merge(gathered, temperature):
         won, index, tops, d = gathered
         kept = None if where is None else index >= 0
-        position = jnp.broadcast_to(positions(won.ndim, won.shape[-1]), won.shape)
+        position = jnp.broadcast_to(positions(won), won.shape)
         lists = won, kept, position, (tops, d), temperature
-        static = {"k": n, "log": True, "dtype": temperature.dtype}
-        # kernels merge lists of k winners only
-        merged = MERGE.plain(*lists, **static) if row.vocab < n else run_shard(MERGE, lists, static)
-        (_, position), (m, total) = merged
+        (_, position), (m, total) = run_shard(MERGE, lists, {"k": n, "log": True, "dtype": temperature.dtype})
         won, index = (jnp.take_along_axis(a, position, -1) for a in (won, index))
         return won, index, m, total
 
-    won, index, m, total = merge_over(row.mesh_axes, merge, (won, index, top, d), temperature)
-    won, kept = won.astype(logits.dtype), None if where is None else index >= 0
-    key = sort_keys.wide_key(won)
-    key = key if kept is None else jnp.where(kept, key, jnp.iinfo(key.dtype).min)
-    value, x = (logits_of(a, kept) for a in (as_float(won), normalizers.to_float(won, (-1,))))
-    totals = totals_of(value[..., :1], m, total, temperature)
-    return Best(key, jnp.maximum(index, ~index), value, x), totals
-
-
-def _largest(logits, where):
-    """Returns the largest logit of each row, as `wide_logits` returns it."""
-    x = wide_logits(logits)
-    return jnp.max(x, -1, keepdims=True, where=where, initial=lowest_value(x.dtype))
+    won, index, m, total = merge_over(mesh_axes, merge, winners, temperature)
+    best = Best(won.astype(logits.dtype), None if where is None else index >= 0, jnp.maximum(index, ~index))
+    top = logits_of(as_float(best.logits), best.where)[..., :1]
+    return best, totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)

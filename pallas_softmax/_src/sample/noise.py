@@ -13,7 +13,6 @@ the whole array.
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -107,13 +106,9 @@ def _high_of_product(a, b: np.uint32):
     return a1 * b1 + (middle >> np.uint32(16)) + (low_middle >> np.uint32(16))
 
 
-def gumbel_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str) -> jax.Array:
+def gumbel_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str | None = None) -> jax.Array:
     """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
     if key.ndim == 0:
         return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)
-    return each_key(lambda key: jax.random.gumbel(key, (shape[axis],), dtype, mode), key)
-
-
-def each_key(function: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
-    """Returns function(key) of each key of an array; their axes come first."""
-    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, function)(key)
+    of_row = functools.partial(jax.random.gumbel, shape=(shape[axis],), dtype=dtype, mode=mode)
+    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, of_row)(key)

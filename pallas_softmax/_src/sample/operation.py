@@ -1,7 +1,6 @@
 """The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
 import functools
-from typing import Any
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sample import mesh, xla
@@ -32,14 +31,6 @@ def _mosaic_gpu(name: str) -> Kernel:
     return KERNELS[name]
 
 
-_DERIVATIVES: dict[str, Any] = {
-    "gradient": SAMPLE_GRAD,
-    "tangent": SAMPLE_TANGENT,
-    "variables": ("logits", "temperature"),
-    "differentiable": ("log_probs",),
-    "integers": ("indices",),
-    "saved": (("logits", "temperature", "indices", "log_probs"), "where"),
-}
 CUTOFF = RowOperation(
     name="filter_cutoff",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
@@ -59,21 +50,15 @@ SAMPLE = RowOperation(
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
     kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "sample")},
+    gradient=SAMPLE_GRAD,
+    tangent=SAMPLE_TANGENT,
+    variables=("logits", "temperature"),
+    differentiable=("log_probs",),
+    integers=("indices",),
+    saved=(("logits", "temperature", "indices", "log_probs"), "where"),
     on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
-    **_DERIVATIVES,
-)
-DRAW = RowOperation(  # for noise that no words describe (`noise.has_words`)
-    name="draw",
-    arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW, PER_ROW),  # noise, temperature, key and index of the cutoff
-    results=PER_ROW,
-    result_names=("indices", "log_probs"),
-    plain=xla.draw,
-    on_mesh=mesh.draw_on_mesh,
-    divided_by_xla=False,
-    vmap_adds_rows=True,
-    **_DERIVATIVES,
 )
 DRAW_BY_MASS = RowOperation(  # for `verify`
     name="draw_by_mass",

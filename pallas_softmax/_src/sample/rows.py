@@ -13,7 +13,6 @@ If there are many short rows, sorting each of them is slower than searching it (
 benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -74,36 +73,10 @@ class Totals(NamedTuple):
     greedy: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A row along the last axis, or this device's shard if mesh axes divide the row.
-
-    Attributes:
-      vocab: the number of elements that this device has; in jax.export it may be symbolic.
-      mesh_axes: the mesh axes that the row is spread over.
-    """
-
-    vocab: Any
-    mesh_axes: tuple[str, ...] = ()
-
-    @property
-    def length(self) -> Any:
-        """The number of elements of the whole row."""
-        return self.vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
-
-    @property
-    def start(self):
-        """The index in the whole row of this device's first element."""
-        return lax.axis_index(self.mesh_axes) * self.vocab if self.mesh_axes else 0
-
-    def indices(self, rank: int):
-        """Returns the index of each element in the whole row, for arrays of this rank."""
-        return self.start + positions(rank, self.vocab)
-
-
-def positions(rank: int, n):
-    """Returns 0 to n - 1 along the last axis of an array of this rank."""
-    return lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (n,), rank - 1)
+def positions(x, mesh_axes=()):
+    """Returns the positions of the elements in their whole rows: int32, (1, ..., V), of the rank of x."""
+    first = lax.axis_index(mesh_axes) * x.shape[-1] if mesh_axes else 0
+    return first + lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
 
 
 # --- Elements
@@ -154,7 +127,7 @@ def totals_of_rows(logits, where, temperature) -> Totals:
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
     top = m if is_float else _max(logits_of(as_float(logits), where))
     below = Temperature.of(temperature).distance(x, normalizers.shift(m))
-    return totals_of(top, m, _sum(jnp.exp(below)), temperature)
+    return totals_of(top, m, sum_of(jnp.exp(below)), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
@@ -173,27 +146,21 @@ def cutoff_of(key, index, kept_total, totals: Totals) -> Cutoff:
     drawable = totals.total >= 1
     log_total = jnp.log(totals.total)
     log_mass = jnp.where(totals.greedy, -log_total, jnp.minimum(jnp.log(kept_total / totals.total), 0))
+    key = key if key.dtype.itemsize >= 4 else key.astype(jnp.int32)
     return Cutoff(
         jnp.where(drawable, key, jnp.iinfo(key.dtype).max),
         jnp.where(drawable, index, -1),
-        jnp.where(
-            jnp.isnan(totals.total), jnp.nan, totals.top
-        ),  # on a CPU, the largest number may hide a NaN
+        jnp.where(jnp.isnan(totals.total), jnp.nan, totals.top),  # on a CPU, the largest may hide a NaN
         jnp.where(drawable, log_total, jnp.nan),
         jnp.where(drawable, log_mass, jnp.nan),
     )
 
 
-def drawn_results(drawn, x, totals: Totals):
-    """Returns the results of `xla.draw` for the drawn index. `x` is the drawn one of the row's `elements`."""
-    drawable = totals.total >= 1
-    log_probs = totals.divisor.distance(x, totals.m) - jnp.log(totals.total)
-    return jnp.where(drawable, drawn, -1), jnp.where(drawable, log_probs, jnp.nan)
-
-
-def with_log_mass(drawn, log_probs, log_mass):
-    """Returns the results of a draw; rounding must not make `log_mass` less than `log_probs`."""
-    return drawn, log_probs, jnp.maximum(log_mass, lax.stop_gradient(log_probs))
+def drawn_results(drawn, x, m, cut: Cutoff, temperature):
+    """Returns the results of `xla.sample` for the drawn index. x is the drawn one of the `elements`, m the largest."""
+    log_probs = Temperature.of(temperature).distance(x, m) - cut.log_total
+    # Rounding must not make `log_mass` less than `log_probs`.
+    return jnp.where(cut.index < 0, -1, drawn), log_probs, jnp.maximum(cut.log_mass, log_probs)
 
 
 def mass_goal(top_p, total):
@@ -207,8 +174,8 @@ def mass_goal(top_p, total):
 def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
-    mass = _masses(logits, where, totals)
-    indices = positions(key.ndim, key.shape[-1])
+    mass = masses(logits, where, totals)
+    indices = positions(key)
     least_key = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     last: Any = least_key, NOWHERE  # keeps everything
 
@@ -219,17 +186,16 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
         one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
         last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
-        goal = mass_goal(top_p, _sum(kept(mass)))
+        goal = mass_goal(top_p, sum_of(kept(mass)))
         last = _first_of(last, _last_entry(key, kept(mass), goal))
     if min_p is not None:
         last = _first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
-    kept_total = _sum(kept(mass))
-    last = _first_entries_if_greedy(last, logits, where, totals)
-    key, index = (a if a.dtype.itemsize >= 4 else a.astype(jnp.int32) for a in last)
+    kept_total = sum_of(kept(mass))
+    key, index = _first_entries_if_greedy(last, logits, where, totals)
     return cutoff_of(key, index, kept_total, totals)
 
 
-def _masses(logits, where, totals: Totals):
+def masses(logits, where, totals: Totals):
     """Returns the mass of each entry; masked ones have 0."""
     return jnp.exp(totals.divisor.distance(elements(logits, where), totals.m))
 
@@ -238,10 +204,10 @@ def _first_entries_if_greedy(last, logits, where, totals: Totals):
     """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
 
     def first(*last):
-        key, indices = keys(logits, where), positions(logits.ndim, logits.shape[-1])
+        key = keys(logits, where)
         best = _max(key)
-        is_best = (key == best) & (_masses(logits, where, totals) == 1)
-        index = _min(jnp.where(is_best, indices, NOWHERE))
+        is_best = (key == best) & (masses(logits, where, totals) == 1)
+        index = _min(jnp.where(is_best, positions(key), NOWHERE))
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
     # Both branches of a condition return arrays of one shape.
@@ -254,7 +220,7 @@ def _least_key(logits, where, min_p, totals: Totals):
     """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
 
     def kept():
-        return _masses(logits, where, totals) >= min_p
+        return masses(logits, where, totals) >= min_p
 
     def by_key():
         key = keys(logits, where)
@@ -302,7 +268,7 @@ def _last_entry(key, measure, goal):
       goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
     """
     bound = _key_reaching(key, measure, goal)
-    above = _sum(jnp.where(key > bound, measure, 0))
+    above = sum_of(jnp.where(key > bound, measure, 0))
     return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above)
 
 
@@ -314,7 +280,7 @@ def _key_reaching(key, measure, goal):
         """Finds the bit of round i: 1 if the entries from the higher bound up reach the goal."""
         higher = bound + lax.shift_left(jnp.ones((), key.dtype), jnp.asarray(bits - 1 - i, key.dtype))
         # the mask is fused with the sum, so it takes no memory
-        return jnp.where(_sum(jnp.where(key >= higher, measure, 0)) >= goal, higher, bound)
+        return jnp.where(sum_of(jnp.where(key >= higher, measure, 0)) >= goal, higher, bound)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     least, *_ = vary_together(least, goal, key)
@@ -355,16 +321,15 @@ def chunk_of(a, chunk):
 
 def _position_reaching(measure, goal):
     """Like `_index_reaching`, by one cumulative sum. Also returns the goal less the measures before that position."""
-    position = positions(measure.ndim, measure.shape[-1])
+    position = positions(measure)
     reached = (jnp.cumsum(measure, -1, dtype=measure.dtype) >= goal) & (measure > 0)
     there = jnp.where(reached, position, measure.shape[-1])
     last = jnp.where(measure > 0, position, 0)
-    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
-    before = jnp.sum(jnp.where(position < found, measure, 0), -1, keepdims=True, dtype=measure.dtype)
-    return found, goal - before
+    found = jnp.minimum(_min(there), _max(last))
+    return found, goal - sum_of(jnp.where(position < found, measure, 0))
 
 
-def _sum(x):
+def sum_of(x):
     return jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
 
 

@@ -31,7 +31,7 @@ from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import at, row_at
 from pallas_softmax._src.sample import api
-from pallas_softmax._src.sample.noise import each_key
+from pallas_softmax._src.sample.noise import gumbel_array
 from pallas_softmax._src.sample.operation import DRAW_BY_MASS
 from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
 from pallas_softmax._src.sample.xla import noise_of_mass
@@ -123,7 +123,8 @@ def _verified(implementation: str | None, key, drafts, x, log_q, where, given: d
     """Returns what `verify` does, for checked arguments."""
     batch, length = x.shape[:-2], x.shape[-2]
     target = _Target.of(x, where, given, implementation)
-    noise = _noise(key, batch, length + noise_of_mass(x.shape[-1]), target.cut.top.dtype)
+    shape = (*batch, length + noise_of_mass(x.shape[-1]))
+    noise = gumbel_array(key, shape, len(batch), target.cut.top.dtype)
     drafts, draft_log_q = _possible(drafts, log_q, noise.dtype)
 
     log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
@@ -137,8 +138,9 @@ def _verified(implementation: str | None, key, drafts, x, log_q, where, given: d
         _masses(target.log_p_at(here), _at(drafts, here), log_q, here)
         for here in (accepted, lax.optimization_barrier(accepted))
     )
-    new = _draw(masses, recomputed, noise[..., length:])
-    after = jnp.where(position == accepted[..., None], new[..., None], -1)
+    call = choose_plain(describe(DRAW_BY_MASS, masses, (masses.ndim - 1,), None, function="verify"))
+    new = as_rows(call, *vary_together(masses, recomputed, noise[..., length:]))
+    after = jnp.where(position == accepted[..., None], new, -1)
     return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
 
 
@@ -147,14 +149,14 @@ class _Target(NamedTuple):
 
     Attributes:
       logits: as passed.
-      distances: of integer logits, from the largest; None for floats.
+      elements: the logits; integers as distances from the largest.
       where: as passed; or None.
       temperature: of each position.
       cut: what the filters keep. For integer logits, `top` is 0.
     """
 
     logits: jax.Array
-    distances: jax.Array | None
+    elements: jax.Array
     where: jax.Array | None
     temperature: jax.Array
     cut: Cutoff
@@ -163,19 +165,16 @@ class _Target(NamedTuple):
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
         logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
-        distances = None
         if jnp.issubdtype(x.dtype, jnp.integer):
-            distances = normalizers.to_float(logits, (-1,), where)
             cut = cut._replace(top=jnp.zeros_like(cut.top))
-        rows = _Target(logits, distances, where, t, cut)
+        rows = _Target(logits, normalizers.to_float(logits, (-1,), where), where, t, cut)
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
-        indices = positions(self.logits.ndim, self.logits.shape[-1]) if indices is None else indices
+        indices = positions(self.logits) if indices is None else indices
         kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
-        x = as_float(self.logits) if self.distances is None else self.distances
-        below = Temperature.of(self.temperature).distance(x, self.cut.top)
+        below = Temperature.of(self.temperature).distance(as_float(self.elements), self.cut.top)
         return jnp.where(kept, below - (self.cut.log_total + self.cut.log_mass), -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
@@ -225,12 +224,6 @@ def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
     return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
 
 
-def _noise(key: jax.Array, batch: tuple[int, ...], n: int, dtype) -> jax.Array:
-    """Returns n Gumbel numbers for each row, (..., n), from one key, or from the key of the row."""
-    rows = () if key.ndim else batch
-    return each_key(lambda key: jax.random.gumbel(key, (*rows, n), dtype), key)
-
-
 def _possible(drafts: jax.Array, log_q: jax.Array | None, dtype) -> tuple[jax.Array, jax.Array]:
     """Returns the drafts with -1 where q is 0, and their log q; (..., S + 1) each, with -1 and 0 at the end."""
     draft_log_q = jnp.zeros_like(drafts, dtype) if log_q is None else _pick(log_q, drafts)[..., 0]
@@ -251,14 +244,8 @@ def _masses(log_p: jax.Array, draft: jax.Array, log_q: jax.Array | None, positio
         q = jnp.where(draft >= 0, jnp.exp(log_q), 0)
     # The other computation of p and q may round differently. A smaller p might be 0 there.
     least = 2 * jnp.finfo(p.dtype).tiny
-    is_left = ~(p - q <= least) & (positions(p.ndim, p.shape[-1]) != draft)
+    is_left = ~(p - q <= least) & (positions(p) != draft)
     return jnp.where(is_left, p - q, -p)
-
-
-def _draw(mass: jax.Array, again: jax.Array, noise: jax.Array) -> jax.Array:
-    """Returns the draw of each row (...), as `xla.draw_by_mass` does."""
-    call = describe(DRAW_BY_MASS, mass, (mass.ndim - 1,), None, function="verify")
-    return as_rows(choose_plain(call), *vary_together(mass, again, noise))[..., 0]
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:

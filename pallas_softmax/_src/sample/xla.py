@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of, stored
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, stored, sum_over
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
     Cutoff,
-    Row,
     Totals,
     as_float,
     chunk_of,
@@ -37,14 +36,15 @@ from pallas_softmax._src.sample.rows import (
     is_kept,
     keys,
     mass_goal,
+    masses,
     positions,
     search,
+    sum_of,
     tempered,
     totals_of_rows,
-    with_log_mass,
 )
-from pallas_softmax._src.temperatures import is_zero
-from pallas_softmax._src.topk.xla import at_or_zero, indices_in_shard, topk_grad, topk_tangent
+from pallas_softmax._src.temperatures import Temperature, is_zero
+from pallas_softmax._src.topk.xla import at_or_zero, best_order, indices_in_shard
 
 # The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
 # takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
@@ -60,13 +60,13 @@ _CANDIDATES, _LONG_ROW = 128, 2**14
 
 def cutoff(logits, where, temperature, top_k, top_p, min_p):
     """Returns where the filters cut each row, a `Cutoff`."""
-    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
+    filters = top_k, top_p, min_p
 
     def by_search(logits):
         return search(logits, where, temperature, *filters)
 
     def among(best, totals):
-        cut, _, complete, is_free = cutoff_among(best, totals, temperature, *filters, row.length)
+        cut, complete, is_free = cutoff_among(best, totals, *filters, logits.shape[-1])
         return cut, complete | is_free
 
     return _by_candidates(logits, where, temperature, top_k, among, by_search)
@@ -80,46 +80,36 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
       words, stride: of the noise of each row, as in `noise.py`.
 
     Returns:
-      The results of `draw`, and the `log_mass` of the `Cutoff`.
+      Each (..., 1): the index in the whole row (int32), log softmax(logits / temperature) there, over all entries, and
+      the `log_mass` of the `Cutoff`. They are -1 and NaN in a row without a draw.
     """
-    filters, row = (top_k, top_p, min_p), Row(logits.shape[-1])
+    filters = top_k, top_p, min_p
 
     def by_search(logits):
         cut = search(logits, where, temperature, *filters)
-        noise = gumbel_at(words, jnp.broadcast_to(row.indices(logits.ndim), logits.shape), stride)
-        return with_log_mass(*draw(logits, where, noise, temperature, cut.key, cut.index), cut.log_mass)
+        indices = jnp.broadcast_to(positions(logits), logits.shape)
+        drawn = draw(logits, where, indices, gumbel_at(words, indices, stride), temperature, cut)
+        m = cut.top if jnp.issubdtype(logits.dtype, jnp.floating) else jnp.zeros_like(cut.top)
+        return drawn_results(drawn, at(elements(logits, where), jnp.maximum(drawn, 0)), m, cut, temperature)
 
     def among(best, totals):
-        return sample_among(best, totals, words, temperature, *filters, row.length, stride=stride)[:2]
+        return sample_among(best, totals, words, temperature, *filters, logits.shape[-1], stride=stride)[:2]
 
     return _by_candidates(logits, where, temperature, top_k, among, by_search)
 
 
-def draw(logits, where, noise, temperature, key, index):
-    """Draws once from each row: returns the kept entry with the largest sum of logits / temperature and noise.
+def draw(logits, where, indices, noise, temperature, cut: Cutoff, mesh_axes=()):
+    """Returns the index of the kept entry with the largest sum of logits / temperature and noise, (..., 1).
 
-    Args:
-      logits, where, temperature: see the top of this file.
-      noise: floating, in the shape of the logits.
-      key, index: the fields of a `Cutoff`.
-
-    Returns:
-      Each (..., 1): the index in the whole row (int32), and log softmax(logits / temperature) there, over all entries.
-      They are -1 and NaN in a row without a draw.
+    It is the lowest such index, and -1 in a row without a draw. `indices` are the indices of the logits in whole rows.
     """
-    row = Row(logits.shape[-1])
-    totals, indices = totals_of_rows(logits, where, temperature), row.indices(logits.ndim)
-    kept = is_kept(logits, where, key, index, indices)
-    drawn = winner(as_float(logits), indices, noise, kept, totals.top, temperature)
-    return drawn_results(drawn, at(elements(logits, where), drawn, "fill"), totals)
-
-
-def winner(x, indices, noise, kept, top, temperature):
-    """Returns the index of the kept entry with the largest sum of x / temperature and noise, the lowest among ties."""
+    kept = is_kept(logits, where, cut.key, cut.index, indices)
     # The sums are compared with their maximum, so they must not be computed twice.
-    perturbed = stored(jnp.where(kept, tempered(x, top, temperature) + noise, -jnp.inf))
-    is_largest = perturbed == jnp.max(perturbed, -1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, indices, NOWHERE), -1, keepdims=True)
+    sums = stored(jnp.where(kept, tempered(as_float(logits), cut.top, temperature) + noise, -jnp.inf))
+    largest = jnp.max(sums, -1, keepdims=True)
+    largest = lax.pmax(largest, mesh_axes) if mesh_axes else largest
+    first = jnp.min(jnp.where(sums == largest, indices, NOWHERE), -1, keepdims=True)
+    return jnp.where(cut.index < 0, -1, lax.pmin(first, mesh_axes) if mesh_axes else first)
 
 
 def noise_of_mass(vocab):
@@ -159,14 +149,10 @@ def draw_by_mass(mass, again, noise):
     return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
 
 
-def filtered(logits, where, temperature, cut: Cutoff, *, indices=None, mesh_axes=()):
-    """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution.
-
-    The logits are whole rows, or, with `indices`, the elements at these indices of the rows.
-    """
+def filtered(logits, where, temperature, cut: Cutoff, *, mesh_axes=()):
+    """Returns logits / temperature with -inf where an entry is not kept; NaN in rows without a distribution."""
     x = as_float(logits)
-    indices = Row(logits.shape[-1], mesh_axes).indices(logits.ndim) if indices is None else indices
-    live = is_kept(logits, where, cut.key, cut.index, indices) & jnp.isfinite(x)
+    live = is_kept(logits, where, cut.key, cut.index, positions(x, mesh_axes)) & jnp.isfinite(x)
     z = tempered(jnp.where(live, x, 0), cut.top, jnp.where(jnp.isnan(temperature), 1, temperature))
     nothing = (cut.top == -jnp.inf) & ~jnp.isnan(temperature)
     return jnp.where(live, z, jnp.where((cut.index >= 0) | nothing, -jnp.inf, jnp.nan))
@@ -181,28 +167,25 @@ class Best(NamedTuple):
     """The best entries of each row, (..., n), the best first.
 
     Attributes:
-      key: their sort keys, in at least 32 bits.
+      logits: their logits.
+      where: False for masked ones, which are the last; None if there are none.
       index: their indices in the whole row.
-      value: the logits, in the dtype of the arithmetic.
-      x: the same; for integers, distances from the largest.
     """
 
-    key: Any
+    logits: Any
+    where: Any
     index: Any
-    value: Any
-    x: Any
 
 
-def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, length):
-    """Returns the cutoff, which of the best entries are kept, whether the row is complete, and whether it is free.
+def cutoff_among(best: Best, totals: Totals, top_k, top_p, min_p, length):
+    """Returns the cutoff, whether the row is complete, and whether it is free.
 
     A row is complete if it keeps only entries of the list: the list ends with an entry that is left out, or is the
     whole row. A row without a draw is complete as well. A row is free if the filters keep all of it, whatever its
     logits are. The cutoff is right in complete and in free rows.
     """
-    n = best.key.shape[-1]
-    position = positions(best.key.ndim, n)
-    mass = jnp.exp(totals.divisor.distance(best.x, totals.m))
+    key, n = keys(best.logits, best.where), best.index.shape[-1]
+    position, mass = positions(key), masses(best.logits, best.where, totals)
     # `known`: whether the listed entries tell where top_k ends.
     kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
     is_free = ~totals.greedy
@@ -210,7 +193,7 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
         is_all = top_k >= length
         kept = position < jnp.broadcast_to(top_k, mass.shape)
         known = (top_k < n) | is_all
-        kept_total = jnp.where(is_all, totals.total, _sum(jnp.where(kept, mass, 0)))
+        kept_total = jnp.where(is_all, totals.total, sum_of(jnp.where(kept, mass, 0)))
         is_free &= is_all
     if top_p is not None:
         before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
@@ -223,19 +206,18 @@ def cutoff_among(best: Best, totals: Totals, temperature, top_k, top_p, min_p, l
     kept = jnp.where(totals.greedy, position == 0, kept)
     count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
     complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
-    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (best.key, best.index))
+    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (key, best.index))
     key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, NOWHERE, index)
-    kept_total = jnp.where(is_free, totals.total, _sum(jnp.where(kept, mass, 0)))
-    return cutoff_of(key, index, kept_total, totals), kept, complete, is_free
+    kept_total = jnp.where(is_free, totals.total, sum_of(jnp.where(kept, mass, 0)))
+    return cutoff_of(key, index, kept_total, totals), complete, is_free
 
 
 def sample_among(best: Best, totals: Totals, words, temperature, top_k, top_p, min_p, length, *, stride):
     """Returns the results of `sample`, valid in complete rows; which rows are complete; and which are free."""
-    cut, kept, complete, is_free = cutoff_among(best, totals, temperature, top_k, top_p, min_p, length)
-    noise = gumbel_at(words, best.index, stride)
-    drawn = winner(best.value, best.index, noise, kept, totals.top, temperature)
-    x = normalizers.largest(jnp.where(best.index == drawn, best.x, -jnp.inf))
-    return with_log_mass(*drawn_results(drawn, x, totals), cut.log_mass), complete, is_free
+    cut, complete, is_free = cutoff_among(best, totals, top_k, top_p, min_p, length)
+    drawn = draw(*best, gumbel_at(words, best.index, stride), temperature, cut)
+    x = normalizers.largest(jnp.where(best.index == drawn, elements(best.logits, best.where), -jnp.inf))
+    return drawn_results(drawn, x, totals.m, cut, temperature), complete, is_free
 
 
 def _by_candidates(logits, where, temperature, top_k, among, by_search):
@@ -243,16 +225,15 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
 
     The second result of `among` says which rows are complete. If some row is not, the search runs for all rows.
     """
-    row = Row(logits.shape[-1])
-    is_long = isinstance(row.vocab, int) and row.vocab >= _LONG_ROW
-    if top_k is None or as_float(logits).dtype != jnp.float32 or not is_long:
+    vocab = logits.shape[-1]
+    is_float32 = jnp.issubdtype(logits.dtype, jnp.floating) and as_float(logits).dtype == jnp.float32
+    if top_k is None or not is_float32 or not isinstance(vocab, int) or vocab < _LONG_ROW:
         return by_search(logits)
 
     def by_candidates(logits):
-        best, listed = _candidates(logits, where, row)
-        totals = totals_of_rows(logits, where, temperature)
-        found, complete = among(best, totals)
-        complete &= listed | ~(totals.total >= 1)
+        index = best_order(logits, where, _CANDIDATES)
+        best = Best(at(logits, index), None if where is None else mask_at(where, logits, index), index)
+        found, complete = among(best, totals_of_rows(logits, where, temperature))
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
         return unless_complete(complete, found, by_search, logits)
 
@@ -265,78 +246,44 @@ def unless_complete(complete, found, other, *operands):
     return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
 
 
-def _candidates(logits, where, row: Row):
-    """Returns the candidates of whole rows, in order, and whether these are really the best entries.
-
-    They are not if `lax.top_k` orders entries differently than their keys: on a CPU, XLA treats denormal numbers as
-    zeros. The second result depends on the row alone, so that a draw does not depend on other rows.
-    """
-    x = elements(logits, where)
-    mask = None if where is None else jnp.broadcast_to(where, x.shape)
-    _, index = lax.top_k(x.reshape(-1, row.vocab), _CANDIDATES)
-    index = index.reshape(*x.shape[:-1], _CANDIDATES)
-    key = keys(*(None if a is None else at(a, index) for a in (logits, mask)))
-    lowest_first, index = lax.sort((~key, index), num_keys=2)
-    last, last_index = ~lowest_first[..., -1:], index[..., -1:]
-
-    def number(keys, indices):
-        """Returns how many entries are up to the last candidate. A CPU adds floats five times as fast as integers."""
-        before = (keys > last) | (keys == last) & (indices <= last_index)
-        return _sum(jnp.where(before, 1.0, 0.0))
-
-    listed = number(keys(logits, where), row.indices(x.ndim)) == _CANDIDATES
-    value, x = (at(a, index) for a in (logits_of(as_float(logits), where), x))
-    return Best((~lowest_first).astype(jnp.int32), index, value, x), listed
-
-
-def _sum(x):
-    return jnp.sum(x, -1, keepdims=True)
-
-
 # --- Derivatives of the log-probability of a draw
 
 
 def sample_grad(residuals, where, g, *, mesh_axes=()):
-    """Returns the derivatives of log_probs of a draw in the logits and in the temperature.
+    """Returns the derivatives of log_probs of a draw in the logits and in the temperature; g is its cotangent.
 
-    They are 0 in rows without a draw, and at temperature 0. In other rows, they are the results of `topk_grad` with
-    log=True and the drawn index as winner. g is the cotangent of log_probs.
+    They are 0 in rows without a draw, and at temperature 0. In other rows, with s and p of `_softmax_of_draw`,
+    dx = g ([drawn] - p) / T, and the derivative in T is -sum(s dx).
     """
-    g = jnp.where(_has_derivative(residuals), g, 0)
-    residuals = _drawn_as_winner(residuals, where, mesh_axes)
-    return topk_grad(residuals, where, g, jnp.zeros_like(g), log=True, mesh_axes=mesh_axes)
+    has_derivative, temperature, s, residue = _softmax_of_draw(residuals, where, mesh_axes)
+    dx = temperature.over(jnp.where(has_derivative, g, 0) * residue)
+    dtype = residuals[0].dtype if jnp.issubdtype(residuals[0].dtype, jnp.floating) else dx.dtype
+    return dx.astype(dtype), -sum_over(s * dx, (-1,), mesh_axes)
 
 
 def sample_tangent(residuals, where, dx, dt, *, mesh_axes=()):
     """Returns the tangent of log_probs of a draw: the transpose of `sample_grad`."""
-    drawn = _drawn_as_winner(residuals, where, mesh_axes)
-    dlog_probs, _ = topk_tangent(drawn, where, dx, dt, log=True, mesh_axes=mesh_axes)
-    return jnp.where(_has_derivative(residuals), dlog_probs, 0)
+    has_derivative, temperature, s, residue = _softmax_of_draw(residuals, where, mesh_axes)
+    ds = temperature.over(masked(normalizers.widen(dx), where, 0) - s * dt)
+    return jnp.where(has_derivative, sum_over(residue * ds, (-1,), mesh_axes), 0)
 
 
-def _has_derivative(residuals):
-    """Returns which rows have a draw, at another temperature than 0."""
-    _, temperature, _, log_probs = residuals
-    return jnp.isfinite(log_probs) & ~is_zero(temperature)
+def _softmax_of_draw(residuals, where, mesh_axes):
+    """Returns which rows have a derivative, the `Temperature` T, s = (x - the drawn x) / T, and [drawn] - p.
 
-
-def _drawn_as_winner(residuals, where, mesh_axes):
-    """Returns the residuals of `topk_grad` for a draw; m is the drawn logit, so that d is exp(-log_probs).
-
-    If the probability is below e^-60, m is greater, so that neither d nor exp((x - m) / temperature) overflows. Rows
-    without a draw get numbers that make no NaN.
+    p = exp(s + log_probs) is the softmax. s is 0 where p is 0, and rows without a derivative get numbers without NaN.
     """
     logits, temperature, index, log_probs = residuals
-    has_draw = jnp.isfinite(log_probs)
-    logits, log_probs = jnp.where(has_draw, logits, 0), jnp.where(has_draw, log_probs, 0)
+    has_derivative = jnp.isfinite(log_probs) & ~is_zero(temperature)
+    divisor = Temperature.of(jnp.where(has_derivative, temperature, 1))
+    logits = jnp.where(has_derivative, logits, 0)
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
-    temperature = jnp.where(has_draw & ~is_zero(temperature), temperature, 1)
     if mesh_axes:
-        in_shard, _ = indices_in_shard(
-            index, logits.shape[-1], mesh_axes
-        )  # beyond the shard on the other devices
+        in_shard, _ = indices_in_shard(index, x.shape[-1], mesh_axes)  # beyond the shard on the other devices
         drawn = lax.psum(at_or_zero(x, in_shard), mesh_axes)
     else:
         drawn = at(x, jnp.maximum(index, 0))  # -1: no draw
-    excess = jnp.maximum(-log_probs - 60, 0)
-    return logits, temperature, drawn + temperature * excess, jnp.exp(-log_probs - excess), index
+    has_mass = has_derivative & (divisor.distance(x, drawn) > -jnp.inf)
+    s = divisor.distance(*(jnp.where(has_mass, a, 0) for a in (x, drawn)))
+    p = jnp.where(has_mass, jnp.exp(s + jnp.where(has_derivative, log_probs, 0)), 0)
+    return has_derivative, divisor, s, jnp.where(positions(x, mesh_axes) == index, 1 - p, -p)

@@ -19,20 +19,28 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
     itself.
     """
+    won, position, *normalizer = winners_of_shard(
+        run_shard, None, logits, where, temperature, k, mesh_axes, scaled
+    )
+    lists = won, position, tuple(normalizer)
+    keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
+    return _merged(run_shard, merge, lists, where is not None, temperature, mesh_axes, **keywords)
+
+
+def winners_of_shard(run_shard, topk, logits, where, temperature, k, mesh_axes, scaled=True):
+    """Returns the winners of a shard, their positions in the whole row, `_marked`, and the shard's largest logit and d.
+
+    `topk` is the operation that `run_shard` runs. Logits are `wide_logits`.
+    """
     vocab = logits.shape[-1]
-    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
-    (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
-    won = wide_logits(at(logits, indices))
+    keywords = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
+    (_, indices), (top, d) = run_shard(topk, (logits, where, temperature), keywords)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = wide_logits(
-            jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)
-        )
+        top = jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)
     position = indices + lax.axis_index(mesh_axes) * vocab
     if where is not None:
         position = _marked(position, mask_at(where, logits, indices))
-    lists = won, position, (top, d)
-    keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
-    return _merged(run_shard, merge, lists, where is not None, temperature, mesh_axes, **keywords)
+    return wide_logits(at(logits, indices)), position, wide_logits(top), d
 
 
 def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):
