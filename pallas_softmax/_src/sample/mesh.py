@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
-from pallas_softmax._src.masks import at, logits_of, mask_at
+from pallas_softmax._src.masks import at, logits_of
 from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
@@ -24,6 +24,7 @@ from pallas_softmax._src.sample.rows import (
     Row,
     as_float,
     drawn_results,
+    is_greedy,
     is_kept,
     positions,
     tempered,
@@ -40,7 +41,7 @@ from pallas_softmax._src.sample.xla import (
     winner,
 )
 from pallas_softmax._src.temperatures import Temperature
-from pallas_softmax._src.topk.mesh import wide_logits
+from pallas_softmax._src.topk.mesh import largest_logit, partial_merge, wide_logits, winners_of_shard
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
 
@@ -142,7 +143,7 @@ def draw_on_mesh(run_shard, logits, where, noise, temperature, key, index, *, me
     noise = at(noise, drawn)
     has_draw = jnp.any(kept, -1, keepdims=True)
     return _winner_of_shards(
-        logits, drawn, has_draw, noise, _largest(logits, where), totals.total, temperature, row
+        logits, drawn, has_draw, noise, largest_logit(logits, where), totals.total, temperature, row
     )[:2]
 
 
@@ -171,48 +172,46 @@ def _winner_of_shards(logits, drawn, has_draw, noise, top, d, temperature, row: 
 
     def merge(gathered, temperature):
         noise, index, x, tops, d = gathered
-        floats = normalizers.to_float(jnp.concatenate([tops, x], -1), (-1,))
-        float_tops, float_x = jnp.split(floats, 2, -1)
-        m = normalizers.largest(float_tops)
-        total = normalizers.combine_parts(Normalizer(float_tops, d), Temperature.of(temperature)).d
-        totals = totals_of(
-            reduce_split(jnp.maximum, map(as_float, split_if_few(tops))), m, total, temperature
-        )
-        shards = split_if_few((noise, index, x, float_x))
+        total = normalizers.combine_parts(
+            Normalizer(normalizers.to_float(tops, (-1,)), d), Temperature.of(temperature)
+        ).d
+        top = normalizers.largest(tops)
+        greedy, shards = is_greedy(as_float(top), temperature), split_if_few((noise, index, x))
 
-        def rank(noise, index, x, _):
+        def rank(noise, index, x):
             perturbed = jnp.where(
-                index == NOWHERE, -jnp.inf, tempered(as_float(x), totals.top, temperature) + noise
+                index == NOWHERE, -jnp.inf, tempered(as_float(x), as_float(top), temperature) + noise
             )
-            return jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
+            return jnp.where(greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
 
         ranks = [rank(*shard) for shard in shards]
         best = reduce_split(jnp.maximum, ranks)
-        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
+        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, _) in zip(ranks, shards)]
         index = reduce_split(jnp.minimum, firsts)
-        # An index is of one shard only. A row without a draw has no results, whatever its x.
-        xs = [jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards)]
-        index, log_probs = drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), totals)
-        # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
-        log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
-        return with_log_mass(index, log_probs, log_mass)
 
-    numbers = noise, index, x, x if top is None else top, d
-    return merge_over(row.mesh_axes, merge, numbers, temperature)
+        def drawn(numbers):  # an index is of one shard only
+            lowest = lowest_value(numbers[0].dtype)
+            of_index = [jnp.where(first == index, a, lowest) for first, a in zip(firsts, numbers)]
+            return normalizers.largest(jnp.concatenate(of_index, -1))
+
+        noise, _, x = zip(*shards)
+        return drawn(noise), index, drawn(x), top, total
+
+    parts = noise, index, x, x if top is None else top, d
+    _, index, x, top, total = merge_over(row.mesh_axes, merge, parts, temperature)
+    m, x_below = jnp.split(normalizers.to_float(jnp.concatenate([top, x], -1), (-1,)), 2, -1)
+    totals = totals_of(as_float(top), m, total, temperature)
+    index, log_probs = drawn_results(index, x_below, totals)
+    # A greedy row keeps only the drawn entry, and log_probs is NaN in a row without a draw.
+    log_mass = jnp.where(totals.greedy | (index < 0), log_probs, 0)
+    return with_log_mass(index, log_probs, log_mass)
 
 
 def _best(run_shard, logits, where, temperature, row: Row, n: int):
     """Returns the n best entries of each row, the same on all devices, and the totals of the row."""
     # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
     n = max(1, min(n, row.length // (8 * lax.axis_size(row.mesh_axes))))
-    static = {"k": min(n, row.vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
-    (_, in_shard), (top, d) = run_shard(TOPK, (logits, where, temperature), static)
-    if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = _largest(logits, where)
-    won = wide_logits(at(logits, in_shard))
-    index = row.start + in_shard
-    if where is not None:  # the complement, which is negative, says that the entry is masked
-        index = jnp.where(mask_at(where, logits, in_shard), index, ~index)
+    lists = winners_of_shard(run_shard, TOPK, logits, where, temperature, n, row.mesh_axes)
 
     def merge(gathered, temperature):
         won, index, tops, d = gathered
@@ -226,16 +225,11 @@ def _best(run_shard, logits, where, temperature, row: Row, n: int):
         won, index = (jnp.take_along_axis(a, position, -1) for a in (won, index))
         return won, index, m, total
 
-    won, index, m, total = merge_over(row.mesh_axes, merge, (won, index, top, d), temperature)
+    partly = partial_merge(n, where is not None)
+    won, index, m, total = merge_over(row.mesh_axes, merge, lists, temperature, partly)
     won, kept = won.astype(logits.dtype), None if where is None else index >= 0
     key = sort_keys.wide_key(won)
     key = key if kept is None else jnp.where(kept, key, jnp.iinfo(key.dtype).min)
     value, x = (logits_of(a, kept) for a in (as_float(won), normalizers.to_float(won, (-1,))))
     totals = totals_of(value[..., :1], m, total, temperature)
     return Best(key, jnp.maximum(index, ~index), value, x), totals
-
-
-def _largest(logits, where):
-    """Returns the largest logit of each row, as `wide_logits` returns it."""
-    x = wide_logits(logits)
-    return jnp.max(x, -1, keepdims=True, where=where, initial=lowest_value(x.dtype))
