@@ -79,7 +79,10 @@ def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Di
 
 
 def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
-    """Returns the arrays, sharded as an operation takes them, if their types say how they are sharded.
+    """Returns the arrays with shardings that fit together, if their types say how they are sharded.
+
+    x, w and bias get the shardings of their gradients, so that JAX need not reshard these. The other arrays are sharded
+    as an operation takes them.
 
     Args:
       arrays: x, w, bias, and arrays with one number per token; None stays.
@@ -90,7 +93,9 @@ def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     dimensions = _DimensionsOfProjection.of(PROJECTION, arrays, head, ())
-    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding.spec for a in leaves], mesh.shape)
+    _, _, specs = dimensions.specs(
+        [jax.typeof(a).sharding.spec for a in leaves], mesh.shape, dimensions.arguments
+    )
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
 
@@ -103,12 +108,14 @@ class _Layout(NamedTuple):
       columns: they divide the columns.
       dx: for each dimension of the tokens, the axes of `columns` that divide dx, but not x.
       dw: the axes that divide D in dw, but not in w.
+      dv: the axes of `tokens` that divide the columns in dw and dbias, but not in w and bias.
     """
 
     tokens: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     dx: tuple[tuple[str, ...], ...] = ()
     dw: tuple[str, ...] = ()
+    dv: tuple[str, ...] = ()
 
 
 def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
@@ -153,10 +160,11 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
         return jnp.where(condition, gradient, 0)
 
     dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
-    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, zero_unless_finite)
-    if bias is not None and layout.tokens:
-        dbias = lax.psum(dbias, layout.tokens).astype(bias.dtype)
-    return *jax.tree.map(unflattened, statistics), dx, dw, zero_unless_finite(dbias)
+    v = 0 if keywords["head"].transpose_w else 1
+    dw = _sum_over_tokens(dw, w.dtype, layout, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
+    if bias is not None:
+        dbias = _sum_over_tokens(dbias, bias.dtype, layout, {0: layout.dv}, zero_unless_finite)
+    return *jax.tree.map(unflattened, statistics), dx, dw, dbias
 
 
 def _is_finite(
@@ -192,24 +200,27 @@ def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     return dx
 
 
-def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, change: Callable) -> jax.Array:
-    """Returns a device's part of the sum of dw over the devices that hold tokens, rounded to the dtype.
+def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, change: Callable) -> jax.Array:
+    """Returns a device's part of the sum of dw or dbias over the devices that hold tokens, rounded to the dtype.
 
     Args:
-      dw: the device's part of the sum, float32 if there are several devices.
-      dtype: the dtype of w.
+      part: what the device adds to the sum, float32 if there are several devices.
+      dtype: the dtype of w or bias.
       layout: the mesh axes.
-      depth: the dimension of dw that is D.
+      divided: for each dimension, the mesh axes that divide the sum, but not `part`.
       change: maps each element of the sum, before it is rounded.
     """
-    for axis in layout.dw:
-        if axis in layout.tokens:
-            dw = lax.psum_scatter(dw, axis, scatter_dimension=depth, tiled=True)
-        else:
-            size = dw.shape[depth] // lax.axis_size(axis)
-            dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(axis) * size, size, depth)
-    others = tuple(axis for axis in layout.tokens if axis not in layout.dw)
-    return rounded_sum(dw, dtype, others, change) if others else change(dw).astype(dtype)
+    scattered = set()
+    for dimension, axes in divided.items():
+        for axis in axes:
+            if axis in layout.tokens:
+                part = lax.psum_scatter(part, axis, scatter_dimension=dimension, tiled=True)
+                scattered.add(axis)
+            else:
+                size = part.shape[dimension] // lax.axis_size(axis)
+                part = lax.dynamic_slice_in_dim(part, lax.axis_index(axis) * size, size, dimension)
+    others = tuple(axis for axis in layout.tokens if axis not in scattered)
+    return rounded_sum(part, dtype, others, change) if others else change(part).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +271,14 @@ class _DimensionsOfProjection:
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], _Layout]:
         """As `Dimensions` describes."""
+        layout, arguments, results = self.specs(specs, mesh_sizes, self.results)
+        return arguments, results, layout
+
+    def specs(self, specs, mesh_sizes, results) -> tuple[_Layout, list[P], list[P]]:
+        """Returns the layout, and the specs of the arguments and of `results`, which are names like `self.results`.
+
+        In `results`, arrays with D or V are gradients.
+        """
         tokens = [name for name in self.sizes if name[0] == "b"]
         by_tokens, by_columns = (
             self._axes(specs, mesh_sizes, order) for order in ([*tokens, "v"], ["v", *tokens])
@@ -273,12 +292,16 @@ class _DimensionsOfProjection:
         w_elements = self.sizes["v"] // devices(by_tokens["v"])
         axes = by_columns if x_elements < w_elements else by_tokens
         dx = tuple(tuple(a for a in by_tokens[name] if a not in axes[name]) for name in tokens)
-        columns = axes["v"]
-        dw = self._free_axes(specs, mesh_sizes, "e", {*columns})
+        columns, of_tokens = axes["v"], sum((axes[name] for name in tokens), ())
+        dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
+        if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
+            dv = ()
+        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv})
+        gradient_axes = axes | {"e": dw, "v": columns + dv}
+        gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
         arguments = [self._spec(own, axes) for own in self.arguments]
-        gradient_axes = axes | {"e": dw} | {name: axes[name] + more for name, more in zip(tokens, dx)}
-        results = [self._spec(own, gradient_axes if {"d", "e"} & {*own} else axes) for own in self.results]
-        return arguments, results, _Layout(sum((axes[name] for name in tokens), ()), columns, dx, dw)
+        results = [self._spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+        return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
 
     def _axes(self, specs, mesh_sizes, names: list[str]) -> dict[str, tuple[str, ...]]:
         """Returns the mesh axes of some dimensions. Earlier names keep the axes that they share with later ones."""
