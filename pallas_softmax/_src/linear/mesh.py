@@ -59,7 +59,10 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     Args:
       choice: the call and its implementations.
       arrays: x, w, bias, and arrays with one number per token, in the shape of the tokens.
-      keywords: the static arguments.
+      keywords: the static arguments; and, where given, two of this file:
+        slices: the vmaps around the operation, the outermost first. A vmap is a flag for each array: whether it has a
+          slice for each step, along a leading dimension. The results always have.
+        given: the specs of x, w and bias before they were gathered; None for the specs of the arrays.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
         return _on_shard(choice, arrays, keywords, _Layout(columns=choice.call.mesh_axes))
@@ -75,14 +78,15 @@ def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Di
     """Returns the dimensions of the arguments and results of a call."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     results = jax.eval_shape(lambda *arrays: _whole(choice, arrays, keywords), *shapes)
-    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results)
+    options = keywords.get("slices", ()), keywords.get("given")
+    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
 
 
-def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
+def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
     """Returns the arrays with shardings that fit together, if their types say how they are sharded.
 
-    x, w and bias get the shardings of their gradients, so that JAX need not reshard these. The other arrays are sharded
-    as an operation takes them.
+    x, w and bias get the shardings of their gradients, so that JAX need not reshard these; with `gathered`, the ones
+    that an operation takes them in. So do the other arrays always.
 
     Args:
       arrays: x, w, bias, and arrays with one number per token; None stays.
@@ -93,11 +97,17 @@ def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     dimensions = _DimensionsOfProjection.of(PROJECTION, arrays, head, ())
-    _, _, specs = dimensions.specs(
-        [jax.typeof(a).sharding.spec for a in leaves], mesh.shape, dimensions.arguments
-    )
+    given = [jax.typeof(a).sharding.spec for a in leaves]
+    _, as_taken, as_gradients = dimensions.specs(given, mesh.shape, dimensions.arguments)
+    specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
+
+
+def given_specs(*arrays: Any) -> tuple[P, ...] | None:
+    """Returns the specs of arrays, if their types say how they are sharded; None stays out."""
+    leaves = jax.tree.leaves(arrays)
+    return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
 
 class _Layout(NamedTuple):
@@ -119,6 +129,24 @@ class _Layout(NamedTuple):
 
 
 def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
+    """Runs the operation on one device's shards, slice by slice if there are any."""
+    own = {name: value for name, value in keywords.items() if name not in ("slices", "given")}
+
+    def run(arrays, vmaps):
+        if not vmaps:
+            return _slice_on_shard(choice, arrays, own, layout)
+        leaves, tree = jax.tree.flatten(arrays)
+
+        def step(slices):
+            each = iter(slices)
+            return run(tree.unflatten([next(each) if b else a for a, b in zip(leaves, vmaps[0])]), vmaps[1:])
+
+        return lax.map(step, [a for a, b in zip(leaves, vmaps[0]) if b])
+
+    return run(arrays, keywords.get("slices", ()))
+
+
+def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes.
 
     Args:
@@ -228,24 +256,31 @@ class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
-    dw along D where it does not divide dx. Several labels or winners per token add "k".
+    dw along D where it does not divide dx. Several labels or winners per token add "k", and vmaps "s0", "s1", ...
 
     Attributes:
       arguments: for each array, the names of its dimensions.
       results: for each result, the names of its dimensions.
       result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
       sizes: the size of each dimension, by name.
+      given: as for `over_mesh`.
     """
 
     arguments: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
     result_shapes: Any
     sizes: dict[str, int]
+    given: tuple[P, ...] | None = None
 
     @staticmethod
-    def of(op: Operation, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
+    def of(
+        op: Operation, arrays: tuple, head: Head, result_shapes: Any, slices: tuple = (), given=None
+    ) -> "_DimensionsOfProjection":
         """Returns the dimensions of the arguments and results of an operation."""
-        x, w, bias, *per_token = arrays
+        leaves, tree = jax.tree.flatten(arrays)
+        vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
+        of_slice = [jax.ShapeDtypeStruct(a.shape[len(of) :], a.dtype) for a, of in zip(leaves, vmaps)]
+        x, w, bias, *per_token = tree.unflatten(of_slice)
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         w_axes = ("v", "e") if head.transpose_w else ("e", "v")
         bias_axes = () if bias is None else (("v",),)
@@ -255,18 +290,23 @@ class _DimensionsOfProjection:
         per_token = jax.tree.leaves(per_token)
         token_results = results[: len(results) - gradients]
         sizes = dict(zip((*tokens, "d", "v", "e"), (*x.shape, head.vocab(w), x.shape[-1])))
-        for a in (*per_token, *token_results):
-            if a.ndim == x.ndim:
+        for a, n in [(a, 0) for a in per_token] + [(a, len(slices)) for a in token_results]:
+            if a.ndim - n == x.ndim:
                 sizes["k"] = a.shape[-1]
+        for a, names in zip(leaves, vmaps):
+            sizes |= zip(names, a.shape)
 
-        def axes_of(arrays: list) -> tuple[tuple[str, ...], ...]:
-            return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
+        def axes_of(arrays: list, n: int) -> tuple[tuple[str, ...], ...]:
+            return tuple((*tokens, "k") if a.ndim - n == x.ndim else tokens for a in arrays)
 
+        own = like_arguments + axes_of(per_token, 0)
+        own_results = axes_of(token_results, len(slices)) + like_arguments[:gradients]
         return _DimensionsOfProjection(
-            like_arguments + axes_of(per_token),
-            axes_of(token_results) + like_arguments[:gradients],
+            tuple(of + names for of, names in zip(vmaps, own, strict=True)),
+            tuple((*(f"s{i}" for i in range(len(slices))), *names) for names in own_results),
             result_shapes,
             sizes,
+            given,
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], _Layout]:
@@ -279,9 +319,12 @@ class _DimensionsOfProjection:
 
         In `results`, arrays with D or V are gradients.
         """
-        tokens = [name for name in self.sizes if name[0] == "b"]
+        if self.given:
+            own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
+            specs = [*own, *specs[len(own) :]]
+        slices, tokens = ([name for name in self.sizes if name[0] == first] for first in "sb")
         by_tokens, by_columns = (
-            self._axes(specs, mesh_sizes, order) for order in ([*tokens, "v"], ["v", *tokens])
+            self._axes(specs, mesh_sizes, [*slices, *order]) for order in ([*tokens, "v"], ["v", *tokens])
         )
 
         def devices(axes) -> int:
@@ -296,7 +339,7 @@ class _DimensionsOfProjection:
         dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
         if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
             dv = ()
-        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv})
+        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv}.union(*(axes[name] for name in slices)))
         gradient_axes = axes | {"e": dw, "v": columns + dv}
         gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
         arguments = [self._spec(own, axes) for own in self.arguments]
