@@ -1237,21 +1237,32 @@ FUNCTIONS = {
 } | SHARDS
 
 
-@each(name=FUNCTIONS, fast=2)
-def vmap_along_an_explicit_axis(name):
+VMAPS = {
+    "once": (jax.vmap, THREE, P("b", None, "v")),
+    "twice": (lambda f: jax.vmap(jax.vmap(f)), THREE.reshape(2, 4, 4, V), P("b", "v")),
+    "named": (functools.partial(jax.vmap, spmd_axis_name="b"), THREE, P("b", None, "v")),
+    "rows": (jax.vmap, THREE, P("b", "v")),
+}
+
+
+@each(name=FUNCTIONS, form=VMAPS, fast=2, most=20)
+def vmap_along_an_explicit_axis(name, form):
     """Results and gradients agree with one device, and devices still divide the slices."""
+    vmap, x, spec = VMAPS[form]
 
     def total(x):
         return sum(jnp.sum(a) for a in jax.tree.leaves(FUNCTIONS[name](x)) if a.dtype == jnp.float32)
 
-    spec = P("b") if name.startswith("linear") else P("b", None, "v")
-    placed = jax.device_put(THREE, NamedSharding(mesh("explicit"), spec))
+    if name.startswith("linear"):  # a slice is x and w at once
+        spec = P(*spec[: x.ndim - 2])
+    placed = jax.device_put(x, NamedSharding(mesh("explicit"), spec))
     has_gradient = name not in ("verify", "sample", "linear_topk")
     for f in [FUNCTIONS[name], *[jax.grad(total)] * has_gradient]:
         with jax.set_mesh(mesh("explicit")):  # JAX needs it under vmap
-            got = jax.jit(jax.vmap(f))(placed)
-        assert_all_close(got, jax.jit(jax.vmap(f))(THREE))
-        assert {jax.typeof(a).sharding.spec[0] for a in jax.tree.leaves(got)} == {"b"}
+            got = jax.jit(vmap(f))(placed)
+        assert_all_close(got, jax.jit(vmap(f))(x))
+        for a in jax.tree.leaves(got):
+            assert jax.typeof(a).sharding.spec[: x.ndim - 2] == spec[: x.ndim - 2]
 
 
 @each(name=FUNCTIONS, batch=["r"], fast=1)
