@@ -60,9 +60,9 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
       choice: the call and its implementations.
       arrays: x, w, bias, and arrays with one number per token, in the shape of the tokens.
       keywords: the static arguments; and, where given, two of this file:
-        slices: the vmaps around the operation, the outermost first. A vmap is a flag for each array: whether it has a
-          slice for each step, along a leading dimension. The results always have.
-        given: the specs of x, w and bias before they were gathered; None for the specs of the arrays.
+        slices: the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
+          array has a leading dimension for the vmap. All results have one.
+        given: the specs of x, w and bias before they were gathered; None if they were not.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
         return _on_shard(choice, arrays, keywords, _Layout(columns=choice.call.mesh_axes))
@@ -85,12 +85,13 @@ def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Di
 def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
     """Returns the arrays with shardings that fit together, if their types say how they are sharded.
 
-    x, w and bias get the shardings of their gradients, so that JAX need not reshard these; with `gathered`, the ones
-    that an operation takes them in. So do the other arrays always.
+    x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
+    sharded as an operation takes them.
 
     Args:
       arrays: x, w, bias, and arrays with one number per token; None stays.
       head: the projection.
+      gathered: whether x, w and bias are sharded as an operation takes them, too.
     """
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
@@ -129,7 +130,7 @@ class _Layout(NamedTuple):
 
 
 def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
-    """Runs the operation on one device's shards, slice by slice if there are any."""
+    """Runs the operation on one device's shards. Under vmaps, it runs slice by slice."""
     own = {name: value for name, value in keywords.items() if name not in ("slices", "given")}
 
     def run(arrays, vmaps):
@@ -315,9 +316,11 @@ class _DimensionsOfProjection:
         return arguments, results, layout
 
     def specs(self, specs, mesh_sizes, results) -> tuple[_Layout, list[P], list[P]]:
-        """Returns the layout, and the specs of the arguments and of `results`, which are names like `self.results`.
+        """Returns the layout, and the specs of the arguments and of `results`.
 
-        In `results`, arrays with D or V are gradients.
+        Args:
+          specs, mesh_sizes: as for `lay_out`.
+          results: names like `self.results`. An array with D or V is a gradient.
         """
         if self.given:
             own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
