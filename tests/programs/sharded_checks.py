@@ -680,7 +680,7 @@ def sample_where(how):
     layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1, most=8
 )
 def stats(layout, how, masked):
-    """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather."""
+    """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather per mesh axis."""
     x, at = np.asarray(token_stats.rows(V, F32)), split(layout, how)
     labels, g, where, t = token_stats.operands(V)
     where = where if masked else np.ones((1, V), bool)
@@ -701,8 +701,8 @@ def stats(layout, how, masked):
     kinds = [c.kind for c in sent if c.group > 1]
     if masked and at.row:  # the rank adds the label's key, and a count
         assert {*kinds} == {"all-gather", "all-reduce"} and len(kinds) <= 4, sent
-    else:
-        assert kinds == ["all-gather"] * bool(at.row), sent
+    else:  # one mesh axis after the other
+        assert kinds == ["all-gather"] * sum(at.mesh.shape[name] > 1 for name in at.row), sent
     g = tuple(jax.device_put(a, values[0].sharding) for a in g)
     dx = jax.jit(lambda x, *others: jax.vjp(lambda x: f(x, *others)[0], x)[1](g)[0])(*args)
     token_stats.assert_gradient(dx, x, labels, g, where, t)
@@ -1148,14 +1148,22 @@ def explained(op, how):
         assert (choices[0].call.rows, choices[0].call.vocab) == local
 
 
-@each(op=[*TOPK, "token_stats"], dtype=(F32, BF16), fast=1)
-def many_devices(op, dtype):
+MERGED = {
+    "topk": lambda x, **of: ps.fused_topk(x, 5, **of),
+    "token_stats": lambda x, **of: ps.token_stats(x, **of)[1:],
+    "sample": lambda x, **of: ps.sample(jax.random.key(0), x, **of),
+    "topk_log": lambda x, **of: ps.fused_topk(x, 40, log=True, **of),
+}
+
+
+@each(op=MERGED, layout=["line", "spread"], rows=[13, 40], dtype=(F32, BF16), fast=1, most=6)
+def many_devices(op, layout, rows, dtype):
     """With more devices than one all-gather is for, each merges its share of the rows; the results are the same."""
-    at, x = split("line", "shard_map"), logits(dtype)
-    f = (lambda x, **of: ps.token_stats(x, **of)[1:]) if op == "token_stats" else functools.partial(ours, op)
+    at, x = split(layout, "shard_map"), logits(dtype)[-rows:]
     mapped = jax.shard_map(
-        functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=P(*at.spec), out_specs=P()
-    )
+        functools.partial(MERGED[op], axis_name=at.axis_name),
+        mesh=at.mesh, in_specs=P(*at.spec), out_specs=P(),
+    )  # fmt: skip
     few, sent_by_few = execute(mapped, at.place(x))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh_types, "GATHERED_DEVICES", 1)
@@ -1166,10 +1174,11 @@ def many_devices(op, dtype):
         # the order of a sum is XLA's choice; indices are integers, and equal
         rtol = 4e-7 if want.dtype.itemsize >= 4 else 2**-7
         np.testing.assert_allclose(np.asarray(got, "float64"), np.asarray(want, "float64"), rtol=rtol)
-    assert [c.kind for c in sent_by_few] == ["all-gather"]
-    assert sorted(c.kind for c in sent) == ["all-gather", "all-to-all"]
+    steps = sum(at.mesh.shape[name] > 1 for name in at.row)  # one mesh axis after the other
+    assert [c.kind for c in sent_by_few if c.group > 1] == ["all-gather"] * steps
+    assert sorted(c.kind for c in sent if c.group > 1) == ["all-gather"] * steps + ["all-to-all"] * steps
     # a device gathers the results, and no longer the numbers of all devices; of 2 devices, these are as many
-    if jax.device_count() >= 8:
+    if jax.device_count() >= 8 and layout == "line":
         assert sum(c.received for c in sent) < sum(c.received for c in sent_by_few)
 
 
@@ -1229,21 +1238,32 @@ FUNCTIONS = {
 } | SHARDS
 
 
-@each(name=FUNCTIONS, fast=2)
-def vmap_along_an_explicit_axis(name):
+VMAPS = {
+    "once": (jax.vmap, THREE, P("b", None, "v")),
+    "twice": (lambda f: jax.vmap(jax.vmap(f)), THREE.reshape(2, 4, 4, V), P("b", "v")),
+    "named": (functools.partial(jax.vmap, spmd_axis_name="b"), THREE, P("b", None, "v")),
+    "rows": (jax.vmap, THREE, P("b", "v")),
+}
+
+
+@each(name=FUNCTIONS, form=VMAPS, fast=2, most=20)
+def vmap_along_an_explicit_axis(name, form):
     """Results and gradients agree with one device, and devices still divide the slices."""
+    vmap, x, spec = VMAPS[form]
 
     def total(x):
         return sum(jnp.sum(a) for a in jax.tree.leaves(FUNCTIONS[name](x)) if a.dtype == jnp.float32)
 
-    spec = P("b") if name.startswith("linear") else P("b", None, "v")
-    placed = jax.device_put(THREE, NamedSharding(mesh("explicit"), spec))
+    if name.startswith("linear"):  # a slice is x and w at once
+        spec = P(*spec[: x.ndim - 2])
+    placed = jax.device_put(x, NamedSharding(mesh("explicit"), spec))
     has_gradient = name not in ("verify", "sample", "linear_topk")
     for f in [FUNCTIONS[name], *[jax.grad(total)] * has_gradient]:
         with jax.set_mesh(mesh("explicit")):  # JAX needs it under vmap
-            got = jax.jit(jax.vmap(f))(placed)
-        assert_all_close(got, jax.jit(jax.vmap(f))(THREE))
-        assert {jax.typeof(a).sharding.spec[0] for a in jax.tree.leaves(got)} == {"b"}
+            got = jax.jit(vmap(f))(placed)
+        assert_all_close(got, jax.jit(vmap(f))(x))
+        for a in jax.tree.leaves(got):
+            assert jax.typeof(a).sharding.spec[: x.ndim - 2] == spec[: x.ndim - 2]
 
 
 @each(name=FUNCTIONS, batch=["r"], fast=1)

@@ -188,33 +188,33 @@ def _varying_axes(x: Any) -> frozenset[str]:
 GATHERED_DEVICES = 8
 
 
-def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple[jax.Array, ...], own: Any) -> Any:
+def merge_over(
+    axes: tuple[str, ...], merge: Callable, parts: tuple, own: Any, partly: Callable | None = None
+) -> Any:
     """Returns merge(gathered, own): each device's numbers of a row, merged to results of the whole row.
 
-    With more than `GATHERED_DEVICES` devices, each device merges its share of the rows, and the results are gathered.
-    So the bytes that a device receives do not grow with the number of devices.
+    It merges over one mesh axis after the other, the last one first. Along an axis of more than `GATHERED_DEVICES`
+    devices, each device merges its share of the rows, and the results are gathered. So the bytes that a device receives
+    do not grow with the number of devices.
 
     Args:
       axes: the mesh axes that each row is spread over.
       merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
       parts: this device's numbers, (..., n) each.
       own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices; None stays.
+      partly: merges over all axes but the first, to numbers like `parts`; None for `merge`.
     """
-    batch, devices = parts[0].shape[:-1], lax.axis_size(axes)
-    rows = math.prod(batch)
-    if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows % devices:
-        return merge(gather(parts, axes), own)
+    for axis in axes[:0:-1]:
+        parts = tuple(merge_over((axis,), partly or merge, parts, own))
+    rows, devices = math.prod(parts[0].shape[:-1]), lax.axis_size(axes[0])
+    # of one or two rows, an exchange sends no less
+    if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows <= 2:
+        return merge(gather(parts, axes[0]), own)
 
-    def share(a):  # this device's rows; a number for all rows stays
-        if a.size == a.shape[-1]:
-            return a.reshape(1, -1)
-        size = rows // devices
-        return lax.dynamic_slice_in_dim(a.reshape(rows, -1), lax.axis_index(axes) * size, size)
+    def merged(words, own):
+        return merge(_unpack(words.reshape(len(words), devices, -1), parts), own)
 
-    words = _pack(tuple(a.reshape(rows, -1) for a in parts))
-    words = lax.all_to_all(words.reshape(devices, rows // devices, -1), axes, 0, 0)
-    results = merge(_unpack(jnp.moveaxis(words, 0, -2), parts), jax.tree.map(share, own))
-    return _gather_rows(results, axes, batch)
+    return on_whole_rows(axes[:1], merged, _pack(parts), own)
 
 
 def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own: Any) -> Any:
@@ -260,12 +260,11 @@ def _gather_rows(results: Any, axes: tuple[str, ...], batch: tuple[int, ...]) ->
     return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, tuple(leaves))])
 
 
-def gather(parts: tuple[jax.Array, ...], mesh_axes: str | tuple[str, ...]) -> list[jax.Array]:
-    """Gathers arrays (..., n) over mesh axes, to (..., devices * n) each, by one all-gather of their bits."""
-    axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-    to = "invarying" if is_tracked(axes) else "varying"
+def gather(parts: tuple[jax.Array, ...], axis: str) -> list[jax.Array]:
+    """Gathers arrays (..., n) over a mesh axis, to (..., devices * n) each, by one all-gather of their bits."""
+    to = "invarying" if is_tracked((axis,)) else "varying"
     # tiled, because JAX cannot lower the other form with symbolic dimensions
-    words = lax.all_gather(_pack(parts)[None], axes, tiled=True, to=to)
+    words = lax.all_gather(_pack(parts)[None], axis, tiled=True, to=to)
     return _unpack(jnp.moveaxis(words, 0, -2), parts)
 
 

@@ -18,6 +18,7 @@ from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotange
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.mesh import given_specs, lay_out_arrays
 from pallas_softmax._src.linear.vmap import as_tokens
 
 # Any: pyright does not see what the functions return
@@ -93,18 +94,24 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted."""
+    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted.
+
+    `given` has the specs of x, w and bias before they were gathered, if types say how they are sharded.
+    """
 
     arguments: tuple
     statistics: Statistics
     with_dw: bool = dataclasses.field(metadata={"static": True})
     with_dprobs: bool = dataclasses.field(metadata={"static": True})
+    given: Any = dataclasses.field(metadata={"static": True})
 
 
 def _per_token_forward(static: Static, *primals):
-    (x, w, bias, tokens), with_dw = _arrays(static, *primals)
-    statistics = static.run(static.forward, x, w, bias, tokens)
-    saved = _Saved((x, w, bias, tokens), statistics, with_dw, _probs_perturbed(*primals))
+    arrays, with_dw = _arrays(static, *primals)
+    given = given_specs(*arrays[:3])
+    arrays = lay_out_arrays(arrays, static.head, gathered=True)  # once, for both passes
+    tokens, statistics = arrays[3], static.run(static.forward, *arrays)
+    saved = _Saved(arrays, statistics, with_dw, _probs_perturbed(*primals), given)
     return _values(static, statistics, tokens), saved
 
 
@@ -125,7 +132,7 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
         each = [g[..., None] for g in vary_together(-dlog_prob, dentropy, dlogsumexp)]
         weights = jnp.concatenate(each, -1)
     arrays = (*saved.arguments, weights, saved.statistics)
-    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw)
+    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
     dtokens = None
     if saved.with_dprobs:
         tokens = saved.arguments[3]

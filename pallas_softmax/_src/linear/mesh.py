@@ -59,7 +59,10 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     Args:
       choice: the call and its implementations.
       arrays: x, w, bias, and arrays with one number per token, in the shape of the tokens.
-      keywords: the static arguments.
+      keywords: the static arguments; and, where given, two of this file:
+        slices: the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
+          array has a leading dimension for the vmap. All results have one.
+        given: the specs of x, w and bias before they were gathered; None if they were not.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
         return _on_shard(choice, arrays, keywords, _Layout(columns=choice.call.mesh_axes))
@@ -75,24 +78,37 @@ def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Di
     """Returns the dimensions of the arguments and results of a call."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     results = jax.eval_shape(lambda *arrays: _whole(choice, arrays, keywords), *shapes)
-    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results)
+    options = keywords.get("slices", ()), keywords.get("given")
+    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
 
 
-def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
-    """Returns the arrays, sharded as an operation takes them, if their types say how they are sharded.
+def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
+    """Returns the arrays with shardings that fit together, if their types say how they are sharded.
+
+    x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
+    sharded as an operation takes them.
 
     Args:
       arrays: x, w, bias, and arrays with one number per token; None stays.
       head: the projection.
+      gathered: whether x, w and bias are sharded as an operation takes them, too.
     """
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     dimensions = _DimensionsOfProjection.of(PROJECTION, arrays, head, ())
-    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding.spec for a in leaves], mesh.shape)
+    given = [jax.typeof(a).sharding.spec for a in leaves]
+    _, as_taken, as_gradients = dimensions.specs(given, mesh.shape, dimensions.arguments)
+    specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
+
+
+def given_specs(*arrays: Any) -> tuple[P, ...] | None:
+    """Returns the specs of arrays, if their types say how they are sharded; None stays out."""
+    leaves = jax.tree.leaves(arrays)
+    return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
 
 class _Layout(NamedTuple):
@@ -103,15 +119,35 @@ class _Layout(NamedTuple):
       columns: they divide the columns.
       dx: for each dimension of the tokens, the axes of `columns` that divide dx, but not x.
       dw: the axes that divide D in dw, but not in w.
+      dv: the axes of `tokens` that divide the columns in dw and dbias, but not in w and bias.
     """
 
     tokens: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     dx: tuple[tuple[str, ...], ...] = ()
     dw: tuple[str, ...] = ()
+    dv: tuple[str, ...] = ()
 
 
 def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
+    """Runs the operation on one device's shards. Under vmaps, it runs slice by slice."""
+    own = {name: value for name, value in keywords.items() if name not in ("slices", "given")}
+
+    def run(arrays, vmaps):
+        if not vmaps:
+            return _slice_on_shard(choice, arrays, own, layout)
+        leaves, tree = jax.tree.flatten(arrays)
+
+        def step(slices):
+            each = iter(slices)
+            return run(tree.unflatten([next(each) if b else a for a, b in zip(leaves, vmaps[0])]), vmaps[1:])
+
+        return lax.map(step, [a for a, b in zip(leaves, vmaps[0]) if b])
+
+    return run(arrays, keywords.get("slices", ()))
+
+
+def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes.
 
     Args:
@@ -153,10 +189,11 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
         return jnp.where(condition, gradient, 0)
 
     dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
-    dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, zero_unless_finite)
-    if bias is not None and layout.tokens:
-        dbias = lax.psum(dbias, layout.tokens).astype(bias.dtype)
-    return *jax.tree.map(unflattened, statistics), dx, dw, zero_unless_finite(dbias)
+    v = 0 if keywords["head"].transpose_w else 1
+    dw = _sum_over_tokens(dw, w.dtype, layout, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
+    if bias is not None:
+        dbias = _sum_over_tokens(dbias, bias.dtype, layout, {0: layout.dv}, zero_unless_finite)
+    return *jax.tree.map(unflattened, statistics), dx, dw, dbias
 
 
 def _is_finite(
@@ -192,24 +229,27 @@ def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     return dx
 
 
-def _sum_dw(dw: jax.Array, dtype, layout: _Layout, depth: int, change: Callable) -> jax.Array:
-    """Returns a device's part of the sum of dw over the devices that hold tokens, rounded to the dtype.
+def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, change: Callable) -> jax.Array:
+    """Returns a device's part of the sum of dw or dbias over the devices that hold tokens, rounded to the dtype.
 
     Args:
-      dw: the device's part of the sum, float32 if there are several devices.
-      dtype: the dtype of w.
+      part: what the device adds to the sum, float32 if there are several devices.
+      dtype: the dtype of w or bias.
       layout: the mesh axes.
-      depth: the dimension of dw that is D.
+      divided: for each dimension, the mesh axes that divide the sum, but not `part`.
       change: maps each element of the sum, before it is rounded.
     """
-    for axis in layout.dw:
-        if axis in layout.tokens:
-            dw = lax.psum_scatter(dw, axis, scatter_dimension=depth, tiled=True)
-        else:
-            size = dw.shape[depth] // lax.axis_size(axis)
-            dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(axis) * size, size, depth)
-    others = tuple(axis for axis in layout.tokens if axis not in layout.dw)
-    return rounded_sum(dw, dtype, others, change) if others else change(dw).astype(dtype)
+    scattered = set()
+    for dimension, axes in divided.items():
+        for axis in axes:
+            if axis in layout.tokens:
+                part = lax.psum_scatter(part, axis, scatter_dimension=dimension, tiled=True)
+                scattered.add(axis)
+            else:
+                size = part.shape[dimension] // lax.axis_size(axis)
+                part = lax.dynamic_slice_in_dim(part, lax.axis_index(axis) * size, size, dimension)
+    others = tuple(axis for axis in layout.tokens if axis not in scattered)
+    return rounded_sum(part, dtype, others, change) if others else change(part).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,24 +257,31 @@ class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
-    dw along D where it does not divide dx. Several labels or winners per token add "k".
+    dw along D where it does not divide dx. Several labels or winners per token add "k", and vmaps "s0", "s1", ...
 
     Attributes:
       arguments: for each array, the names of its dimensions.
       results: for each result, the names of its dimensions.
       result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
       sizes: the size of each dimension, by name.
+      given: as for `over_mesh`.
     """
 
     arguments: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
     result_shapes: Any
     sizes: dict[str, int]
+    given: tuple[P, ...] | None = None
 
     @staticmethod
-    def of(op: Operation, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
+    def of(
+        op: Operation, arrays: tuple, head: Head, result_shapes: Any, slices: tuple = (), given=None
+    ) -> "_DimensionsOfProjection":
         """Returns the dimensions of the arguments and results of an operation."""
-        x, w, bias, *per_token = arrays
+        leaves, tree = jax.tree.flatten(arrays)
+        vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
+        of_slice = [jax.ShapeDtypeStruct(a.shape[len(of) :], a.dtype) for a, of in zip(leaves, vmaps)]
+        x, w, bias, *per_token = tree.unflatten(of_slice)
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         w_axes = ("v", "e") if head.transpose_w else ("e", "v")
         bias_axes = () if bias is None else (("v",),)
@@ -244,25 +291,43 @@ class _DimensionsOfProjection:
         per_token = jax.tree.leaves(per_token)
         token_results = results[: len(results) - gradients]
         sizes = dict(zip((*tokens, "d", "v", "e"), (*x.shape, head.vocab(w), x.shape[-1])))
-        for a in (*per_token, *token_results):
-            if a.ndim == x.ndim:
+        for a, n in [(a, 0) for a in per_token] + [(a, len(slices)) for a in token_results]:
+            if a.ndim - n == x.ndim:
                 sizes["k"] = a.shape[-1]
+        for a, names in zip(leaves, vmaps):
+            sizes |= zip(names, a.shape)
 
-        def axes_of(arrays: list) -> tuple[tuple[str, ...], ...]:
-            return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
+        def axes_of(arrays: list, n: int) -> tuple[tuple[str, ...], ...]:
+            return tuple((*tokens, "k") if a.ndim - n == x.ndim else tokens for a in arrays)
 
+        own = like_arguments + axes_of(per_token, 0)
+        own_results = axes_of(token_results, len(slices)) + like_arguments[:gradients]
         return _DimensionsOfProjection(
-            like_arguments + axes_of(per_token),
-            axes_of(token_results) + like_arguments[:gradients],
+            tuple(of + names for of, names in zip(vmaps, own, strict=True)),
+            tuple((*(f"s{i}" for i in range(len(slices))), *names) for names in own_results),
             result_shapes,
             sizes,
+            given,
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], _Layout]:
         """As `Dimensions` describes."""
-        tokens = [name for name in self.sizes if name[0] == "b"]
+        layout, arguments, results = self.specs(specs, mesh_sizes, self.results)
+        return arguments, results, layout
+
+    def specs(self, specs, mesh_sizes, results) -> tuple[_Layout, list[P], list[P]]:
+        """Returns the layout, and the specs of the arguments and of `results`.
+
+        Args:
+          specs, mesh_sizes: as for `lay_out`.
+          results: names like `self.results`. An array with D or V is a gradient.
+        """
+        if self.given:
+            own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
+            specs = [*own, *specs[len(own) :]]
+        slices, tokens = ([name for name in self.sizes if name[0] == first] for first in "sb")
         by_tokens, by_columns = (
-            self._axes(specs, mesh_sizes, order) for order in ([*tokens, "v"], ["v", *tokens])
+            self._axes(specs, mesh_sizes, [*slices, *order]) for order in ([*tokens, "v"], ["v", *tokens])
         )
 
         def devices(axes) -> int:
@@ -273,12 +338,16 @@ class _DimensionsOfProjection:
         w_elements = self.sizes["v"] // devices(by_tokens["v"])
         axes = by_columns if x_elements < w_elements else by_tokens
         dx = tuple(tuple(a for a in by_tokens[name] if a not in axes[name]) for name in tokens)
-        columns = axes["v"]
-        dw = self._free_axes(specs, mesh_sizes, "e", {*columns})
+        columns, of_tokens = axes["v"], sum((axes[name] for name in tokens), ())
+        dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
+        if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
+            dv = ()
+        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv}.union(*(axes[name] for name in slices)))
+        gradient_axes = axes | {"e": dw, "v": columns + dv}
+        gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
         arguments = [self._spec(own, axes) for own in self.arguments]
-        gradient_axes = axes | {"e": dw} | {name: axes[name] + more for name, more in zip(tokens, dx)}
-        results = [self._spec(own, gradient_axes if {"d", "e"} & {*own} else axes) for own in self.results]
-        return arguments, results, _Layout(sum((axes[name] for name in tokens), ()), columns, dx, dw)
+        results = [self._spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+        return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
 
     def _axes(self, specs, mesh_sizes, names: list[str]) -> dict[str, tuple[str, ...]]:
         """Returns the mesh axes of some dimensions. Earlier names keep the axes that they share with later ones."""

@@ -4,10 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_softmax._src.dispatch.mesh_types import reshard_along
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
@@ -25,7 +23,7 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
 
     If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
-    statistics or winners run slice by slice as well.
+    statistics or winners run slice by slice as well. A mesh divides slices as it divides tokens.
 
     `arrays` are x, w, bias, and arrays with one number per token.
 
@@ -33,7 +31,12 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
       NotImplementedError: a named implementation does not support the call.
     """
     choice.required_cuda()
+    with stage_constants():
+        once: Any = constant(arrays, _ONE_DERIVATIVE)
+        return _under_vmap(choice, static, once)
 
+
+def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
     @custom_vmap
     def call(*arrays):
         return over_mesh(choice, arrays, static)
@@ -42,28 +45,17 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     def _(axis_size, in_batched, *arrays):
         x, w, bias, *per_token = arrays
         x_batched, w_batched, bias_batched, *per_token_batched = in_batched
-        if choice.call.operation not in GRADIENTS and not any(jax.tree.leaves((w_batched, bias_batched))):
+        slices = static.get("slices", ())
+        if slices or choice.call.operation in GRADIENTS or any(jax.tree.leaves((w_batched, bias_batched))):
+            slices = tuple(jax.tree.leaves(in_batched)), *slices
+            out = _under_vmap(choice, static | {"slices": slices}, arrays)
+        else:
             x, *per_token = jax.tree.map(
                 lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
                 [x, *per_token],
                 [x_batched, *per_token_batched],
             )
             out = call(x, w, bias, *per_token)
-        else:
-            leaves, tree = jax.tree.flatten(arrays)
-            batched = jax.tree.leaves(in_batched)
-
-            def one(batched_slices):
-                slices = iter(batched_slices)
-                return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
-
-            slices = [a for a, b in zip(leaves, batched) if b]
-            # JAX cannot loop over slices that Explicit mesh axes divide, so each device computes all of them.
-            axes = next(filter(None, (jax.typeof(a).sharding.spec[0] for a in slices)), None)
-            out = lax.map(one, [reshard_along(a, 0, None) for a in slices])
-            out = jax.tree.map(lambda a: reshard_along(a, 0, axes), out)
         return out, jax.tree.map(lambda _: True, out)
 
-    with stage_constants():
-        once: Any = constant(arrays, _ONE_DERIVATIVE)
-        return call(*once)
+    return call(*arrays)

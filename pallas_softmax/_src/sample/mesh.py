@@ -22,13 +22,14 @@ from pallas_softmax._src.sample.rows import (
     as_float,
     cutoff_of,
     drawn_results,
+    is_greedy,
     positions,
     tempered,
     totals_of,
 )
 from pallas_softmax._src.sample.xla import Best, cutoff_among, draw_by_mass, sample_among, unless_complete
 from pallas_softmax._src.temperatures import Temperature
-from pallas_softmax._src.topk.mesh import wide_logits, winners_of_shard
+from pallas_softmax._src.topk.mesh import partial_merge, wide_logits, winners_of_shard
 from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
 
@@ -127,27 +128,34 @@ def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
     index = jnp.where(has_draw, start + drawn, NOWHERE)
 
     def merge(gathered, temperature):
-        noise, index, x, d = gathered
-        float_x = normalizers.to_float(x, (-1,))
-        m, total = normalizers.combine_parts(Normalizer(float_x, d), Temperature.of(temperature))
-        totals = totals_of(as_float(normalizers.largest(x)), m, total, temperature)
-        shards = split_if_few((noise, index, x, float_x))
+        noise, index, x, tops, d = gathered
+        parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
+        _, total = normalizers.combine_parts(parts, Temperature.of(temperature))
+        top = normalizers.largest(tops)
+        greedy, shards = is_greedy(as_float(top), temperature), split_if_few((noise, index, x))
 
-        def rank(noise, index, x, _):
-            perturbed = tempered(as_float(x), totals.top, temperature) + noise
+        def rank(noise, index, x):
+            perturbed = tempered(as_float(x), as_float(top), temperature) + noise
             perturbed = jnp.where(index == NOWHERE, -jnp.inf, perturbed)
-            return jnp.where(totals.greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
+            return jnp.where(greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
 
         ranks = [rank(*shard) for shard in shards]
         best = reduce_split(jnp.maximum, ranks)
-        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, *_) in zip(ranks, shards)]
+        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, _) in zip(ranks, shards)]
         index = reduce_split(jnp.minimum, firsts)
-        # An index is of one shard only. A row without a draw has no results, whatever its x.
-        xs = [jnp.where(first == index, x, -jnp.inf) for first, (*_, x) in zip(firsts, shards)]
-        cut = cutoff_of(best, index, total, totals)
-        return drawn_results(index, normalizers.largest(jnp.concatenate(xs, -1)), m, cut, temperature)
 
-    return merge_over(mesh_axes, merge, (noise, index, x, d), temperature)
+        def drawn(numbers):  # an index is of one shard only
+            lowest = lowest_value(numbers[0].dtype)
+            of_index = [jnp.where(first == index, a, lowest) for first, a in zip(firsts, numbers)]
+            return normalizers.largest(jnp.concatenate(of_index, -1))
+
+        noise, _, x = zip(*shards)
+        return drawn(noise), index, drawn(x), top, total
+
+    _, index, x, top, total = merge_over(mesh_axes, merge, (noise, index, x, x, d), temperature)
+    m, x = jnp.split(normalizers.to_float(jnp.concatenate([top, x], -1), (-1,)), 2, -1)
+    cut = cutoff_of(jnp.zeros_like(index), index, total, totals_of(as_float(top), m, total, temperature))
+    return drawn_results(index, x, m, cut, temperature)
 
 
 def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
@@ -165,7 +173,8 @@ def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
         won, index = (jnp.take_along_axis(a, position, -1) for a in (won, index))
         return won, index, m, total
 
-    won, index, m, total = merge_over(mesh_axes, merge, winners, temperature)
+    partly = partial_merge(n, where is not None)
+    won, index, m, total = merge_over(mesh_axes, merge, winners, temperature, partly)
     best = Best(won.astype(logits.dtype), None if where is None else index >= 0, jnp.maximum(index, ~index))
     top = logits_of(as_float(best.logits), best.where)[..., :1]
     return best, totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)

@@ -4,7 +4,6 @@ Each function runs on one device's shard, where the mesh axes are bound. `run_sh
 kernel of `logsumexp`, their shard step, on the shard.
 """
 
-import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
@@ -40,13 +39,14 @@ def _normalizer(run_shard, x, where, axes, mesh_axes) -> Normalizer:
 def combine_shards(local: Normalizer, mesh_axes, *others):
     """Returns the normalizer of each row, from the shards' normalizers, and the sums of `others` over the devices.
 
-    The numbers m and d of a shard and the `others` are arrays of one shape. One all-gather sends all of them.
+    The numbers m and d of a shard and the `others` are arrays of one shape. They are sent together.
     """
 
     def merge(gathered, _):
         m, d, *others = gathered
         sums = [jnp.sum(a, -1, keepdims=True) for a in others]
-        return normalizers.combine_parts(Normalizer(m, d)), *sums
+        return *normalizers.combine_parts(Normalizer(m, d)), *sums
 
     parts = tuple(a[..., None] for a in (*local, *others))
-    return jax.tree.map(lambda a: a[..., 0], merge_over(mesh_axes, merge, parts, None))
+    m, d, *sums = (a[..., 0] for a in merge_over(mesh_axes, merge, parts, None))
+    return Normalizer(m, d), *sums

@@ -1,4 +1,4 @@
-"""Token statistics of rows that are spread over a mesh: the devices exchange five numbers per row in one all-gather."""
+"""Token statistics of rows that are spread over a mesh: the devices exchange five numbers per row."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -61,8 +61,8 @@ def combine_shards(moments: Moments, label_logit, position, mesh_axes, temperatu
         total = normalizers.combine_lanes(
             parts, -1, lambda per_row: per_row[..., None], scale, normalizers.largest(parts.m)[..., 0]
         )
-        total = Moments(*(a[..., None] for a in total))
         first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
-        return total, jnp.sum(label_logits, -1, keepdims=True), first
+        return *(a[..., None] for a in total), jnp.sum(label_logits, -1, keepdims=True), first
 
-    return merge_over(mesh_axes, merge, (*moments, label_logit, position), temperature)
+    *total, label_logit, first = merge_over(mesh_axes, merge, (*moments, label_logit, position), temperature)
+    return Moments(*total), label_logit, first

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import gather, merge_over
+from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.masks import at, mask_at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.temperatures import Temperature
-from pallas_softmax._src.topk.xla import TopK, best_order, within
+from pallas_softmax._src.topk.xla import TopK, best_order, lowest_value, within
 
 
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
@@ -19,28 +19,25 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
     itself.
     """
-    won, position, *normalizer = winners_of_shard(
-        run_shard, None, logits, where, temperature, k, mesh_axes, scaled
-    )
-    lists = won, position, tuple(normalizer)
+    lists = winners_of_shard(run_shard, None, logits, where, temperature, k, mesh_axes, scaled=scaled)
     keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}
     return _merged(run_shard, merge, lists, where is not None, temperature, mesh_axes, **keywords)
 
 
-def winners_of_shard(run_shard, topk, logits, where, temperature, k, mesh_axes, scaled=True):
-    """Returns the winners of a shard, their positions in the whole row, `_marked`, and the shard's largest logit and d.
+def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_axes, *, scaled=True):
+    """Returns this device's k winners of each row, their positions in the row, and m and d of the shard.
 
-    `topk` is the operation that `run_shard` runs. Logits are `wide_logits`.
+    A mask makes positions `_marked`. `topk` is the operation, as for run_shard. m of integer logits is the largest one.
     """
     vocab = logits.shape[-1]
-    keywords = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
-    (_, indices), (top, d) = run_shard(topk, (logits, where, temperature), keywords)
+    static = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
+    (_, indices), (top, d) = run_shard(topk, (logits, where, temperature), static)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min)
+        top = largest_logit(logits, where)
     position = indices + lax.axis_index(mesh_axes) * vocab
     if where is not None:
         position = _marked(position, mask_at(where, logits, indices))
-    return wide_logits(at(logits, indices)), position, wide_logits(top), d
+    return wide_logits(at(logits, indices)), position, top, d
 
 
 def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):
@@ -55,39 +52,45 @@ def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh
     if masks:
         position = _marked(position, mask_at(within(where, lengths, operand), operand, indices))
     won = wide_logits(values)
-    winners, _ = _merged(
-        run_shard, merge, (won, position, ()), masks, None, mesh_axes, k=k, log=False, dtype=won.dtype
-    )
+    static = {"k": k, "log": False, "dtype": won.dtype}
+    winners, _ = _merged(run_shard, merge, (won, position), masks, None, mesh_axes, **static)
     return TopK(winners.values.astype(operand.dtype), winners.indices)
 
 
 def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keywords):
     """Returns the results of `merge`, the operation, for the lists of all devices.
 
-    A list is a device's winners, their positions in the row, `_marked` if there are `masks`, and the numbers of its
-    normalizer, or (). `keywords` are the static arguments of `merge`.
+    A list is a device's winners, their positions in the row, `_marked` if there are `masks`, and m and d of its
+    normalizer, if it has one. `keywords` are the static arguments of `merge`.
     """
-    won, position, normalizer = lists
-    divisor = Temperature.of(temperature) if normalizer and keywords["scaled"] else None
-    for mesh_axis in mesh_axes[:0:-1]:
-        won, position, *parts = gather((won, position, *normalizer), mesh_axis)
-        if normalizer:
-            tops, d = parts
-            _, d = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), divisor)
-            normalizer = normalizers.largest(tops), d
-        order = best_order(won, _kept(position, masks), min(keywords["k"], won.shape[-1]))
-        won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
-    list_length = won.shape[-1]
+    k = keywords["k"]
 
     def merged(gathered, temperature):
         won, position, *parts = gathered
         kept, position = _kept(position, masks), jnp.maximum(position, ~position) if masks else position
-        lists = won, kept, position, tuple(parts), temperature
-        if list_length < keywords["k"]:  # kernels merge lists of k winners only
-            return merge.plain(*lists, **keywords)
-        return run_shard(merge, lists, keywords)
+        arrays = won, kept, position, tuple(parts), temperature
+        if won.shape[-1] < k * lax.axis_size(mesh_axes[0]):  # kernels merge lists of k winners only
+            return merge.plain(*arrays, **keywords)
+        return run_shard(merge, arrays, keywords)
 
-    return merge_over(mesh_axes[:1], merged, (won, position, *normalizer), temperature)
+    partly = partial_merge(k, masks, scaled=keywords.get("scaled", True))
+    return merge_over(mesh_axes, merged, lists, temperature, partly)
+
+
+def partial_merge(k: int, masks: bool, *, scaled=True):
+    """Returns the function that merges gathered lists to lists of the k best, for `merge_over`."""
+
+    def merge(gathered, temperature):
+        won, position, *normalizer = gathered
+        if normalizer:
+            tops, d = normalizer
+            parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
+            divisor = Temperature.of(temperature) if scaled else None
+            normalizer = normalizers.largest(tops), normalizers.combine_parts(parts, divisor).d
+        order = best_order(won, _kept(position, masks), min(k, won.shape[-1]))
+        return *(jnp.take_along_axis(a, order, -1) for a in (won, position)), *normalizer
+
+    return merge
 
 
 def _marked(position, kept):
@@ -98,6 +101,12 @@ def _marked(position, kept):
 def _kept(position, masks: bool):
     """Returns which gathered winners are not masked; None without a mask."""
     return position >= 0 if masks else None
+
+
+def largest_logit(logits, where):
+    """Returns the largest logit of each row, as `wide_logits` returns it."""
+    x = wide_logits(logits)
+    return jnp.max(x, -1, keepdims=True, where=where, initial=lowest_value(x.dtype))
 
 
 def wide_logits(x):
