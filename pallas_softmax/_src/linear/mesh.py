@@ -2,7 +2,7 @@
 
     x       (..., D)           tokens over some mesh axes, as x or labels are sharded; D stays whole
     w       (D, V) or (V, D)   columns over other mesh axes, as w is sharded; D is gathered, as in fully sharded
-                               data parallelism
+                               data parallelism; a teacher's w likewise
 
 If tokens and columns share a mesh axis, as with sequence and tensor parallelism together, the smaller one of x
 and w is gathered over it. Devices exchange
@@ -33,7 +33,7 @@ from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symb
 from pallas_softmax._src.dispatch.partitioner import Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.linear.in_place import changed_if
-from pallas_softmax._src.linear.losses import Head, Statistics, token_losses, weighted_sum
+from pallas_softmax._src.linear.losses import Columns, Head, Statistics, bias_of, token_losses, weighted_sum
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 
@@ -154,8 +154,8 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
     dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
     dw = _sum_dw(dw, w.dtype, layout, 1 if keywords["head"].transpose_w else 0, zero_unless_finite)
-    if bias is not None and layout.tokens:
-        dbias = lax.psum(dbias, layout.tokens).astype(bias.dtype)
+    if dbias is not None and layout.tokens:
+        dbias = lax.psum(dbias, layout.tokens).astype(bias_of(bias).dtype)
     return *jax.tree.map(unflattened, statistics), dx, dw, zero_unless_finite(dbias)
 
 
@@ -217,7 +217,7 @@ class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
-    dw along D where it does not divide dx. Several labels or winners per token add "k".
+    dw along D where it does not divide dx. Several labels or winners per token add "k". So does a teacher: it is D'.
 
     Attributes:
       arguments: for each array, the names of its dimensions.
@@ -237,8 +237,12 @@ class _DimensionsOfProjection:
         x, w, bias, *per_token = arrays
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         w_axes = ("v", "e") if head.transpose_w else ("e", "v")
-        bias_axes = () if bias is None else (("v",),)
+        bias_axes = () if bias_of(bias) is None else (("v",),)
         like_arguments = ((*tokens, "d"), w_axes, *bias_axes)
+        teacher_axes: tuple[tuple[str, ...], ...] = ()
+        if isinstance(bias, Columns):
+            teacher_axes = (("v", "k") if head.transpose_w else ("k", "v"),)
+            teacher_axes += () if bias.teacher_bias is None else (("v",),)
         gradients = len(like_arguments) if op in GRADIENTS else 0
         results = jax.tree.leaves(result_shapes)
         per_token = jax.tree.leaves(per_token)
@@ -252,7 +256,7 @@ class _DimensionsOfProjection:
             return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
 
         return _DimensionsOfProjection(
-            like_arguments + axes_of(per_token),
+            like_arguments + teacher_axes + axes_of(per_token),
             axes_of(token_results) + like_arguments[:gradients],
             result_shapes,
             sizes,
