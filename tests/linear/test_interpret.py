@@ -9,7 +9,7 @@ import pytest
 
 from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
-from tests.support import linear, twins
+from tests.support import divergence, linear, twins
 from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
@@ -168,3 +168,23 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
     monkeypatch.setattr(product, "CTAS", 2)
     operations = mosaic_gpu.OPERATIONS
     linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
+    [
+        (9, 64, 320, "bfloat16", "bfloat16", 0, False, 2**29, {}),
+        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
+        (9, 64, 264, "float16", "float32", 1, False, 2**29, {}),
+    ],
+)
+def test_interpreted_divergence(
+    n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options, monkeypatch
+):
+    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
+    monkeypatch.setattr(product, "CTAS", 2)
+    divergence.assert_operations(
+        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, **options
+    )

@@ -29,6 +29,8 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     """The `logits` of `ChunkFunctions`."""
     z = logits(x, w, bias, tokens, head=head)
+    if head.columns is not None:
+        z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
     m, d = normalizers.reduce(z, (1,), chunk=z.shape[1])
     return z, Normalizer(m[:, 0], d[:, 0])
 
