@@ -165,7 +165,7 @@ def broadcast(name):
     return [of for of, a in CALLS[name][2].items() if a.shape[:1] == BATCH[:1] and of not in SHAPED]
 
 
-SHAPED = ("key", "labels", "draft_tokens", "draft_log_probs", *calls.LOGITS)
+SHAPED = ("key", "labels", "draft_tokens", "draft_log_probs", "teacher_x", *calls.LOGITS)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,8 @@ def linear_kl_divergence(
       temperature: number from 1e-37 to 1e37, or one per token. It divides the logits of both, after the softcap. The
         result is not multiplied by its square. A traced one out of range gives NaN. It has no gradient: asking for one
         raises NotImplementedError.
-      bias, teacher_bias: (V,), of a floating dtype. A bias of -inf masks a column.
+      bias: (V,), of a floating dtype, the student's. A bias of -inf masks a column.
+      teacher_bias: the same of the teacher.
       teacher_softcap: the softcap of the teacher.
       workspace_bytes: the bound, in bytes, on the logits of both that are stored at a time. Kernels that compute the
         gradient of a bfloat16 `w` store more, as for `linear_cross_entropy`.
