@@ -127,7 +127,8 @@ def _plain(x: jax.Array, w: jax.Array, labels: Any, dtype: Any, stats: bool = Fa
     """
     z = _logits(x, w, dtype)
     if isinstance(labels, tuple):
-        return _divergence(z, _logits(*labels, dtype), beta)
+        teacher_x, teacher_w = labels
+        return _divergence(z, _logits(teacher_x, teacher_w, dtype), beta)
     logsumexp = jax.nn.logsumexp(z, -1)
     losses = logsumexp - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
     if not stats:

@@ -99,8 +99,8 @@ def statistics(layer: Any, x, tokens: Tokens, empty: Statistics) -> Statistics:
     """Returns the statistics of whole rows; `empty` has their shapes and types."""
 
     def step(chunk: Chunk, found: Statistics) -> Statistics:
-        _, statistics = _pass(layer, *chunk.slice((x, tokens)), None)
-        return chunk.put(found, statistics)
+        x_rows, token_rows = chunk.slice((x, tokens))
+        return chunk.put(found, _stored_logits(layer, x_rows, token_rows, None)[1])
 
     return over_chunks(x.shape[0], _rows(layer, x), step, empty)
 
@@ -125,8 +125,8 @@ def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, e
     def step(chunk: Chunk, carry):
         found, dz = carry
         x_rows, token_rows, weight_rows, known_rows = chunk.slice((x, tokens, weights, known))
-        logits, statistics = _pass(layer, x_rows, token_rows, known_rows)
-        # Otherwise XLA may store parts of the formulas that both passes share, in float32.
+        logits, statistics = _stored_logits(layer, x_rows, token_rows, known_rows)
+        # Otherwise XLA may store arrays that the sums and dz share, such as exponentials in float32.
         logits = lax.optimization_barrier(logits)
         part = _dz(layer, logits, statistics, token_rows, weight_rows).astype(x.dtype)
         dz = part if dz is None else lax.dynamic_update_slice_in_dim(dz, part, chunk.start, 0)
@@ -140,8 +140,8 @@ def _rows(layer: Any, x) -> int:
     return chunk_rows(x.shape[0], layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
 
 
-def _pass(layer: Any, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
-    """Returns z, log_p and log_q of some rows, and their statistics, known or computed."""
+def _stored_logits(layer: Any, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
+    """Returns z and u of some rows, and their statistics, known or computed."""
     head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)
@@ -149,21 +149,17 @@ def _pass(layer: Any, x, tokens: Tokens, known: Statistics | None) -> tuple[tupl
     u, teacher = jax.tree.map(lambda a: a.astype(z.dtype), (u, teacher))
     z, u, student, teacher = vary_together(z, u, student, teacher, x, layer.w)[:4]
     if known is not None:
-        assert known.divergence is not None
-        student, teacher = known.normalizer, known.divergence.teacher
-    elif mesh_axes:
+        return (z, u), known
+    if mesh_axes:
         pairs = Normalizer(*map(jnp.stack, zip(student, teacher)))
         merged = combine_shards(pairs, mesh_axes)[0]
         student, teacher = (jax.tree.map(lambda a, i=i: a[i], merged) for i in range(2))
-    log_q, log_p = _log_softmax(z, student), _log_softmax(u, teacher)
-    if known is not None:
-        return (z, log_p, log_q), known
-    sums = tuple(jnp.sum(a, 1) for a in terms(log_p, log_q, head.beta))
+    arrays = terms(_log_softmax(u, teacher), _log_softmax(z, student), head.beta)
+    sums = tuple(jnp.sum(a, 1) for a in arrays)
     sums = lax.psum(sums, mesh_axes) if mesh_axes else sums
-    found = Statistics(
-        student, jnp.zeros_like(student.d), None, divergence=Divergence(teacher, sums[0], sums[-1])
-    )
-    return (z, log_p, log_q), layer.vary_statistics(found, x, tokens)
+    divergence = Divergence(teacher, sums[0], sums[-1])
+    found = Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
+    return (z, u), layer.vary_statistics(found, x, tokens)
 
 
 def _log_softmax(z, normalizer: Normalizer):
@@ -173,9 +169,10 @@ def _log_softmax(z, normalizer: Normalizer):
 
 def _dz(layer: Any, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
     """Returns the gradient of sum(weights * divergences) in the raw logits, 0 in rows of weight 0."""
-    z, log_p, log_q = logits
-    assert statistics.divergence is not None
-    dz = slopes(log_p, log_q, statistics.divergence.student[:, None], layer.head.beta)
+    (z, u), known = logits, statistics.divergence
+    assert known is not None
+    log_p, log_q = _log_softmax(u, known.teacher), _log_softmax(z, statistics.normalizer)
+    dz = slopes(log_p, log_q, known.student[:, None], layer.head.beta)
     factor = weights if tokens.temperature is None else weights / tokens.divisor
     dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
     return jnp.where(formulas.is_weightless(weights)[:, None], 0, dz)
