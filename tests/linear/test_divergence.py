@@ -242,7 +242,9 @@ def test_memory_in_addition_to_dw(beta, reduction):
         lambda *arrays: jnp.sum(ps.linear_kl_divergence(*arrays, beta=beta, reduction=reduction)), (0, 1)
     )
     program = compiled(f, x, w, teacher_x, teacher_w)
-    assert program.memory_analysis().temp_size_in_bytes - 4 * 4096 * 128256 <= 0.6 * 2**30
+    # jax 0.10 drops the barrier between the two passes on a CPU
+    limit = 0.6 if jax.__version_info__ >= (0, 11) else 0.8
+    assert program.memory_analysis().temp_size_in_bytes - 4 * 4096 * 128256 <= limit * 2**30
     assert program.as_text().count(" dot(") == (8 if reduction else 10)  # first chunk and loop
 
 

@@ -56,7 +56,7 @@ def assert_operations(
     (x, w), teacher, bias, teacher_bias = arrays(
         n, depth, vocab, dtype, teacher_dtype=teacher_dtype, transpose_w=transpose_w
     )
-    head = Head(transpose_w, softcap, beta=beta, teacher=Head(transpose_w, None))
+    head = Head(transpose_w, softcap, beta=beta, teacher=Head(transpose_w, None, "highest"))
     static = {"head": head, "workspace_bytes": workspace_bytes}
     weights = np.linspace(-1, 2, n, dtype="float32") * (np.arange(n) % 5 != 1)
     t = None if temperature is None else jnp.linspace(temperature, 2, n)
