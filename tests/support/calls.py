@@ -95,7 +95,7 @@ FUNCTIONS = {
     ),
     "linear_kl_divergence": (
         ps.linear_kl_divergence,
-        {"beta": 0.3, "teacher_softcap": 20},
+        {"teacher_softcap": 20},
         HEAD | TEACHER | {"token_weights": TEMPERATURE - 1},
         "x w bias token_weights",
     ),
@@ -122,7 +122,7 @@ CALLS = FUNCTIONS | {
     ),
     "linear_kl_divergence, none": (
         ps.linear_kl_divergence,
-        {"reduction": None, "workspace_bytes": 1},
+        {"beta": 0.3, "reduction": None, "workspace_bytes": 1},
         {of: a for of, a in (HEAD | TEACHER).items() if of != "temperature"},
         "x w bias",
     ),
