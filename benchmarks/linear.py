@@ -21,6 +21,10 @@ The other torch contenders have no entropy. Two yardsticks compute less, and are
 logsumexp     linear_logsumexp, to compare forwards with
 log_probs     linear_log_probs, to compare gradients with
 
+With --function=kl_divergence the contenders compute the divergence --beta from a teacher of width --teacher_width.
+torch's contenders have none. matmul is the student's projection, so a mean with gradients computes 4 products if the
+teacher is as wide.
+
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
 products    The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
@@ -90,16 +94,41 @@ class Loss:
     direction: str  # forward or both
     w_shape: str = "DxV"
     workspace_mib: int = 512
-    function: str = "cross_entropy"  # or token_stats
+    function: str = "cross_entropy"  # or token_stats, kl_divergence
+    teacher_width: int = 0  # kl_divergence only
+    beta: float = 0.0
 
     @property
     def stats(self) -> bool:
         return self.function == "token_stats"
 
 
-def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any, stats: bool = False) -> jax.Array:
-    """Returns one loss per token, or what `_stacked` returns. The logits are in memory, in `dtype`."""
-    z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
+def _logits(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
+
+
+def _divergence(z: jax.Array, u: jax.Array, beta: float) -> jax.Array:
+    """Returns the divergence of each row of a student's logits z from a teacher's logits u."""
+    log_q, log_p = jax.nn.log_softmax(z), jax.nn.log_softmax(u)
+
+    def kl(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.exp(log_a) * (log_a - log_b), -1)
+
+    if beta in (0, 1):
+        return kl(log_q, log_p) if beta else kl(log_p, log_q)
+    log_m = jnp.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
+    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+
+
+def _plain(x: jax.Array, w: jax.Array, labels: Any, dtype: Any, stats: bool = False, beta=0.0) -> jax.Array:
+    """Returns one loss per token, or what `_stacked` returns. The logits are in memory, in `dtype`.
+
+    For a divergence, `labels` are teacher_x and teacher_w.
+    """
+    z = _logits(x, w, dtype)
+    if isinstance(labels, tuple):
+        teacher_x, teacher_w = labels
+        return _divergence(z, _logits(teacher_x, teacher_w, dtype), beta)
     logsumexp = jax.nn.logsumexp(z, -1)
     losses = logsumexp - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
     if not stats:
@@ -113,20 +142,22 @@ def _stacked(log_probs: Any, entropy: jax.Array, logsumexp: jax.Array, argmax: j
     return jnp.stack([-log_probs, entropy, logsumexp, argmax.astype(jnp.float32)], -1)
 
 
-def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array, stats: bool) -> jax.Array:
+def _scanned(x: jax.Array, w: jax.Array, labels: Any, stats: bool, beta: float) -> jax.Array:
     """Returns what `_plain` returns, from float32 logits of a few tokens at a time. dw is summed in float32."""
     wide = w.astype(jnp.float32)
+    of_tokens, *teacher_w = labels if isinstance(labels, tuple) else (labels,)
 
     @jax.checkpoint
     def step(tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _plain(tokens[0], wide.astype(w.dtype), tokens[1], jnp.float32, stats)
+        others = (tokens[1], *teacher_w) if teacher_w else tokens[1]
+        return _plain(tokens[0], wide.astype(w.dtype), others, jnp.float32, stats, beta)
 
     size = min(_SCANNED, len(x))
     whole = len(x) // size * size
-    parts = x[:whole].reshape(-1, size, x.shape[1]), labels[:whole].reshape(-1, size)
+    parts = tuple(a[:whole].reshape(-1, size, *a.shape[1:]) for a in (x, of_tokens))
     losses = lax.map(step, parts)
     losses = losses.reshape(whole, *losses.shape[2:])
-    return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], labels[whole:]))])
+    return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], of_tokens[whole:]))])
 
 
 def _losses(contender: str, loss: Loss) -> Callable:
@@ -134,12 +165,14 @@ def _losses(contender: str, loss: Loss) -> Callable:
     mean = jnp.mean if loss.reduction == "mean" else lambda losses: losses
     transposed = loss.w_shape == "VxD"
     columns = (lambda w: w.T) if transposed else (lambda w: w)
+    if loss.function == "kl_divergence" and contender not in ("matmul", "logsumexp", "log_probs"):
+        return _divergences(contender, loss, mean, columns)
     options: dict[str, Any] = {"transpose_w": transposed, "workspace_bytes": loss.workspace_mib * 2**20}
     match contender:
         case "matmul":
             return lambda x, w, labels: x @ columns(w)
         case "jax_scan":
-            return lambda x, w, labels: mean(_scanned(x, columns(w), labels, loss.stats))
+            return lambda x, w, labels: mean(_scanned(x, columns(w), labels, loss.stats, 0.0))
         case "jax_float32":
             return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32, loss.stats))
         case "jax_inexact":
@@ -153,6 +186,32 @@ def _losses(contender: str, loss: Loss) -> Callable:
         return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options)[:4])
     reduction = "mean" if loss.reduction == "mean" else None
     return functools.partial(pallas_softmax.linear_cross_entropy, reduction=reduction, **options)
+
+
+def _divergences(contender: str, loss: Loss, mean: Callable, columns: Callable) -> Callable:
+    """Does what `_losses` does, for a divergence: the function takes (teacher_x, teacher_w) in place of labels."""
+
+    def stored(x: jax.Array, w: jax.Array, teacher: tuple, dtype: Any) -> jax.Array:
+        return mean(_plain(x, columns(w), (teacher[0], columns(teacher[1])), dtype, beta=loss.beta))
+
+    match contender:
+        case "jax_scan":
+            return lambda x, w, teacher: mean(
+                _scanned(x, columns(w), (teacher[0], columns(teacher[1])), False, loss.beta)
+            )
+        case "jax_float32":
+            return functools.partial(stored, dtype=jnp.float32)
+        case "jax_inexact":
+            return lambda x, w, teacher: stored(x, w, teacher, x.dtype)
+    ours = functools.partial(
+        pallas_softmax.linear_kl_divergence,
+        beta=loss.beta,
+        reduction="mean" if loss.reduction == "mean" else None,
+        transpose_w=loss.w_shape == "VxD",
+        workspace_bytes=loss.workspace_mib * 2**20,
+        implementation=named(contender),
+    )
+    return lambda x, w, teacher: ours(x, w, *teacher)
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
@@ -187,6 +246,8 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
     import torch  # pyright: ignore[reportMissingImports]
 
     reduction = loss.reduction
+    if loss.function == "kl_divergence":
+        raise NotImplementedError(f"{contender} has no divergence")
     if loss.stats and contender != "liger":
         raise NotImplementedError(f"{contender} has no entropy")
     match contender:
@@ -241,12 +302,12 @@ def _quack(scaled_exp: bool, reduction: str) -> Callable:
 def _torch_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a torch contender on the JAX arrays' memory, and records torch's peak memory."""
     torch, wait = torch_and_wait()
+    function = _torch_losses(record.contender, record.case)
     x, w, labels = map(torch.from_dlpack, arrays)
     transposed = record.case.w_shape == "VxD"
     labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
     if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
-    function = _torch_losses(record.contender, record.case)
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
@@ -277,13 +338,14 @@ def make_losses(chosen: Any) -> list[Loss]:
     A forward has one reduction only, because a mean and one loss per token cost the same. Statistics are per token.
     """
     return [
-        Loss(tokens, head, dtype, reduction, direction, w_shape, workspace, function)
+        Loss(tokens, head, dtype, reduction, direction, w_shape, workspace, function, *teacher)
         for function in chosen.function
         for head in chosen.head
         for tokens in chosen.batch
         for dtype in chosen.dtype
         for w_shape in chosen.w_shape
         for workspace in chosen.workspace_mib
+        for teacher in _teachers(function, head, chosen)
         for reductions in [("none",) if function == "token_stats" else chosen.reduction]
         for reduction in reductions
         for direction in chosen.direction
@@ -291,12 +353,29 @@ def make_losses(chosen: Any) -> list[Loss]:
     ]
 
 
-def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _teachers(function: str, head: str, chosen: Any) -> list[tuple[int, float]]:
+    """Returns the teacher's width and beta of each divergence; one pair for another function."""
+    if function != "kl_divergence":
+        return [(0, 0.0)]
+    return [
+        (width or HEADS[head][0], float(beta))
+        for width in chosen.teacher_width or (0,)
+        for beta in chosen.beta
+    ]
+
+
+def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, Any]:
     width, vocab = HEADS[loss.head]
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x = jax.random.normal(keys[0], (loss.tokens, width), loss.dtype)
-    w = jax.random.normal(keys[1], (width, vocab), loss.dtype) * jnp.asarray(2 * width**-0.5, loss.dtype)
-    w = w.T if loss.w_shape == "VxD" else w
+    keys = jax.random.split(jax.random.key(seed), 5)
+
+    def projection(keys: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        x = jax.random.normal(keys[0], (loss.tokens, width), loss.dtype)
+        w = jax.random.normal(keys[1], (width, vocab), loss.dtype) * jnp.asarray(2 * width**-0.5, loss.dtype)
+        return x, w.T if loss.w_shape == "VxD" else w
+
+    x, w = projection(keys[:2], width)
+    if loss.function == "kl_divergence":
+        return x, w, projection(keys[3:], loss.teacher_width)
     return x, w, jax.random.randint(keys[2], (loss.tokens,), 0, vocab)
 
 
@@ -371,6 +450,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
         width, vocab = HEADS[loss["head"]]
         size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
+        if loss.get("function") == "kl_divergence":
+            size += f", teacher of {loss.teacher_width:,}, beta = {loss.beta:g}"
         size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
         workspace = loss.get("workspace_mib", 512)
         size += f", {workspace:,} MiB" * (workspace != 512)
@@ -499,8 +580,13 @@ def define_flags() -> None:
     )
     flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
     flags.define_list("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB.")
-    functions = flags.words(("cross_entropy", "token_stats"))
+    functions = flags.words(("cross_entropy", "token_stats", "kl_divergence"))
     flags.define_list("function", functions, "cross_entropy", "The function of the projection.")
+    of_head = flags.Items(flags.INTEGERS.pattern.pattern, "positive integers", int, empty=True)
+    flags.define_list("teacher_width", of_head, "", "Widths of teachers; by default the width of the head.")
+    flags.define_list(
+        "beta", flags.words(("0", "0.1", "0.5", "0.9", "1")), "0", "Divergences from a teacher."
+    )
     flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
     flags.define_list(
         "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."

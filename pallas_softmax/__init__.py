@@ -10,6 +10,7 @@ from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear.api import (
     Reduction,
     linear_cross_entropy,
+    linear_kl_divergence,
     linear_log_probs,
     linear_logsumexp,
     linear_token_stats,
@@ -41,6 +42,7 @@ __all__ = [
     "filter_logits",
     "fused_topk",
     "linear_cross_entropy",
+    "linear_kl_divergence",
     "linear_log_probs",
     "linear_logsumexp",
     "linear_token_stats",

@@ -102,6 +102,7 @@ WRONG = {
     "verify": lambda found: found._replace(tokens=jnp.maximum(found.tokens, 0)),  # all drafts accepted
     "route": lambda found: found._replace(indices=0 * found.indices),
     "linear_cross_entropy": lambda loss: 2 * loss - lax.stop_gradient(loss),
+    "linear_kl_divergence": lambda loss: 2 * loss - lax.stop_gradient(loss),
     "linear_token_stats": lambda found: found._replace(entropy=0 * found.entropy),
 }
 # A benchmark, its flags, and the number of its rows. Torch counts as not installed.
@@ -125,6 +126,12 @@ RUNS = [
         linear,
         f"{SIZES} --training_steps=0 --batch=40 --function=token_stats --w_shape=VxD --peers=log_probs",
         5,
+    ),
+    (
+        linear,
+        f"{SIZES} --training_steps=0 --batch=40 --function=kl_divergence --direction=both --teacher_width=32"
+        " --beta=0.5 --peers=jax_inexact,torch",
+        6,
     ),
     (programs, f"{SIZES} --sequence=4 --heads=2 --programs=block_where,loss_lse,attention_causal", 3 + 3 + 4),
     (paper, "--k=5,7 --algorithms=safe_unfused,online_fused --peers=jax_stable", 2 * 5),

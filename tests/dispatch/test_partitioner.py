@@ -90,7 +90,7 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 ARRAYS = {
     "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
     "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name", "draft_tokens", "draft_log_probs",
-    "scale", "operand", "lengths",
+    "scale", "operand", "lengths", "teacher_x", "teacher_w", "teacher_bias",
 }  # fmt: skip
 
 
@@ -175,6 +175,11 @@ CALLS = {
         ps.linear_cross_entropy,
         (H, SQUARE, LABELS),
         LINEAR | {"reduction": ("mean", "sum", None), "return_logsumexp": (False, True)},
+    ),
+    "linear_kl_divergence": Calls(
+        ps.linear_kl_divergence,
+        (H, SQUARE, H, SQUARE),
+        LINEAR | {"beta": (0, 0.5, 1), "teacher_softcap": (None, 30.0), "reduction": ("mean", "sum", None)},
     ),
     "linear_log_probs": Calls(ps.linear_log_probs, (H, SQUARE, LABELS), LINEAR),
     "linear_token_stats": Calls(ps.linear_token_stats, (H, SQUARE, LABELS), LINEAR),

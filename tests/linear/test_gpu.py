@@ -11,7 +11,7 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
-from tests.support import linear
+from tests.support import divergence, linear
 from tests.support.gpu import much_memory, one_process, sanitize
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
@@ -62,6 +62,22 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
     (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk instead of a float32 dw: n <= 2 D
     (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles per CTA, and many steps
 ]
+
+
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
+    [
+        (1, 64, 257, "bfloat16", "bfloat16", 0, False, LARGE, {}),
+        (129, 128, 50257, "bfloat16", "bfloat16", 0.5, True, LARGE, {}),
+        (300, 192, 1000, "bfloat16", "float16", 1, True, 2**20, {"softcap": 9.0, "temperature": 0.6}),
+        (1100, 1024, 2048, "bfloat16", "float32", 0.1, False, 2**22, {}),
+        (260, 100, 4000, "float16", "bfloat16", 0, False, 2**22, {"softcap": 3.0}),
+    ],
+)
+def test_divergences(n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options):
+    """Chunks of logits fill a chunk of dz."""
+    sizes = n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace
+    divergence.assert_operations(mosaic_gpu.OPERATIONS, *sizes, **options)
 
 
 @pytest.mark.parametrize(

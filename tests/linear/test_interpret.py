@@ -9,7 +9,7 @@ import pytest
 
 from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
-from tests.support import linear, twins
+from tests.support import divergence, linear, twins
 from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
@@ -179,3 +179,23 @@ def test_tiles_are_added_in_one_order(tiles):
     np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
     for row in (0, 99):
         np.testing.assert_array_equal(total(a[:, row : row + 1]), want[row : row + 1])
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
+    [
+        (9, 64, 320, "bfloat16", "bfloat16", 0, False, 2**29, {}),
+        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
+        (9, 64, 264, "float16", "float32", 1, False, 2**29, {}),
+    ],
+)
+def test_interpreted_divergence(
+    n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options, monkeypatch
+):
+    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
+    monkeypatch.setattr(product, "CTAS", 2)
+    divergence.assert_operations(
+        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, **options
+    )

@@ -121,6 +121,53 @@ def test_lowered_token_stats(dtype, transpose_w, with_x64):
         assert kernel_names(lowered(jax.grad(total, (0, 1)), *args)) == of_gradient
 
 
+DIVERGENCES = [  # n, D, D', V, transpose_w, dtype, dtype of the teacher, chunks in the text of a gradient
+    (8192, 4096, 8192, 128256, False, "bfloat16", "bfloat16", 1),
+    (127, 100, 40, 257, True, "float16", "bfloat16", 1),
+    (256, 64, 128, 512, False, "bfloat16", "float32", 1),
+    (16384, 4096, 4096, 128256, True, "bfloat16", "bfloat16", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "depth", "teacher_depth", "vocab", "transpose_w", "dtype", "teacher_dtype", "chunks"),
+    first(1, DIVERGENCES),
+)
+def test_lowered_divergence(n, depth, teacher_depth, vocab, transpose_w, dtype, teacher_dtype, chunks):
+    """The logits of both come from kernels; XLA multiplies a float32 teacher. Two more products give dx and dw."""
+    columns = lambda d, **kw: array(*((vocab, d) if transpose_w else (d, vocab)), **kw)  # noqa: E731
+    args = array(n, depth, dtype=dtype), columns(depth, dtype=dtype)
+    args += array(n, teacher_depth, dtype=teacher_dtype), columns(teacher_depth, dtype=teacher_dtype)
+    options = {"transpose_w": transpose_w, "implementation": "mosaic_gpu", "beta": 0.5, "softcap": 30.0}
+    kernels = ["linear_logits"] * (1 if teacher_dtype == "float32" else 2)
+    products = 3 if teacher_dtype == "float32" else 2
+
+    def loss(*args, reduction: Any = "mean"):
+        return jnp.sum(ps.linear_kl_divergence(*args, reduction=reduction, **options))
+
+    assert kernel_names(lowered(loss, *args)) == kernels
+    text = lowered(jax.grad(loss, (0, 1)), *args)
+    assert kernel_names(text) == (kernels if dtype == "bfloat16" else 2 * kernels) * chunks
+    assert text.count("stablehlo.dot_general") == products * chunks
+    per_token = functools.partial(loss, reduction=None)
+    assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == kernels * (1 + chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_name", ["v", None])
+def test_lowered_divergence_in_shard_map(axis_name):
+    x, w = array(256, 64, dtype="bfloat16"), array(64, 512, dtype="bfloat16")
+    mean = functools.partial(ps.linear_kl_divergence, axis_name=axis_name, implementation="mosaic_gpu")
+    specs = (P(), P(None, "v")) if axis_name else (P("b"), P())
+    gradients = jax.shard_map(
+        lambda *args: jax.tree.map(lambda a: a[None, None], jax.grad(mean, (0, 1))(*args)),
+        mesh=jax.make_mesh((1, 1), ("b", "v"), axis_types=(AxisType.Auto,) * 2),
+        in_specs=2 * specs,
+        out_specs=P("b", "v"),
+    )
+    assert kernel_names(lowered(gradients, x, w, x, w)) == ["linear_logits"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [None, "v"])
 def test_lowered_topk(axis_name):

@@ -41,6 +41,11 @@ FILTERS = {
 HEAD = {"x": np.maximum(X, -9), "w": W, "bias": BIAS[:COLUMNS], "where": MASK[..., 7]} | {
     "temperature": TEMPERATURE
 }
+TEACHER = {
+    "teacher_x": np.maximum(X[..., ::-2], -9),
+    "teacher_w": W[::2] + W[1::2],
+    "teacher_bias": BIAS[4 : COLUMNS + 4],
+}
 OF_LOSS = {"token_weights": TEMPERATURE - 1, "label_smoothing": TEMPERATURE / 9, "z_loss": TEMPERATURE / 5}
 
 # name: (function, its static arguments, its arrays, those that have a gradient)
@@ -88,6 +93,12 @@ FUNCTIONS = {
         HEAD | {"labels": LABELS} | OF_LOSS,
         "x w bias token_weights",
     ),
+    "linear_kl_divergence": (
+        ps.linear_kl_divergence,
+        {"teacher_softcap": 20},
+        HEAD | TEACHER | {"token_weights": TEMPERATURE - 1},
+        "x w bias token_weights",
+    ),
     "linear_log_probs": (ps.linear_log_probs, {}, HEAD | {"labels": LABELS}, "x w bias"),
     "linear_token_stats": (ps.linear_token_stats, {}, HEAD | {"labels": LABELS}, "x w bias"),
     "linear_topk": (ps.linear_topk, {"k": 2}, HEAD, ""),
@@ -108,6 +119,12 @@ CALLS = FUNCTIONS | {
         {"reduction": None, "workspace_bytes": 1},  # chunks of one token
         {of: a for of, a in HEAD.items() if of != "temperature"} | {"labels": LABELS} | OF_LOSS,
         "x w bias token_weights",
+    ),
+    "linear_kl_divergence, none": (
+        ps.linear_kl_divergence,
+        {"beta": 0.3, "reduction": None, "workspace_bytes": 1},
+        {of: a for of, a in (HEAD | TEACHER).items() if of != "temperature"},
+        "x w bias",
     ),
     "linear_log_probs, several": (
         ps.linear_log_probs,
@@ -134,7 +151,7 @@ def call(name, **changed):
 def plainly(name, **options):
     """Calls a function with the arrays that it needs, so that other options fit."""
     function, static, arrays, _ = CALLS[name]
-    needed = ("key", "w", "labels", "draft_tokens", *LOGITS)
+    needed = ("key", "w", "labels", "draft_tokens", "teacher_x", "teacher_w", *LOGITS)
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 

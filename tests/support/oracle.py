@@ -242,6 +242,29 @@ def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
         return dz / t, -np.sum(np.where(dz == 0, 0, dz * z / t), -1)
 
 
+def divergence(z, u, beta):
+    """Returns the divergence of a student from a teacher, with logits z and u, and its gradient in z, row by row.
+
+    A term with a probability of 0 in front is 0. The gradient is of no use where the divergence is not finite.
+    """
+    with np.errstate(all="ignore"):
+        log_q, log_p = log_softmax(z), log_softmax(u)
+        log_m = np.logaddexp(np.log(wide(beta)) + log_p, np.log1p(-wide(beta)) + log_q)
+        p, q = np.exp(log_p), np.exp(log_q)
+
+        def kl(log_a, log_b):
+            terms = np.where(log_b == -np.inf, np.inf, np.exp(log_a) * (log_a - log_b))
+            return np.sum(np.where(log_a == -np.inf, 0, terms), -1)
+
+        if beta == 0:
+            return kl(log_p, log_q), q - p
+        value = kl(log_q, log_p) if beta == 1 else beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+        # the derivative in q, up to a constant; the softmax projects it
+        of_q = log_q - log_p if beta == 1 else (1 - beta) * (log_q - log_m)
+        weighted = np.where(log_q == -np.inf, 0, q * of_q)
+        return value, weighted - q * np.sum(weighted, -1, keepdims=True)
+
+
 def _log_softmax_of_finite(z):
     """Returns log p and p, both NaN in rows with NaN or +inf, or with nothing but -inf."""
     with np.errstate(all="ignore"):

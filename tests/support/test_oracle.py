@@ -51,6 +51,12 @@ def test_topk_gradients_are_finite_differences(log):
     np.testing.assert_allclose(dt.astype(float), finite_differences(lambda t: value(X, t), t), atol=1e-8)
 
 
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+def test_gradients_of_divergences_are_finite_differences(beta):
+    want = finite_differences(lambda z: float(oracle.divergence(z, G, beta)[0].sum()), X)
+    np.testing.assert_allclose(oracle.divergence(X, G, beta)[1].astype(float), want, atol=1e-8)
+
+
 def test_total_order():
     neg_nan = np.copysign(np.nan, -1)
     descending = [np.nan, np.inf, 1.0, 1e-45, 0.0, -0.0, -1e-45, -1.0, -np.inf, neg_nan]

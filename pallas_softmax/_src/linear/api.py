@@ -17,11 +17,13 @@ from pallas_softmax._src.linear.checks import (
     Options,
     checked_call,
     known_options,
+    known_softcap,
     known_tokens,
     known_weights,
+    static_number,
     with_label_probs,
 )
-from pallas_softmax._src.linear.losses import Tokens
+from pallas_softmax._src.linear.losses import Columns, Tokens
 from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.normalizers import widen
@@ -178,8 +180,7 @@ def linear_cross_entropy(
         or `label_probs` are not real, shapes do not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
-    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
-        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    _check_reduction(name, reduction)
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
     tokens = known_tokens(name, known_labels(name, labels), **numbers)
@@ -188,6 +189,84 @@ def linear_cross_entropy(
     arrays = (x, w, bias, where, known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
     return losses if return_logsumexp else losses[0]
+
+
+def _check_reduction(function: str, reduction) -> None:
+    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
+        raise ValueError(f"{function}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+
+
+def linear_kl_divergence(
+    x: "ArrayLike",
+    w: "ArrayLike",
+    teacher_x: "ArrayLike",
+    teacher_w: "ArrayLike",
+    *,
+    beta: float = 0.0,
+    where: "ArrayLike | None" = None,
+    token_weights: "ArrayLike | None" = None,
+    temperature: "ArrayLike" = 1.0,
+    bias: "ArrayLike | None" = None,
+    teacher_bias: "ArrayLike | None" = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns the divergence of a student from a teacher over the whole vocabulary, without storing all logits.
+
+    The student's probabilities q are the softmax of (x @ w + bias) / temperature. The teacher's probabilities p are the
+    softmax of (teacher_x @ teacher_w + teacher_bias) / temperature. Source: Agarwal et al., arXiv 2306.13649.
+
+    A divergence that is not differentiated takes two matrix products. A differentiated mean or sum takes four. With
+    reduction=None, or in float16, there are six.
+
+    `where`, `token_weights`, `softcap`, `reduction`, `transpose_w` and `axis_name` are as for `linear_cross_entropy`.
+    `transpose_w` and `axis_name` are for `teacher_w` and `teacher_bias` too.
+
+    Args:
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      teacher_x: (..., D'), of any of these dtypes. D' may differ from D.
+      teacher_w: (D', V), of the dtype of `teacher_x`.
+      beta: number from 0 to 1, known while tracing. 0 gives KL(p || q), the forward KL, and 1 gives KL(q || p), the
+        reverse KL. Between them, it is the generalized Jensen-Shannon divergence
+        beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+      temperature: number from 1e-37 to 1e37, or one per token. It divides the logits of both, after the softcap. The
+        result is not multiplied by its square. A traced one out of range gives NaN. It has no gradient: asking for one
+        raises NotImplementedError.
+      bias: (V,), of a floating dtype, the student's. A bias of -inf masks a column.
+      teacher_bias: the same of the teacher.
+      teacher_softcap: the softcap of the teacher.
+      workspace_bytes: the bound, in bytes, on the logits of both that are stored at a time. Kernels that compute the
+        gradient of a bfloat16 `w` store more, as for `linear_cross_entropy`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one, for the student's
+        logits. Kernels compute the logits of a teacher in bfloat16 or float16 only.
+
+    Returns:
+      A scalar, or for reduction=None an array of shape (...), in float32 (float64 for a float64 `x`). Differentiable in
+      `x`, `w`, `bias` and `token_weights`, like `linear_cross_entropy`. The gradients in the teacher's arrays are 0. A
+      logit of -inf is a probability of 0. With beta = 0, a token with q = 0 < p is +inf; with beta = 1, one with
+      p = 0 < q. A token with a logit of NaN or +inf is NaN. A result that is not finite has the derivative 0.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`; and if the teacher has other tokens or
+        columns than the student.
+    """
+    name = "linear_kl_divergence"
+    _check_reduction(name, reduction)
+    beta = static_number(name, "beta", beta, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
+    teacher_softcap = known_softcap(name, teacher_softcap, "teacher_softcap")
+    tokens = known_tokens(name, None, temperature=temperature)._replace(teacher_x=teacher_x)
+    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = options._replace(beta=beta, teacher_softcap=teacher_softcap)
+    columns = Columns(bias, teacher_w, teacher_bias)
+    arrays = (x, w, columns, where, known_weights(name, "token_weights", token_weights), tokens)
+    losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
+    return losses[0]
 
 
 def linear_log_probs(

@@ -1,5 +1,6 @@
 """Checks the arguments of the linear_* functions, and chooses the implementations of a call."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear.derivatives import Static
-from pallas_softmax._src.linear.losses import Head, Tokens, like_labels
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
@@ -36,6 +37,8 @@ class Options(NamedTuple):
     workspace_bytes: int
     axis_name: AxisName
     implementation: ImplementationName | None
+    beta: float | None = None
+    teacher_softcap: float | None = None
 
 
 # For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
@@ -44,6 +47,13 @@ _RANGES: dict[str, tuple[float, Callable, str]] = {
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
     "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
+# At temperature 0, a divergence would be infinite wherever the largest logits differ.
+_RANGE_OF_POSITIVE = (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37")
+
+
+def _range_of(function: str, name: str) -> tuple[float, Callable, str]:
+    is_positive = function == "linear_kl_divergence" and name == "temperature"
+    return _RANGE_OF_POSITIVE if is_positive else _RANGES[name]
 
 
 # ---- Before `at_once`: checks of numbers that are known
@@ -53,24 +63,31 @@ def known_options(
     function: str, softcap, transpose_w, workspace_bytes: Any, axis_name, implementation
 ) -> Options:
     """Returns the options. Equal numbers of any type become one: programs are compiled for their values."""
-    softcap = _known_softcap(function, softcap)
+    softcap = known_softcap(function, softcap)
     is_whole = isinstance(workspace_bytes, float | np.floating) and workspace_bytes == workspace_bytes // 1
     memory: Any = int(workspace_bytes) if is_whole else workspace_bytes  # 1e9 is an integer too
     return Options(function, softcap, transpose_w, memory, axis_name, implementation)
 
 
-def _known_softcap(function: str, softcap) -> float | None:
+def known_softcap(function: str, softcap, name: str = "softcap") -> float | None:
+    """Returns a softcap, checked."""
     if softcap is None:
         return None
-    wanted = "None or from 1e-37 to 1e37"
-    if isinstance(softcap, Tracer):
+    return static_number(
+        function, name, softcap, lambda a: (a >= 1e-37) & (a <= 1e37), "None or from 1e-37 to 1e37"
+    )
+
+
+def static_number(function: str, name: str, value, accepted: Callable, wanted: str) -> float:
+    """Returns a number that must be known while tracing. The arguments are as for `arguments.in_range`."""
+    if isinstance(value, Tracer):
         raise TypeError(
-            f"{function}: softcap must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
+            f"{function}: {name} must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
         )
-    softcap = arguments.in_range(function, "softcap", softcap, lambda a: (a >= 1e-37) & (a <= 1e37), wanted)
-    if np.ndim(softcap):
-        raise ValueError(f"{function}: softcap must be {wanted}, got shape {np.shape(softcap)}")
-    return float(softcap)
+    value = arguments.in_range(function, name, value, accepted, wanted)
+    if np.ndim(value):
+        raise ValueError(f"{function}: {name} must be {wanted}, got shape {np.shape(value)}")
+    return float(value)
 
 
 def known_tokens(function: str, labels, **numbers) -> Tokens:
@@ -82,7 +99,7 @@ def known_tokens(function: str, labels, **numbers) -> Tokens:
 
 
 def _known_number(function: str, name: str, value) -> Any:
-    default, accepted, wanted = _RANGES[name]
+    default, accepted, wanted = _range_of(function, name)
     value = arguments.in_range(function, name, value, accepted, wanted)
     is_scalar = arguments.is_known(value) and not np.ndim(value)
     return None if is_scalar and jax.device_get(value) == default else value
@@ -122,14 +139,18 @@ def checked_call(
     there. Tokens that are left out get weight 0, label 0 and default numbers.
 
     Args:
-      x, w, bias, where, token_weights, tokens: as users pass them.
+      x, w, bias, where, token_weights, tokens: as users pass them. With a teacher, `Columns` take the place of bias.
       options: as users pass them.
       gradient: the operation that computes the gradients. In float16, PROJECTION_GRAD replaces it. The forward would
         round the gradients to float16 before the backward multiplies them by the cotangent. So they could overflow or
         become 0.
     """
     name = options.function
-    x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias, options)
+    columns = bias
+    x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias_of(bias), options)
+    if isinstance(columns, Columns):
+        bias = columns._replace(bias=bias)
+        bias, tokens, head = _with_teacher(x, head.vocab(w), bias, tokens, head, options)
     batch, dtype = x.shape[:-1], widen(x).dtype
     if where is not None:
         where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
@@ -160,34 +181,55 @@ def checked_call(
     return static, (x, w, bias, weights, tokens)
 
 
+def _with_teacher(x, vocab: int, columns: Columns, tokens: Tokens, head: Head, options: Options):
+    """Returns the columns, tokens and head with the teacher's arrays, checked and without a gradient."""
+    arrays = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
+    of_teacher = options._replace(softcap=options.teacher_softcap)
+    teacher_x, teacher_w, teacher_bias, teacher, *_ = checked_projection(*arrays, of_teacher, "teacher_")
+    if teacher_x.shape[:-1] != x.shape[:-1] or teacher.vocab(teacher_w) != vocab:
+        raise ValueError(
+            f"{options.function}: the teacher must have the tokens and columns of the student,"
+            f" {x.shape[:-1]} and V={vocab}, got {teacher_x.shape[:-1]} and V={teacher.vocab(teacher_w)}"
+        )
+    teacher_x, teacher_w, teacher_bias = jax.lax.stop_gradient((teacher_x, teacher_w, teacher_bias))
+    head = dataclasses.replace(head, beta=options.beta, teacher=teacher)
+    return Columns(columns.bias, teacher_w, teacher_bias), tokens._replace(teacher_x=teacher_x), head
+
+
 def checked_projection(
-    x, w, bias, options: Options
+    x, w, bias, options: Options, prefix: str = ""
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int, tuple[str, ...], int]:
-    """Checks and returns x, w, bias, head, workspace_bytes, mesh axes, and the number of columns on all devices."""
+    """Checks and returns x, w, bias, head, workspace_bytes, mesh axes, and the number of columns on all devices.
+
+    `prefix` begins the names of x, w and bias in messages.
+    """
     name = options.function
-    x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
-    bias = None if bias is None else arguments.array(name, "bias", bias)
-    for argument, a in ("x", x), ("w", w), ("bias", bias):
+    x_name, w_name, bias_name = (prefix + argument for argument in ("x", "w", "bias"))
+    x, w = arguments.array(name, x_name, x), arguments.array(name, w_name, w)
+    bias = None if bias is None else arguments.array(name, bias_name, bias)
+    for argument, a in (x_name, x), (w_name, w), (bias_name, bias):
         if a is not None and a.dtype.name not in _FLOATS:
             raise TypeError(f"{name}: {argument} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
     if x.dtype != w.dtype:
         raise TypeError(
-            f"{name}: x and w must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of them"
+            f"{name}: {x_name} and {w_name} must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of"
+            " them"
         )
     transpose_w = arguments.static_bool(name, "transpose_w", options.transpose_w)
     layout = "(V, D)" if transpose_w else "(D, V)"
     if x.ndim < 1 or w.ndim != 2 or w.shape[1 if transpose_w else 0] != x.shape[-1]:
         raise ValueError(
-            f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
+            f"{name}: {x_name} must be (..., D) and {w_name} {layout} for transpose_w={transpose_w},"
+            f" got {x.shape} and {w.shape}"
         )
     head = Head(transpose_w, options.softcap, _precision(x.dtype))
     vocab = head.vocab(w)
     if not isinstance(vocab, int):
         raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
     if vocab == 0:
-        raise ValueError(f"{name}: w must have at least one column, got {layout} = {w.shape}")
+        raise ValueError(f"{name}: {w_name} must have at least one column, got {layout} = {w.shape}")
     if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"{name}: bias must have the shape ({vocab},), got {bias.shape}")
+        raise ValueError(f"{name}: {bias_name} must have the shape ({vocab},), got {bias.shape}")
     workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
     if workspace_bytes <= 0:
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
@@ -238,7 +280,8 @@ def checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dty
         found |= {
             of: jnp.pad(found[of], one_more) for of in ("labels", "label_probs") if found[of] is not None
         }
-    for argument, (default, accepted, _) in _RANGES.items():
+    for argument in _RANGES:
+        default, accepted, _ = _range_of(name, argument)
         if (value := found[argument]) is not None:
             value = _one_per_token(name, argument, value, shape, dtype)
             value = jnp.where(accepted(value), value, jnp.nan)

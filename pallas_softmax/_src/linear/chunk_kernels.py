@@ -3,6 +3,7 @@
     statistics               one product; its epilogue reduces
     dlogits                  one product; its epilogue writes the gradients
     statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
+    logits                   one product; its epilogue reduces, and writes the logits in float32
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
@@ -43,6 +44,14 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Arra
         tokens = tokens._replace(labels=labels)
         coefficients = coefficients._replace(label_term=coefficients.exp_factor)
     return logit_gradients(x, w, bias, tokens, coefficients, head=head)
+
+
+def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
+    """The `logits` of `ChunkFunctions`. XLA computes those of a teacher of another dtype."""
+    if x.dtype.itemsize != 2 or not x.size:
+        return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
+    sums, z = row_sums(x, w, bias, tokens, head=head, stored=jnp.float32)
+    return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
@@ -149,5 +158,6 @@ FUNCTIONS = ChunkFunctions(
     statistics_and_dlogits,
     xla_projection.add_product,
     xla_projection.product,
+    logits,
     bytes_per_logit,
 )

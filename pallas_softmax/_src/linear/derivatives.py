@@ -17,7 +17,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import given_specs, lay_out_arrays
 from pallas_softmax._src.linear.vmap import as_tokens
 
@@ -57,6 +57,10 @@ class Static(NamedTuple):
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
         """As `losses.token_losses`."""
         return formulas.token_losses(self.function, statistics, tokens, self.vocab)
+
+    def cotangent_of_bias(self, dbias) -> Any:
+        """Returns the cotangent of what takes the place of `bias`. A teacher has none."""
+        return dbias if self.head.teacher is None else Columns(dbias)
 
     def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array:
         """Returns the gradient of sum(weights * losses) in label_probs; 0 where it is not finite."""
@@ -137,7 +141,7 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
     if saved.with_dprobs:
         tokens = saved.arguments[3]
         dtokens = _only_probs(static, static.label_cotangents(saved.statistics, tokens, weights))
-    return share_cotangent(dx, static.mesh_axes), dw, dbias, dtokens
+    return share_cotangent(dx, static.mesh_axes), dw, static.cotangent_of_bias(dbias), dtokens
 
 
 def _only_probs(static: Static, dprobs) -> Tokens:
@@ -190,6 +194,7 @@ def _total_backward(static: Static, saved, cotangents):
     dx, dw, dbias, dweights, dprobs = jax.tree.map(times_dtotal, gradients)
     dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
     dtokens = None if dprobs is None else _only_probs(static, dprobs)
+    dbias = static.cotangent_of_bias(dbias)
     return share_cotangent(dx, static.mesh_axes), dw, dbias, dtokens, dweights
 
 

@@ -13,6 +13,9 @@ Rows are taken in chunks (`chunks.py`):
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
+With a teacher, its logits come from a product of their own, and dz from `divergence.py`: the operations take 2, 4 and 4
+products.
+
 In bfloat16 on a GPU, if the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is
 written once (`gradient_rows`).
 """
@@ -27,10 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.dispatch.mesh_types import is_tracked, rounded_sum, vary_together
+from pallas_softmax._src.linear import divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
 from pallas_softmax._src.linear.in_place import changed_if, set_in_place
-from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens, bias_of
 from pallas_softmax._src.normalizers import Normalizer, log_of, widen
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
@@ -59,6 +63,8 @@ class ChunkFunctions(NamedTuple):
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
+      logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
+        and -inf from column V on.
       bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
         that the other two store.
     """
@@ -68,6 +74,7 @@ class ChunkFunctions(NamedTuple):
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
+    logits: Callable[..., tuple[jax.Array, Normalizer]]
     bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
@@ -88,7 +95,7 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static):
     """
     layer = _Projection(functions, w, bias, **static)
     tokens = layer.with_own_labels(tokens, x)
-    empty = vary_together(_no_statistics(x, tokens, layer.head), x, w, tokens)[0]
+    empty = layer.vary_statistics(_no_statistics(x, tokens, layer.head), x, tokens)
     found, _ = on_kept_rows(lambda rows: (_statistics(layer, *rows), None), tokens.kept, (x, tokens), empty)
     return found.merged(layer.mesh_axes, layer.vocab)
 
@@ -125,7 +132,7 @@ class _Projection:
     Attributes:
       functions: the functions of the implementation.
       w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
-      bias: (V,) or None.
+      bias: (V,), None, or `Columns`.
       head: the static part of the projection and its loss.
       workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
       with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
@@ -137,7 +144,7 @@ class _Projection:
 
     functions: ChunkFunctions
     w: jax.Array
-    bias: jax.Array | None
+    bias: Any
     head: Head
     workspace_bytes: int
     with_dw: bool = True
@@ -173,6 +180,11 @@ class _Projection:
         """Returns zeros in the shape and dtype of dx."""
         return vary_together(jnp.zeros_like(x, widen(x).dtype if self.partial_dx else x.dtype), x)[0]
 
+    def vary_statistics(self, statistics: Statistics, x, tokens: Tokens) -> Statistics:
+        """Returns statistics, cast to vary over the mesh axes that the results of `_statistics` vary over."""
+        merged = self.mesh_axes if self.head.teacher else ()
+        return vary_together(statistics, x, self.w, tokens, but=merged)[0]
+
     def largest(self, a) -> jax.Array:
         """Returns the maximum over the mesh axes."""
         return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
@@ -191,15 +203,17 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
     """Returns the statistics of this device's columns."""
+    w, bias, head = layer.w, layer.bias, layer.head
+    empty = layer.vary_statistics(_no_statistics(x, tokens, head), x, tokens)
+    if head.teacher:
+        return divergence.statistics(layer, x, tokens, empty)
     stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize)
     rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
-    w, bias, head = layer.w, layer.bias, layer.head
 
     def step(chunk: Chunk, found: Statistics) -> Statistics:
         statistics = layer.functions.statistics(chunk.slice(x), w, bias, chunk.slice(tokens), head=head)
         return chunk.put(found, vary_together(statistics, x, w)[0])
 
-    empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
     return over_chunks(x.shape[0], rows, step, empty)
 
 
@@ -208,8 +222,10 @@ def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
     at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
     total = None if tokens.label_smoothing is None else zeros
-    moment_and_argmax = (zeros, zeros.astype(jnp.int32)) if head.entropy else ()
-    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total, *moment_and_argmax)
+    t, argmax = (zeros, zeros.astype(jnp.int32)) if head.entropy else (None, None)
+    normalizer = Normalizer(zeros, jnp.ones_like(zeros))
+    from_teacher = Divergence(normalizer, zeros, zeros) if head.teacher else None
+    return Statistics(normalizer, at_label, total, t, argmax, from_teacher)
 
 
 # ---- Gradients
@@ -244,7 +260,7 @@ def _gradients(layer: _Projection, rows: _Rows):
 def _gradients_of_rows(layer: _Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
-    w, bias = layer.w, layer.bias
+    w, bias = layer.w, bias_of(layer.bias)
     size_of_chunk, product = _way_to_dw(layer, x)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
     rows = rows._replace(weights=weights / scale)
@@ -282,6 +298,8 @@ def _way_to_dw(layer: _Projection, x) -> tuple[Any, Callable | None]:
     product = layer.functions.product if x.dtype == jnp.bfloat16 else None
     _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize)
     dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
+    if layer.head.teacher and not dw_bytes:  # the workspace holds z, u and dz
+        stored = x.dtype.itemsize + divergence.bytes_per_logit(layer, x)
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
     if product is None or not is_one_chunk(n, rows):
         return rows, None
@@ -356,13 +374,17 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
         tokens = tokens._replace(temperature=temperature)
     arrays = (x, w, layer.bias, tokens)
+    known = chunk.slice(rows.known)
+    if head.teacher:
+        empty = layer.vary_statistics(_no_statistics(x, tokens, head), x, tokens)
+        found, dz = divergence.gradient(layer, x, tokens, weights, known, empty)
+        return found if known is None else None, vary_together(dz, rows.x, w)[0], None
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
         found = vary_together(found, rows.x, w)[0].merged(layer.mesh_axes, layer.vocab)
         return found, layer.coefficients(found, weights, tokens)
 
     found = factor = None
-    known = chunk.slice(rows.known)
     if known is None:
         found, dz, factor = functions.statistics_and_dlogits(
             *arrays, to_coefficients, layer.largest, head=head
@@ -402,6 +424,8 @@ def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     logsumexp_weight = 1 if tokens.label_probs is None else jnp.sum(jnp.abs(tokens.label_probs), 1)
     if tokens.z_loss is not None and known is not None:
         logsumexp_weight = logsumexp_weight + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer))
+    if known is not None and known.divergence is not None:  # at beta = 1, |dz| is at most 1 + 2 KL
+        logsumexp_weight = 1 + 2 * jnp.abs(known.divergence.student)
     sizes = weights * logsumexp_weight
     return sizes if tokens.temperature is None else tokens.at_0(0, sizes / tokens.divisor)
 

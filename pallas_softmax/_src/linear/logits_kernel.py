@@ -1,7 +1,7 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
 `row_sums` reduces the rows of each tile. If each row has a reference (a guess of its maximum), it also writes
-exponentials. `logit_gradients` writes gradients. The logits z themselves are never stored. The kernel is
+exponentials. For a divergence, it also writes the logits z. `logit_gradients` writes gradients. The kernel is
 `product.multiply_tiles`; here are its two epilogues. A warpgroup calls the epilogue for each of its parts:
 
     acc, 64 rows of a tile of x @ w, float32, in the registers of a warpgroup
@@ -9,7 +9,8 @@ exponentials. `logit_gradients` writes gradients. The logits z themselves are ne
       ▼
       z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside
       ├───► z at several labels (`several_labels.py`)                       (rows * K,)
-      └───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit
+      ├───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit
+      └───► z                                                                 (rows, V), float32
 """
 
 import functools
@@ -46,7 +47,7 @@ def reduce_logits(
     sums_gmem: "RowSums",
     stored_gmem,
 ) -> None:
-    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store exponentials of z."""
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or exponentials of z."""
     z, column = _logits(acc, place, inputs, head, vocab)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
     if isinstance(inputs.labels, SeveralLabels):
@@ -70,6 +71,8 @@ def reduce_logits(
 
     if reference_gmem is not None:
         store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
+    elif stored_gmem is not None:
+        store(place, z, stored_gmem)
 
 
 def write_gradients(
@@ -132,13 +135,16 @@ class RowSums(NamedTuple):
     argmax: Any = None
 
 
-def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple[RowSums, Any]:
+def row_sums(
+    x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None
+) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
-    The reference is float32 (rows,), or None. The other arguments are as in `gradients.ChunkFunctions`.
+    The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in. The other arguments
+    are as in `gradients.ChunkFunctions`.
 
     Returns:
-      The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
+      The sums, and the exponentials, z or None. In the sums, the number of rows is rounded up to a multiple of
       `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
@@ -151,9 +157,10 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head) -> tuple
     if tokens.several:
         count = number.shape[1] * tokens.labels.shape[1]
         sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
-    name, stored = "linear_statistics", None
+    name = "linear_statistics" if stored is None else "linear_logits"
     if reference is not None:
-        name, stored = "linear_exponentials", jax.ShapeDtypeStruct((rows, columns), x.dtype)
+        name, stored = "linear_exponentials", x.dtype
+    stored = None if stored is None else jax.ShapeDtypeStruct((rows, columns), stored)
     results = sums, stored
     static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
     return traced_once(_launch, x, w, bias, tokens, reference, **static)

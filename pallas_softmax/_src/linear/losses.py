@@ -36,6 +36,8 @@ class Head:
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: only this many columns of w count, the first ones; None for all.
       entropy: whether the statistics include t and the argmax.
+      beta: of the divergence from a teacher (`divergence.py`).
+      teacher: the teacher's projection; None without a teacher.
     """
 
     transpose_w: bool = False
@@ -43,12 +45,33 @@ class Head:
     precision: Any = None
     columns: int | None = None
     entropy: bool = False
+    beta: float | None = None
+    teacher: "Head | None" = None
 
     def vocab(self, w: jax.Array) -> int:
         """Returns V, the number of columns of w; if a mesh divides them, the columns of one device."""
         if self.columns is not None:
             return self.columns
         return w.shape[0 if self.transpose_w else 1]
+
+
+class Columns(NamedTuple):
+    """The arrays of columns, except w, if there is a teacher. They take the place of `bias` in the arguments.
+
+    Attributes:
+      bias: (V,) or None.
+      teacher_w: (D', V), or (V, D') for head.transpose_w.
+      teacher_bias: (V,) or None.
+    """
+
+    bias: Any = None
+    teacher_w: Any = None
+    teacher_bias: Any = None
+
+
+def bias_of(bias: Any) -> Any:
+    """Returns the bias (V,) or None, given what takes its place: itself or `Columns`."""
+    return bias.bias if isinstance(bias, Columns) else bias
 
 
 # Divides the logits where the temperature is 0. A power of two keeps ties. Other logits are then so far below the
@@ -67,6 +90,7 @@ class Tokens(NamedTuple):
       label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels. None
         for one label.
       kept: boolean, False for a token that is left out; None if all tokens count.
+      teacher_x: (rows, D'); None without a teacher.
     """
 
     labels: Any
@@ -75,6 +99,7 @@ class Tokens(NamedTuple):
     z_loss: Any = None
     label_probs: Any = None
     kept: Any = None
+    teacher_x: Any = None
 
     @property
     def several(self) -> bool:
@@ -93,6 +118,20 @@ class Tokens(NamedTuple):
         return jnp.where(like_labels(self.temperature == 0, value), limit, value)
 
 
+class Divergence(NamedTuple):
+    """What is known of a row beside its student's normalizer. Unlike other statistics, these are of whole rows.
+
+    Attributes:
+      teacher: the normalizer of the teacher's logits.
+      value: the divergence.
+      student: the sum that the gradient needs: KL(q || m) for 0 < beta < 1, else the value.
+    """
+
+    teacher: Normalizer
+    value: jax.Array
+    student: jax.Array
+
+
 class Statistics(NamedTuple):
     """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic.
 
@@ -102,6 +141,7 @@ class Statistics(NamedTuple):
       total: the sum of z over the row; None without label smoothing.
       t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
       argmax: int32, the first column of the largest z; None without `Head.entropy`.
+      divergence: None without `Head.teacher`.
     """
 
     normalizer: Normalizer
@@ -109,6 +149,7 @@ class Statistics(NamedTuple):
     total: jax.Array | None
     t: jax.Array | None = None
     argmax: jax.Array | None = None
+    divergence: Divergence | None = None
 
     @property
     def moments(self) -> Moments:
@@ -118,7 +159,7 @@ class Statistics(NamedTuple):
 
     def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
         """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
-        if not mesh_axes:
+        if not mesh_axes or self.divergence is not None:
             return self
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
@@ -181,7 +222,7 @@ def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
 
 
 def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
-    """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
+    """Returns the loss of each token, NaN for a label out of range; its logsumexp without labels or a teacher.
 
     With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another function is then NaN, so that
     its log-prob is NaN, as in `log_softmax`.
@@ -190,6 +231,8 @@ def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: i
       function: the public function.
       statistics, tokens, vocab: as for `losses`.
     """
+    if statistics.divergence is not None:
+        return statistics.divergence.value
     if tokens.labels is None:
         return logsumexp(statistics, tokens)
     each = losses(statistics, tokens, vocab)
@@ -320,6 +363,15 @@ def _coefficients_with_entropy(statistics: Statistics, weights, weightless) -> C
 def is_weightless(weights: jax.Array) -> jax.Array:
     """Returns which rows have no other weight than 0."""
     return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
+
+
+def times_softcap_slope(dz, z, tokens: Tokens, head: Head):
+    """Returns dz times the derivative of the softcap at the logits z; 0 where z is -inf."""
+    if head.softcap is None:
+        return dz
+    capped = z if tokens.temperature is None else z * tokens.divisor[:, None]
+    tanh = jnp.maximum(capped / head.softcap, -1)
+    return dz * (1 - tanh) * (1 + tanh)
 
 
 def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:

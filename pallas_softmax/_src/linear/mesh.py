@@ -2,7 +2,7 @@
 
     x       (..., D)           tokens over some mesh axes, as x or labels are sharded; D stays whole
     w       (D, V) or (V, D)   columns over other mesh axes, as w is sharded; D is gathered, as in fully sharded
-                               data parallelism
+                               data parallelism; a teacher's w likewise
 
 If tokens and columns share a mesh axis, as with sequence and tensor parallelism together, the smaller one of x
 and w is gathered over it. Devices exchange
@@ -33,7 +33,7 @@ from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symb
 from pallas_softmax._src.dispatch.partitioner import Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.linear.in_place import changed_if
-from pallas_softmax._src.linear.losses import Head, Statistics, token_losses, weighted_sum
+from pallas_softmax._src.linear.losses import Columns, Head, Statistics, bias_of, token_losses, weighted_sum
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 
@@ -191,8 +191,8 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
     v = 0 if keywords["head"].transpose_w else 1
     dw = _sum_over_tokens(dw, w.dtype, layout, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
-    if bias is not None:
-        dbias = _sum_over_tokens(dbias, bias.dtype, layout, {0: layout.dv}, zero_unless_finite)
+    if (own_bias := bias_of(bias)) is not None:
+        dbias = _sum_over_tokens(dbias, own_bias.dtype, layout, {0: layout.dv}, zero_unless_finite)
     return *jax.tree.map(unflattened, statistics), dx, dw, dbias
 
 
@@ -257,7 +257,8 @@ class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
-    dw along D where it does not divide dx. Several labels or winners per token add "k", and vmaps "s0", "s1", ...
+    dw along D where it does not divide dx. Several labels or winners per token add "k", and so does a teacher: it is
+    D'. Vmaps add "s0", "s1", ...
 
     Attributes:
       arguments: for each array, the names of its dimensions.
@@ -284,8 +285,12 @@ class _DimensionsOfProjection:
         x, w, bias, *per_token = tree.unflatten(of_slice)
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         w_axes = ("v", "e") if head.transpose_w else ("e", "v")
-        bias_axes = () if bias is None else (("v",),)
+        bias_axes = () if bias_of(bias) is None else (("v",),)
         like_arguments = ((*tokens, "d"), w_axes, *bias_axes)
+        teacher_axes: tuple[tuple[str, ...], ...] = ()
+        if isinstance(bias, Columns):
+            teacher_axes = (("v", "k") if head.transpose_w else ("k", "v"),)
+            teacher_axes += () if bias.teacher_bias is None else (("v",),)
         gradients = len(like_arguments) if op in GRADIENTS else 0
         results = jax.tree.leaves(result_shapes)
         per_token = jax.tree.leaves(per_token)
@@ -300,7 +305,7 @@ class _DimensionsOfProjection:
         def axes_of(arrays: list, n: int) -> tuple[tuple[str, ...], ...]:
             return tuple((*tokens, "k") if a.ndim - n == x.ndim else tokens for a in arrays)
 
-        own = like_arguments + axes_of(per_token, 0)
+        own = like_arguments + teacher_axes + axes_of(per_token, 0)
         own_results = axes_of(token_results, len(slices)) + like_arguments[:gradients]
         return _DimensionsOfProjection(
             tuple(of + names for of, names in zip(vmaps, own, strict=True)),

@@ -46,7 +46,9 @@ def _on_whole_atoms(
     rows = rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     wide = max(wide, FEWEST_COLUMNS)
-    if (rows, deep, wide) == (n, depth, vocab):
+    teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
+    teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
+    if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
         return operation(x, w, bias, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int):
@@ -54,13 +56,22 @@ def _on_whole_atoms(
             a, [(0, to - size) for to, size in zip(shape, a.shape)] + [(0, 0)] * (a.ndim - len(shape))
         )
 
-    w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
+    def whole_w(w, deep: int):
+        return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
+
+    w = whole_w(w, deep)
     temperature = tokens.temperature
     # The new rows have weight 0. They must not divide by a temperature of 0.
     tokens, per_token = jax.tree.map(lambda a: extended(a, rows), (tokens, per_token))
     if temperature is not None:
         tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
-    bias = None if bias is None else extended(bias, wide)
+    if head.teacher is not None:
+        tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
+        biases = jax.tree.map(lambda a: extended(a, wide), bias._replace(teacher_w=None))
+        bias = biases._replace(teacher_w=whole_w(bias.teacher_w, teacher_deep))
+        head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
+    elif bias is not None:
+        bias = extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
     results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
     if name == "projection":

@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.linear.gradients import ChunkFunctions, dot, operations_of
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
@@ -22,8 +22,17 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    z = z if tokens.temperature is None else z / tokens.divisor[:, None]
+    z = z if tokens.temperature is None else z / tokens.divisor[:, None].astype(z.dtype)
     return stored(z)
+
+
+def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
+    """The `logits` of `ChunkFunctions`."""
+    z = logits(x, w, bias, tokens, head=head)
+    if head.columns is not None:
+        z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
+    m, d = normalizers.reduce(z, (1,), chunk=z.shape[1])
+    return z, Normalizer(m[:, 0], d[:, 0])
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
@@ -63,11 +72,7 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
         at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
         dz = dz - jnp.where(at_label, coefficients.label_term, 0)
     dz = dz if coefficients.constant is None else dz - coefficients.constant
-    if head.softcap is None:
-        return dz
-    capped = z if tokens.temperature is None else z * tokens.divisor[:, None]
-    tanh = capped / head.softcap
-    return dz * (1 - tanh) * (1 + tanh)
+    return times_softcap_slope(dz, z, tokens, head)
 
 
 def add_product(total, x, dz, *, head: Head):
@@ -120,5 +125,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
 OPERATIONS = operations_of(
-    ChunkFunctions(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+    ChunkFunctions(
+        statistics, dlogits, statistics_and_dlogits, add_product, None, logits_and_normalizer, bytes_per_logit
+    )
 )

@@ -1,0 +1,178 @@
+"""The divergence of a student from a teacher, and its gradient: the formulas of `linear_kl_divergence`.
+
+A token has the student's logits z and the teacher's u. With q = softmax(z), p = softmax(u), r = log p - log q and
+m = beta p + (1 - beta) q:
+
+    beta      divergence                                              gradient in z
+    0         KL(p || q) = sum of p r                                 q - p
+    1         KL(q || p) = sum of -q r                                q (-r - KL(q || p))
+    between   sum of beta p log(p / m) + (1 - beta) q log(q / m)      (1 - beta) q (log(q / m) - KL(q || m))
+
+A chunk of tokens goes through memory in passes of plain JAX, between the products of `gradients.py`:
+
+    x @ w, teacher_x @ teacher_w ──► z, u, and the normalizers of both
+    z, u ──► the sums of each row
+    z, u ──► dz, in the dtype of x; its products give dx and dw
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.linear import losses as formulas
+from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, over_chunks
+from pallas_softmax._src.linear.losses import Divergence, Statistics, Tokens
+from pallas_softmax._src.normalizers import Normalizer, widen
+from pallas_softmax._src.softmax.mesh import combine_shards
+
+# ---- Formulas. log_p and log_q are arrays of one shape. A logit of -inf has the log-probability -inf.
+
+
+def terms(log_p, log_q, beta: float) -> tuple[jax.Array, ...]:
+    """Returns the arrays that are summed over each row: the divergence, and for 0 < beta < 1 also KL(q || m)."""
+    if beta == 0:
+        return (_kl_terms(log_p, log_q),)
+    if beta == 1:
+        return (_kl_terms(log_q, log_p),)
+    of_p, of_q = log_ratios_to_mixture(log_p, log_q, beta)
+    of_p, of_q = _times_exp(log_p, of_p), _times_exp(log_q, of_q)
+    return beta * of_p + (1 - beta) * of_q, of_q
+
+
+def _kl_terms(log_a, log_b):
+    """Returns arrays with the sum KL(a || b).
+
+    The sum of b - a is 0. It is added because rounded normalizers make an error of the first order in the sum of
+    a log(a / b). An error of the second order is left.
+    """
+    a, b = jnp.exp(log_a), jnp.exp(log_b)
+    infinite = (log_b == -jnp.inf) & (log_a > -jnp.inf)  # also where a underflows
+    return jnp.where(infinite, jnp.inf, _times_exp(log_a, _difference(log_a, log_b)) + (b - a))
+
+
+def log_ratios_to_mixture(log_p, log_q, beta: float) -> tuple[jax.Array, jax.Array]:
+    """Returns log(p / m) and log(q / m) for m = beta p + (1 - beta) q; both are exactly 0 where p = q."""
+    r = _difference(log_p, log_q)
+    # With c = log(larger / m), where "larger" is the larger one of p and q, c = -log(1 - other (1 - exp(-|r|))).
+    other = jnp.where(r >= 0, 1 - beta, beta).astype(r.dtype)
+    c = -jnp.log1p(other * jnp.expm1(-jnp.abs(r)))
+    most = jnp.where(r >= 0, -math.log(beta), -math.log(1 - beta)).astype(r.dtype)
+    c = jnp.minimum(c, most)  # `other` may be rounded to 1
+    return c + jnp.minimum(r, 0), c - jnp.maximum(r, 0)
+
+
+def slopes(log_p, log_q, student, beta: float):
+    """Returns the gradient of the divergence in z; `student` is the sum KL(q || m) of each row, or KL(q || p)."""
+    q = jnp.exp(log_q)
+    if beta == 0:
+        return q - jnp.exp(log_p)
+    if beta == 1:
+        return _times_exp(log_q, _difference(log_q, log_p) - student)
+    return (1 - beta) * _times_exp(log_q, log_ratios_to_mixture(log_p, log_q, beta)[1] - student)
+
+
+def _difference(log_a, log_b):
+    """Returns log_a - log_b; 0 where both are -inf."""
+    return jnp.where((log_a == -jnp.inf) & (log_b == -jnp.inf), 0, log_a - log_b)
+
+
+def _times_exp(log_a, factor):
+    """Returns exp(log_a) * factor; 0 where log_a is -inf."""
+    return jnp.where(log_a == -jnp.inf, 0, jnp.exp(log_a) * factor)
+
+
+# ---- Chunks of tokens. `layer` is a `gradients._Projection`.
+
+
+def bytes_per_logit(layer: Any, x) -> int:
+    """Returns the bytes of one z and one u. Between the ends, XLA for CPUs stores three more arrays."""
+    is_plain = layer.functions.product is None
+    return (5 if is_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
+
+
+def statistics(layer: Any, x, tokens: Tokens, empty: Statistics) -> Statistics:
+    """Returns the statistics of whole rows; `empty` has their shapes and types."""
+
+    def step(chunk: Chunk, found: Statistics) -> Statistics:
+        x_rows, token_rows = chunk.slice((x, tokens))
+        return chunk.put(found, _stored_logits(layer, x_rows, token_rows, None)[1])
+
+    return over_chunks(x.shape[0], _rows(layer, x), step, empty)
+
+
+def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, empty: Statistics):
+    """Returns the statistics of whole rows, and dz (rows, columns of w), in the dtype of x.
+
+    dz is the gradient of sum(weights * divergences) in the raw logits. It is stored for all rows, but z and u only for
+    as many as fit the workspace.
+
+    Args:
+      layer, x, tokens: as for `statistics`.
+      weights, known: these rows of the arrays of `gradients._Rows`.
+      empty: as for `statistics`.
+    """
+    n, size = x.shape[0], _rows(layer, x)
+    dz = None
+    if not is_one_chunk(n, size):
+        columns = layer.w.shape[0 if layer.head.transpose_w else 1]
+        dz = vary_together(jnp.zeros((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
+
+    def step(chunk: Chunk, carry):
+        found, dz = carry
+        x_rows, token_rows, weight_rows, known_rows = chunk.slice((x, tokens, weights, known))
+        logits, statistics = _stored_logits(layer, x_rows, token_rows, known_rows)
+        # Otherwise XLA may store arrays that the sums and dz share, such as exponentials in float32.
+        logits = lax.optimization_barrier(logits)
+        part = _dz(layer, logits, statistics, token_rows, weight_rows).astype(x.dtype)
+        dz = part if dz is None else lax.dynamic_update_slice_in_dim(dz, part, chunk.start, 0)
+        return chunk.put(found, statistics), dz
+
+    return over_chunks(n, size, step, (empty, dz))
+
+
+def _rows(layer: Any, x) -> int:
+    """Returns the number of rows of which z and u are stored at a time."""
+    return chunk_rows(x.shape[0], layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
+
+
+def _stored_logits(layer: Any, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
+    """Returns z and u of some rows, and their statistics, known or computed."""
+    head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
+    of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
+    z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)
+    u, teacher = layer.functions.logits(*of_teacher, tokens, head=head.teacher)
+    u, teacher = jax.tree.map(lambda a: a.astype(z.dtype), (u, teacher))
+    z, u, student, teacher = vary_together(z, u, student, teacher, x, layer.w)[:4]
+    if known is not None:
+        return (z, u), known
+    if mesh_axes:
+        pairs = Normalizer(*map(jnp.stack, zip(student, teacher)))
+        merged = combine_shards(pairs, mesh_axes)[0]
+        student, teacher = (jax.tree.map(lambda a, i=i: a[i], merged) for i in range(2))
+    arrays = terms(_log_softmax(u, teacher), _log_softmax(z, student), head.beta)
+    sums = tuple(jnp.sum(a, 1) for a in arrays)
+    sums = lax.psum(sums, mesh_axes) if mesh_axes else sums
+    divergence = Divergence(teacher, sums[0], sums[-1])
+    found = Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
+    return (z, u), layer.vary_statistics(found, x, tokens)
+
+
+def _log_softmax(z, normalizer: Normalizer):
+    m, d = normalizer
+    return (z - normalizers.shift(m)[:, None]) - jnp.log(d)[:, None]
+
+
+def _dz(layer: Any, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
+    """Returns the gradient of sum(weights * divergences) in the raw logits, 0 in rows of weight 0."""
+    (z, u), known = logits, statistics.divergence
+    assert known is not None
+    log_p, log_q = _log_softmax(u, known.teacher), _log_softmax(z, statistics.normalizer)
+    dz = slopes(log_p, log_q, known.student[:, None], layer.head.beta)
+    factor = weights if tokens.temperature is None else weights / tokens.divisor
+    dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
+    return jnp.where(formulas.is_weightless(weights)[:, None], 0, dz)
