@@ -302,7 +302,7 @@ def test_explain():
     shapes = [*of_size(16, 8, 100)[:2], *of_size(16, 24, 100)[:2]]
     forward, gradient = ps.explain(ps.linear_kl_divergence, *shapes)
     assert (forward.call.op, gradient.call.op) == ("projection", "projection_with_grad")
-    assert str(forward).startswith("projection bfloat16[16, 8] @ [8, 100]: xla")
+    assert str(forward).startswith("linear_kl_divergence bfloat16[16, 8] @ [8, 100]: xla")
 
 
 def test_bad_input():

@@ -120,7 +120,7 @@ def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, e
     dz = None
     if not is_one_chunk(n, size):
         columns = layer.w.shape[0 if layer.head.transpose_w else 1]
-        dz = vary_together(jnp.zeros((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
+        dz = vary_together(lax.empty((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
 
     def step(chunk: Chunk, carry):
         found, dz = carry
