@@ -47,7 +47,7 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Arra
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
-    """The `logits` of `ChunkFunctions`. XLA computes those of a teacher of another dtype."""
+    """The `logits` of `ChunkFunctions`. XLA computes the logits of a teacher of another dtype."""
     if x.dtype.itemsize != 2 or not x.size:
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
     sums, z = row_sums(x, w, bias, tokens, head=head, stored=jnp.float32)

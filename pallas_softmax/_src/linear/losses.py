@@ -119,7 +119,7 @@ class Tokens(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """What is known of a row beside its student's normalizer. Unlike other statistics, these are of whole rows.
+    """The numbers of a row in addition to its student's normalizer. They belong to whole rows.
 
     Attributes:
       teacher: the normalizer of the teacher's logits.

@@ -91,7 +91,7 @@ def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tupl
     Args:
       arrays: x, w, bias, and arrays with one number per token; None stays.
       head: the projection.
-      gathered: whether x, w and bias are sharded as an operation takes them, too.
+      gathered: whether x, w and bias also have the sharding that an operation takes.
     """
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
