@@ -136,7 +136,7 @@ def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, e
 
 
 def _rows(layer: Any, x) -> int:
-    """Returns the number of rows whose z and u are stored at a time."""
+    """Returns how many rows have z and u in memory at a time."""
     return chunk_rows(x.shape[0], layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
 
 
