@@ -1,6 +1,6 @@
 """Twins in plain JAX of the functions with inline PTX, layouts or clusters: Pallas's interpreter runs these instead.
 
-A twin has the arguments and the results of its function, but may leave out what only PTX reads.
+A twin has its function's arguments and, in effect, its results. It may leave out what only PTX reads.
 """
 
 import jax.experimental.pallas as pl

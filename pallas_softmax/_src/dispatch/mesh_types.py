@@ -220,7 +220,7 @@ def merge_over(
 def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own: Any) -> Any:
     """Returns function(along_row, own): each device runs it on its share of the rows, and the results are gathered.
 
-    A device receives as many elements as it holds, however many devices there are.
+    With many rows, a device receives about as many elements as it holds.
 
     Args:
       axes: the mesh axes that each row is spread over.

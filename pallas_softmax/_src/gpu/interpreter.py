@@ -1,7 +1,7 @@
 """Pallas's interpreter: tests run kernels in it on the CPU.
 
-The interpreter has no inline PTX, no layouts and no clusters. It runs a twin in plain JAX in place of each function
-that needs them; tests/support/twins.py has the twins.
+The interpreter has no inline PTX, no layouts and no clusters. A twin in plain JAX runs in place of each function that
+needs them; tests/support/twins.py has the twins.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# The argument `interpret` of `pallas_call`, and the twins by module and name of the function: "blocks.load_as".
+# The argument `interpret` of `pallas_call`, and the twins by file and name of the function: "blocks.load_as".
 _interpreter: ContextVar[tuple[Any, Mapping[str, Callable[..., Any]]]] = ContextVar("interpreter")
 _ON_GPU = None, {}
 

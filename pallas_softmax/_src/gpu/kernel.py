@@ -79,7 +79,7 @@ def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _traced(function, interpret, static, *arrays):
+def _traced(function, interpret, static, *arrays):  # `interpret` only tells calls apart
     return function(*arrays, **dict(static))
 
 

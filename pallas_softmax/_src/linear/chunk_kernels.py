@@ -137,13 +137,11 @@ def _merged_tiles(sums: RowSums, reference, tokens: Tokens, vocab: int) -> Stati
 
 def _total(a, axis: int = 0) -> jax.Array:
     """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
-    del axis  # the first one
+    del axis  # always 0
     while len(a) > 1:
         groups = -(-len(a) // _ADDED)
         a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
-        a = lax.optimization_barrier(
-            normalizers.tree_sum(list(a))
-        )  # XLA might add them up again for each sum
+        a = lax.optimization_barrier(normalizers.tree_sum(list(a)))  # XLA might compute it again for each use
     return a[0]
 
 

@@ -8,7 +8,7 @@ m = beta p + (1 - beta) q:
     1         KL(q || p) = sum of -q r                                q (-r - KL(q || p))
     between   sum of beta p log(p / m) + (1 - beta) q log(q / m)      (1 - beta) q (log(q / m) - KL(q || m))
 
-A chunk of tokens goes through memory in passes of plain JAX, between the products of `gradients.py`:
+A chunk of tokens goes through memory in these passes. The first is two products, the others are plain JAX:
 
     x @ w, teacher_x @ teacher_w ──► z, u, and the normalizers of both
     z, u ──► the sums of each row
@@ -67,7 +67,7 @@ def log_ratios_to_mixture(log_p, log_q, beta: float) -> tuple[jax.Array, jax.Arr
 
 
 def slopes(log_p, log_q, student, beta: float):
-    """Returns the gradient of the divergence in z; `student` is the sum KL(q || m) of each row, or KL(q || p)."""
+    """Returns the gradient of the divergence in z; `student` is KL(q || m) of each row; for beta 1, KL(q || p)."""
     q = jnp.exp(log_q)
     if beta == 0:
         return q - jnp.exp(log_p)
@@ -90,7 +90,7 @@ def _times_exp(log_a, factor):
 
 
 def bytes_per_logit(layer: Any, x) -> int:
-    """Returns the bytes of one z and one u. Between the ends, XLA for CPUs stores three more arrays."""
+    """Returns the bytes of one z and one u. For 0 < beta < 1, plain JAX stores three more arrays."""
     is_plain = layer.functions.product is None
     return (5 if is_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
 

@@ -207,7 +207,7 @@ class PartProgram(ClusterProgram):
         return self.elements.best(self, words, None)[0]
 
     def sweep(self, take: Callable[[list[Value], Value], None]) -> None:
-        """Writes a GPU loop over the thread's elements, with the code of take(words, address).
+        """Writes GPU loops over the thread's elements, with the code of take(words, address of the first vector).
 
         The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
         `take` is called twice, and each call writes the body of one loop.

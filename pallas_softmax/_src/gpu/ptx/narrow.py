@@ -61,7 +61,7 @@ def narrow(
             distance = keys.distance(key)
             return distance >> shift, distance <= keys.extent
 
-        above = one_round(bucket_of) << shift  # number of keys above the bucket
+        above = one_round(bucket_of) << shift  # number of key values above the bucket
         p.update(keys.high.bits("u32"), "sub", above)
         p.set(keys.extent, p.min(keys.extent - above, (p.var(1, "u32") << shift) - 1))
 
@@ -114,7 +114,7 @@ class Histogram:
         """Returns the bucket with the item of a rank, its rank there, the bucket's count, and the count of all items.
 
         Rank 1 is the first item of the first bucket. The first three are of no use if the last is less than the rank.
-        All threads have counted, and synchronized. Clears the histogram.
+        All threads must have counted, and synchronized. Clears the histogram.
         """
         p = self.p
         before, upto = p.scan(p.reduce("add", self.own()))
@@ -147,9 +147,11 @@ def find_rank(
 ) -> tuple[Value, Value]:
     """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
 
-    count(bucket_of) counts the items, see `narrow`; none is above the range. Lower ones may count in the last bucket of
-    the range or after it. Returns how many keys are above the range, and how many are above it or in it. If lower ones
-    are counted, the second number may be too large, and then the range becomes a single key.
+    count(bucket_of) counts the items, see `narrow`; none is above the first range. Lower ones may count in the last
+    bucket of the range or after it. There are at least `rank` items.
+
+    Returns how many items are above the range, and how many reach it. The second number is too large if lower ones are
+    counted, until the range is a single key; and 2^32 - 1 if it was one from the start.
     """
     p = histogram.p
     rank, above, reach = p.var(rank, "u32"), p.var(0, "u32"), p.var(2**32 - 1, "u32")
