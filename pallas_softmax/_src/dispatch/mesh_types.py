@@ -202,7 +202,7 @@ def merge_over(
       merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
       parts: this device's numbers, (..., n) each.
       own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices; None stays.
-      partly: merges over all axes but the first, to numbers like `parts`; None for `merge`.
+      partly: merges over each axis but the first, to numbers like `parts`; None for `merge`.
     """
     for axis in axes[:0:-1]:
         parts = tuple(merge_over((axis,), partly or merge, parts, own))

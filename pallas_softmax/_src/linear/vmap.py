@@ -14,8 +14,7 @@ from pallas_softmax._src.linear.operation import GRADIENTS
 
 _ONE_DERIVATIVE = (
     "linear_cross_entropy, linear_kl_divergence, linear_log_probs, linear_logsumexp and linear_token_stats have first"
-    " derivatives only;"
-    " for second ones compute the logits and call pallas_softmax.logsumexp or token_stats"
+    " derivatives only; for second ones compute the logits and call pallas_softmax.logsumexp or token_stats"
 )
 
 
