@@ -149,14 +149,14 @@ class _Target(NamedTuple):
 
     Attributes:
       logits: as passed.
-      elements: the logits; integers as distances from the largest.
+      distances: integer logits as distances from the largest; None for floats.
       where: as passed; or None.
       temperature: of each position.
       cut: what the filters keep. For integer logits, `top` is 0.
     """
 
     logits: jax.Array
-    elements: jax.Array
+    distances: jax.Array | None
     where: jax.Array | None
     temperature: jax.Array
     cut: Cutoff
@@ -165,16 +165,19 @@ class _Target(NamedTuple):
     def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
         """Returns the distributions of these logits."""
         logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
+        distances = None
         if jnp.issubdtype(x.dtype, jnp.integer):
+            distances = normalizers.to_float(logits, (-1,), where)
             cut = cut._replace(top=jnp.zeros_like(cut.top))
-        rows = _Target(logits, normalizers.to_float(logits, (-1,), where), where, t, cut)
+        rows = _Target(logits, distances, where, t, cut)
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
     def log_p(self, indices=None) -> jax.Array:
         """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
         indices = positions(self.logits) if indices is None else indices
         kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
-        below = Temperature.of(self.temperature).distance(as_float(self.elements), self.cut.top)
+        elements = self.logits if self.distances is None else self.distances
+        below = Temperature.of(self.temperature).distance(as_float(elements), self.cut.top)
         return jnp.where(kept, below - (self.cut.log_total + self.cut.log_mass), -jnp.inf)
 
     def log_p_of(self, drafts: jax.Array) -> jax.Array:
