@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_softmax._src.dispatch.choose import choose_plain
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
-from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
-from pallas_softmax._src.dispatch.platform import by_platform, result_shapes, row_axes, run_shard
+from pallas_softmax._src.dispatch.partitioner import Division, over_auto_axes, register
+from pallas_softmax._src.dispatch.platform import by_platform, row_axes, run_shard
 from pallas_softmax._src.dispatch.refusal import placeholder
 
 
@@ -61,10 +62,9 @@ def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
-    dimensions = division.dimensions(choice, arrays, keywords)
     if mesh is None:
-        return over_auto_axes(division, choice, arrays, keywords, dimensions)
-    return _over_explicit_axes(division, choice, arrays, keywords, dimensions, mesh)
+        return over_auto_axes(division, choice, arrays, keywords)
+    return _over_explicit_axes(division, choice, arrays, keywords, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +76,19 @@ class _DimensionsOfRows:
       row_axes: the dimensions of a row.
       arguments: for each array, whether each of its dimensions belongs to the full shape.
       results: the same for the results.
-      result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
     """
 
     shape: tuple[int, ...]
     row_axes: tuple[int, ...]
     arguments: list[list[bool]]
     results: list[list[bool]]
-    result_shapes: Any
 
     @staticmethod
-    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
+    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> "_DimensionsOfRows":
         """Returns the dimensions of the arguments and results of a call."""
         operation = choice.call.row_operation
         shape = jax.tree.leaves(arrays)[0].shape
         axes = row_axes(arrays, keywords)
-        results = result_shapes(operation, arrays, keywords)
 
         def full(kinds, tree):
             """Returns which dimensions of each array are full. PER_ROW arrays have no full dimension along the row.
@@ -110,7 +107,7 @@ class _DimensionsOfRows:
             ]
 
         return _DimensionsOfRows(
-            shape, axes, full(operation.arguments, arrays), full(operation.results, results), results
+            shape, axes, full(operation.arguments, arrays), full(operation.results, results)
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
@@ -141,18 +138,17 @@ _ROWS = register(Division("rows", _DimensionsOfRows.of, by_platform, on_shard))
 
 
 def _over_explicit_axes(
-    division: Division,
-    choice: Choice,
-    arrays: tuple,
-    keywords: dict[str, Any],
-    dimensions: Dimensions,
-    mesh,
+    division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh
 ) -> Any:
     """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
-    in_specs, out_specs, axes = dimensions.lay_out(specs, mesh.shape)
-    results, result_tree = jax.tree.flatten(dimensions.result_shapes)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    results = jax.eval_shape(lambda *a: division.whole(choose_plain(choice.call), a, keywords), *shapes)
+    in_specs, out_specs, axes = division.dimensions(choice, arrays, keywords, results).lay_out(
+        specs, mesh.shape
+    )
+    results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
         typed = [s.update(sharding=NamedSharding(mesh, spec)) for s, spec in zip(results, out_specs)]
         return result_tree.unflatten(placeholder(typed, "mesh axes that a vmap has taken"))

@@ -38,10 +38,6 @@ TARGET = "pallas_softmax_divided"
 class Dimensions(Protocol):
     """The dimensions of a call's arrays: which of them must be divided over the same mesh axes."""
 
-    @property
-    def result_shapes(self) -> Any:
-        """The results of the call, as a tree of `jax.ShapeDtypeStruct`s."""
-
     def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
         """Returns how to divide arguments and results, given how XLA has sharded the arguments.
 
@@ -67,14 +63,15 @@ class Division(NamedTuple):
 
     Attributes:
       name: the name in texts.
-      dimensions: returns the `Dimensions` of the call.
+      dimensions: returns the `Dimensions` of the call. Its fourth argument are the results of the call, as a tree of
+        `jax.ShapeDtypeStruct`s.
       whole: computes the call on whole arrays.
       on_shard: computes the call on a device's shards. Its fourth argument is the third result of
         `Dimensions.lay_out`.
     """
 
     name: str
-    dimensions: Callable[[Choice, tuple, dict[str, Any]], Dimensions]
+    dimensions: Callable[[Choice, tuple, dict[str, Any], Any], Dimensions]
     whole: Callable[[Choice, tuple, dict[str, Any]], Any]
     on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
 
@@ -105,6 +102,8 @@ class _Divided(NamedTuple):
       requested: the implementation that the user named, or None.
       keywords: the static arguments of the operation, sorted by name.
       arrays: the tree of its array arguments. Array i is replaced by the number i.
+      results: the tree of its results, like `arrays`.
+      result_types: the shape and the dtype of each result.
       settings: the values of `_SETTINGS`.
       gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.
     """
@@ -114,18 +113,24 @@ class _Divided(NamedTuple):
     requested: str | None
     keywords: tuple[tuple[str, Any], ...]
     arrays: Any
+    results: Any
+    result_types: tuple[tuple[tuple[int, ...], Any], ...]
     settings: tuple[Any, ...]
     gpu: tuple[str, str, int | None] | None
 
 
-def over_auto_axes(
-    division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], dimensions: Dimensions
-) -> Any:
+def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on arrays that XLA may divide over Auto mesh axes.
 
     The primitive also has the jaxpr of the call on whole arrays, which is lowered if XLA can divide nothing.
     """
     leaves, tree = jax.tree.flatten(arrays)
+
+    def run(*leaves):
+        return division.whole(choice, tree.unflatten(leaves), keywords)
+
+    whole, results = jax.make_jaxpr(run, return_shape=True)(*leaves)
+    result_leaves, result_tree = jax.tree.flatten(results)
     device = jax.sharding.get_abstract_mesh().abstract_device
     divided = _Divided(
         division.name,
@@ -133,18 +138,15 @@ def over_auto_axes(
         choice.requested,
         tuple(sorted(keywords.items())),
         tree.unflatten(range(len(leaves))),
+        result_tree.unflatten(range(len(result_leaves))),
+        tuple((a.shape, a.dtype) for a in result_leaves),
         tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
-    whole = jax.make_jaxpr(lambda *leaves: division.whole(choice, tree.unflatten(leaves), keywords))(*leaves)
-    results = _divided_p.bind(
-        *leaves,
-        whole=whole,
-        divided=text.dumps(divided),
-        rule=dimensions.sharding_rule(),
-        refusal=choice.refusal,
-    )
-    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
+    rule = division.dimensions(choice, arrays, keywords, results).sharding_rule()
+    description = text.dumps(divided)
+    bound = _divided_p.bind(*leaves, whole=whole, divided=description, rule=rule, refusal=choice.refusal)
+    return result_tree.unflatten(bound)
 
 
 _divided_p = Primitive("pallas_softmax_divided")
@@ -202,7 +204,9 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
         numbers, tree = jax.tree.flatten(divided.arrays)
         assert numbers == [*range(len(leaves))]  # each array once, in order
         choice = choose_unlisted(divided.call, divided.requested)
-        dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords)
+        wholes = [jax.ShapeDtypeStruct(*each) for each in divided.result_types]
+        results_of_call = jax.tree.structure(divided.results).unflatten(wholes)
+        dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords, results_of_call)
         ranks = [leaf.ndim for leaf in leaves]
         mesh, given = decode(devices, tiles, ranks)
         in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)
@@ -213,7 +217,6 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
 
         shards = [_shard(leaf, sharding) for leaf, sharding in zip(leaves, arguments)]
         jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*shards)
-        wholes = jax.tree.leaves(dimensions.result_shapes)
         _check_results([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
     return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]

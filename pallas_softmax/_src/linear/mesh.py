@@ -74,10 +74,10 @@ def _whole(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     return _on_shard(choice, arrays, keywords, _Layout())
 
 
-def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfProjection":
+def _dimensions(
+    choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any
+) -> "_DimensionsOfProjection":
     """Returns the dimensions of the arguments and results of a call."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    results = jax.eval_shape(lambda *arrays: _whole(choice, arrays, keywords), *shapes)
     options = keywords.get("slices", ()), keywords.get("given")
     return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
 
@@ -263,14 +263,12 @@ class _DimensionsOfProjection:
     Attributes:
       arguments: for each array, the names of its dimensions.
       results: for each result, the names of its dimensions.
-      result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
       sizes: the size of each dimension, by name.
       given: as for `over_mesh`.
     """
 
     arguments: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
-    result_shapes: Any
     sizes: dict[str, int]
     given: tuple[P, ...] | None = None
 
@@ -310,7 +308,6 @@ class _DimensionsOfProjection:
         return _DimensionsOfProjection(
             tuple(of + names for of, names in zip(vmaps, own, strict=True)),
             tuple((*(f"s{i}" for i in range(len(slices))), *names) for names in own_results),
-            result_shapes,
             sizes,
             given,
         )
