@@ -53,12 +53,14 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     if on_cuda == choice.elsewhere:
         return implementation("xla")(*arrays)
 
-    def refused(*arrays):
-        return placeholder(result_shapes(op, arrays, keywords), str(choice.refusal))
-
-    other = refused if choice.elsewhere is None else implementation(choice.elsewhere)
     cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
-    elsewhere = jax.make_jaxpr(other)(*arrays)
+
+    def refused(*_):
+        return placeholder(shapes, str(choice.refusal))
+
+    elsewhere = jax.make_jaxpr(refused if choice.elsewhere is None else implementation(choice.elsewhere))(
+        *arrays
+    )
     results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -107,9 +109,3 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
 def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
     """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
     return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
-
-
-def result_shapes(operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Returns shapes and dtypes of the operation's results, as `jax.ShapeDtypeStruct`s."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    return jax.eval_shape(functools.partial(operation.plain, **keywords), *shapes)
