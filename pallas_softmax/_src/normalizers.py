@@ -344,6 +344,11 @@ def _exp_below(x, m, scale):
 # ---- The dtype of the arithmetic
 
 
+def float_dtype(dtype: Any) -> Any:
+    """Returns the dtype of jnp.exp(x) for x of this dtype. JAX promotes int32 to float32, and int64 to float64."""
+    return jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype
+
+
 def widen(x: jax.Array) -> jax.Array:
     """Returns `x` in the dtype of the arithmetic: float32, or its own dtype if that is wider or complex."""
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
@@ -362,7 +367,7 @@ def to_float(
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
-    dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
+    dtype = float_dtype(x.dtype)
     m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
     m = lax.pmax(m, tuple(mesh_axes)) if mesh_axes else m
     # The difference does not overflow in this dtype. int8 does not use uint8, since XLA for CPUs may convert negative

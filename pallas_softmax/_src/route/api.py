@@ -16,6 +16,7 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, vary_together
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.refusal import constant
+from pallas_softmax._src.normalizers import float_dtype
 from pallas_softmax._src.route.formulas import SCORES, Gate, Score
 from pallas_softmax._src.route.operation import ROUTE
 
@@ -105,7 +106,7 @@ def route(
     name = "route"
     number, factor = _scale(name, scale)
     x, axis = arguments.real_rows(name, "logits", logits, -1)
-    floating = jax.eval_shape(jnp.exp, x).dtype
+    floating = float_dtype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:  # floats hold them
         x = x.astype(floating)
     x = reshard_along(x, -1, None)

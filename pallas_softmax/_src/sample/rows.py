@@ -16,7 +16,6 @@ benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -97,7 +96,7 @@ def is_kept(logits, where, key, index, indices):
 
 def as_float(logits):
     """Returns the logits in the dtype of the arithmetic."""
-    return normalizers.widen(logits.astype(jax.eval_shape(jnp.exp, logits).dtype))
+    return normalizers.widen(logits.astype(normalizers.float_dtype(logits.dtype)))
 
 
 def elements(logits, where):

@@ -177,7 +177,7 @@ def logsumexp(
                 )
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
-    dtype = jax.eval_shape(jnp.exp, rows.x).dtype
+    dtype = normalizers.float_dtype(rows.x.dtype)
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
     out, _ = evaluate(_choices(LOGSUMEXP, rows, implementation), rows.x, rows.where)
@@ -198,11 +198,11 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     axes = arguments.normalized_axes(name, axis, a.ndim)
     factors = () if b is None else (b,)
     try:
-        common = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+        common = jnp.result_type(a, *factors)
     except ValueError as error:
         dtypes = " and ".join(f"{of} of {x.dtype.name}" for of, x in zip("ab", (a, *factors)))
         raise ValueError(f"{name}: {dtypes} have no common dtype; cast one of them") from error
-    out_dtype = jax.eval_shape(jnp.exp, common).dtype
+    out_dtype = normalizers.float_dtype(common)
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
     out = _jax_logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)

@@ -16,7 +16,7 @@ from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.masks import differentiable_if_finite
-from pallas_softmax._src.normalizers import to_float
+from pallas_softmax._src.normalizers import float_dtype, to_float
 from pallas_softmax._src.stats.operation import RANKED_STATS, TOKEN_STATS
 from pallas_softmax._src.stats.xla import RowStats, tempered_largest
 
@@ -99,7 +99,7 @@ def token_stats(
     """
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
-    floating = jax.eval_shape(jnp.exp, x).dtype
+    floating = float_dtype(x.dtype)
     if not (is_wide := jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4):
         x = x.astype(floating)
     if (ranked := arguments.static_bool(name, "rank", rank)) and labels is None:

@@ -17,6 +17,7 @@ from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.jax_internals import as_weak_as
+from pallas_softmax._src.normalizers import float_dtype
 from pallas_softmax._src.topk.operation import SELECT, TOPK
 from pallas_softmax._src.topk.xla import TopK
 
@@ -81,7 +82,7 @@ def fused_topk(
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.winners(name, k, length)
-    floating = jax.eval_shape(jnp.exp, x).dtype
+    floating = float_dtype(x.dtype)
     t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
     # kernels store no floats of 8 bits
