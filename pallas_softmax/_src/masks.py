@@ -19,7 +19,7 @@ from pallas_softmax._src.normalizers import widen
 def sum_over(x, axes, mesh_axes):
     """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
-    return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
+    return lax.psum(part, tuple(mesh_axes))
 
 
 def stored(arrays):

@@ -234,7 +234,7 @@ def checked_projection(
     if workspace_bytes <= 0:
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
-    vocab = vocab * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    vocab = vocab * jax.lax.axis_size(mesh_axes)
     return x, w, bias, head, workspace_bytes, mesh_axes, vocab
 
 

@@ -156,7 +156,7 @@ def _stored_logits(layer: Any, x, tokens: Tokens, known: Statistics | None) -> t
         student, teacher = (jax.tree.map(lambda a, i=i: a[i], merged) for i in range(2))
     arrays = terms(_log_softmax(u, teacher), _log_softmax(z, student), head.beta)
     sums = tuple(jnp.sum(a, 1) for a in arrays)
-    sums = lax.psum(sums, mesh_axes) if mesh_axes else sums
+    sums = lax.psum(sums, mesh_axes)
     divergence = Divergence(teacher, sums[0], sums[-1])
     found = Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
     return (z, u), layer.vary_statistics(found, x, tokens)

@@ -168,7 +168,7 @@ class _Projection:
 
     def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
         """Returns the coefficients of the gradient of sum(weights * losses)."""
-        devices = lax.axis_size(self.mesh_axes) if self.mesh_axes else 1
+        devices = lax.axis_size(self.mesh_axes)
         return formulas.coefficients(statistics, weights, tokens, self.vocab * devices)
 
     def dx(self, dz, factor) -> jax.Array:

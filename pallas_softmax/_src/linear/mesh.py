@@ -201,9 +201,9 @@ def _is_finite(
 ) -> jax.Array:
     """Returns whether the weighted sum of the losses of all tokens is finite. If not, its gradients are 0."""
     _, w, _, tokens, weights = arrays
-    vocab = head.vocab(w) * (lax.axis_size(layout.columns) if layout.columns else 1)
+    vocab = head.vocab(w) * lax.axis_size(layout.columns)
     total = weighted_sum(token_losses(function, statistics, tokens, vocab), weights)
-    return jnp.isfinite(lax.psum(total, layout.tokens) if layout.tokens else total)
+    return jnp.isfinite(lax.psum(total, layout.tokens))
 
 
 def _zeros_unless(finite, gradients: tuple) -> tuple:

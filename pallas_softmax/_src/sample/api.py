@@ -141,7 +141,7 @@ def sample(
     if not isinstance(mode, str) or mode not in noise.MODES:
         raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
-    length = x.shape[axis] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    length = x.shape[axis] * lax.axis_size(mesh_axes)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     dtype = jax.eval_shape(as_float, x).dtype
     if noise.has_words(key, shape, dtype, mode):

@@ -80,7 +80,7 @@ def fused_topk(
     name = "fused_topk"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    length = x.shape[axis] * jax.lax.axis_size(mesh_axes)
     k = arguments.winners(name, k, length)
     floating = float_dtype(x.dtype)
     t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
@@ -152,7 +152,7 @@ def top_k(
     dtype, is_bool = operand.dtype, operand.dtype == jnp.bool_
     x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    length = x.shape[axis] * jax.lax.axis_size(mesh_axes)
     k = arguments.winners(name, _as_int(k), length)
     arguments.static_bool(name, "is_stable", is_stable)
     if lengths is not None:

@@ -102,7 +102,7 @@ def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
     indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
     dvalues = masked(at_or_zero(dx, indices), kept, 0)
-    return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
+    return lax.psum(dvalues, mesh_axes)
 
 
 def _winners_in_shard(residuals, where, lengths, mesh_axes):
@@ -175,7 +175,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
     dt = -over(rest * slope(p, scaled) + slope(direct, scaled_won))
-    return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
+    return dx, lax.psum(dt, mesh_axes)
 
 
 def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
@@ -199,7 +199,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     if where is not None:
         dvalues = masked(dvalues, at_or_zero(jnp.broadcast_to(where, logits.shape), indices), 0)
     dvalues = masked(dvalues, own, 0)
-    dvalues = lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues
+    dvalues = lax.psum(dvalues, mesh_axes)
     return dvalues if dtype is None else dvalues.astype(dtype), d * mean
 
 
