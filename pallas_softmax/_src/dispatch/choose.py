@@ -93,7 +93,7 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return Refusal(call.objection)
     if name not in call.operation.kernels:
         return Refusal(f"no kernel for {call.op}")
-    kernel = call.operation.kernels[name]()
+    kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
     if automatic and not isinstance(plan, Refusal):
         reason = call.operation.better_by_xla(call) or kernel.slower(call)

@@ -60,19 +60,25 @@ class Operation:
     Attributes:
       name: the name in profiles and in `explain`.
       plain: the function in plain JAX: the reference for arguments and results.
-      kernels: for the name of an implementation, a function that imports and returns its `Kernel`.
+      kernels: for the name of an implementation, a function that imports and returns its kernels, by operation.
       better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
       kernel_dtypes: the dtypes of x that some kernel takes.
     """
 
     name: str
     plain: Callable[..., Any]
-    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
+    kernels: Mapping[str, Callable[[], Mapping[str, Kernel]]] = dataclasses.field(
+        default_factory=dict[str, Any]
+    )
     better_by_xla: Callable[["Call"], str | None] = _never
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
 
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
+
+    def kernel(self, implementation: str) -> Kernel:
+        """Returns the kernel of an implementation that this operation has."""
+        return self.kernels[implementation]()[self.name]
 
     def __repr__(self) -> str:
         return self.name

@@ -8,17 +8,14 @@ from pallas_softmax._src.dispatch.operation import Kernel, Operation
 from pallas_softmax._src.linear import xla
 
 
+def _mosaic_gpu() -> dict[str, Kernel]:
+    from pallas_softmax._src.linear.mosaic_gpu import KERNELS
+
+    return KERNELS
+
+
 def _operation(name: str) -> Operation:
-    def mosaic_gpu() -> Kernel:
-        from pallas_softmax._src.linear.mosaic_gpu import KERNELS
-
-        return KERNELS[name]
-
-    return Operation(
-        name=name,
-        plain=xla.OPERATIONS[name],
-        kernels={"mosaic_gpu": mosaic_gpu},
-    )
+    return Operation(name=name, plain=xla.OPERATIONS[name], kernels={"mosaic_gpu": _mosaic_gpu})
 
 
 PROJECTION = _operation("projection")

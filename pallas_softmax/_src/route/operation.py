@@ -1,17 +1,15 @@
 """The router and its gradient as objects."""
 
-import functools
-
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.route import xla
 
 _RESIDUALS = (ROW, PER_ROW)  # logits and the winners' indices
 
 
-def _mosaic_gpu(name: str) -> Kernel:
+def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.route.mosaic_gpu import KERNELS
 
-    return KERNELS[name]
+    return KERNELS
 
 
 ROUTE_GRAD = RowOperation(
@@ -19,7 +17,7 @@ ROUTE_GRAD = RowOperation(
     arguments=(_RESIDUALS, PER_ROW, PER_ROW),
     results=(ROW,),
     plain=xla.route_grad,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "route_grad")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
     is_gradient=True,
     divided_by_xla=False,
     whole_rows=True,
@@ -37,7 +35,7 @@ ROUTE = RowOperation(
     arguments=(ROW, MASK),  # the bias broadcasts to the logits, like a mask
     results=PER_ROW,
     plain=xla.route,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "route")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
     gradient=ROUTE_GRAD,
     tangent=ROUTE_TANGENT,
     result_names=("weights", "indices", "logsumexp"),

@@ -1,7 +1,5 @@
 """The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
-import functools
-
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sample import mesh, xla
 
@@ -25,10 +23,10 @@ SAMPLE_TANGENT = RowOperation(
 )
 
 
-def _mosaic_gpu(name: str) -> Kernel:
+def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.sample.mosaic_gpu import KERNELS
 
-    return KERNELS[name]
+    return KERNELS
 
 
 CUTOFF = RowOperation(
@@ -37,7 +35,7 @@ CUTOFF = RowOperation(
     results=PER_ROW,
     result_names=("key", "index", "top", "log_total", "log_mass"),
     plain=xla.cutoff,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "filter_cutoff")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
     on_mesh=mesh.cutoff_on_mesh,
     integers=("key", "index"),
     divided_by_xla=False,
@@ -49,7 +47,7 @@ SAMPLE = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "sample")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
     gradient=SAMPLE_GRAD,
     tangent=SAMPLE_TANGENT,
     variables=("logits", "temperature"),

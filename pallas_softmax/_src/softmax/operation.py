@@ -21,20 +21,19 @@ def fused_by_xla(call: Call) -> str | None:
     return None
 
 
-def _kernels(name: str):
-    """Returns the kernels of an operation, each imported when it is first needed."""
+def _mosaic_gpu() -> dict[str, Kernel]:
+    from pallas_softmax._src.softmax.mosaic_gpu import KERNELS
 
-    def mosaic_gpu() -> Kernel:
-        from pallas_softmax._src.softmax.mosaic_gpu import KERNELS
+    return KERNELS
 
-        return KERNELS[name]
 
-    def triton() -> Kernel:
-        from pallas_softmax._src.softmax.triton import KERNELS
+def _triton() -> dict[str, Kernel]:
+    from pallas_softmax._src.softmax.triton import KERNELS
 
-        return KERNELS[name]
+    return KERNELS
 
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton}
+
+_KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
 
 
 SOFTMAX_GRAD = RowOperation(
@@ -42,14 +41,13 @@ SOFTMAX_GRAD = RowOperation(
     arguments=((ROW,), MASK, ROW),
     results=ROW,
     plain=xla.softmax_grad,
-    kernels=_kernels("softmax_grad"),
+    kernels=_KERNELS,
     is_gradient=True,
 )
 LOG_SOFTMAX_GRAD = dataclasses.replace(
     SOFTMAX_GRAD,
     name="log_softmax_grad",
     plain=xla.log_softmax_grad,
-    kernels=_kernels("log_softmax_grad"),
 )
 LOG_SOFTMAX_TANGENT = RowOperation(
     name="log_softmax_tangent", arguments=((ROW,), MASK, ROW), results=ROW, plain=xla.log_softmax_tangent
@@ -73,7 +71,7 @@ LOGSUMEXP = RowOperation(
     arguments=(ROW, MASK),
     results=PER_ROW,
     plain=xla.logsumexp,
-    kernels=_kernels("logsumexp"),
+    kernels=_KERNELS,
     gradient=LOGSUMEXP_GRAD,
     tangent=LOGSUMEXP_TANGENT,
     result_names=("logsumexp", "m", "d"),
@@ -87,7 +85,7 @@ LOG_SOFTMAX = RowOperation(
     arguments=(ROW, MASK),
     results=ROW,
     plain=xla.log_softmax,
-    kernels=_kernels("log_softmax"),
+    kernels=_KERNELS,
     gradient=LOG_SOFTMAX_GRAD,
     tangent=LOG_SOFTMAX_TANGENT,
     result_names=("y",),
@@ -102,7 +100,6 @@ SOFTMAX = dataclasses.replace(
     LOG_SOFTMAX,
     name="softmax",
     plain=xla.softmax,
-    kernels=_kernels("softmax"),
     gradient=SOFTMAX_GRAD,
     tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
     on_mesh=mesh.softmax_on_mesh,

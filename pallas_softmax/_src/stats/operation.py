@@ -8,13 +8,10 @@ from pallas_softmax._src.stats import mesh, xla
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and t
 
 
-def _kernels(name: str):
-    def mosaic_gpu() -> Kernel:
-        from pallas_softmax._src.stats.mosaic_gpu import KERNELS
+def _mosaic_gpu() -> dict[str, Kernel]:
+    from pallas_softmax._src.stats.mosaic_gpu import KERNELS
 
-        return KERNELS[name]
-
-    return {"mosaic_gpu": mosaic_gpu}
+    return KERNELS
 
 
 # The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
@@ -36,7 +33,7 @@ TOKEN_STATS = RowOperation(
     arguments=(ROW, MASK, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.token_stats,
-    kernels=_kernels("token_stats"),
+    kernels={"mosaic_gpu": _mosaic_gpu},
     gradient=TOKEN_STATS_GRAD,
     tangent=TOKEN_STATS_TANGENT,
     result_names=("logsumexp", "entropy", "at_label", "m", "d", "t", "argmax"),
@@ -53,13 +50,12 @@ COUNTED_STATS = RowOperation(
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.counted_stats,
-    kernels=_kernels("counted_stats"),
+    kernels={"mosaic_gpu": _mosaic_gpu},
 )
 RANKED_STATS = dataclasses.replace(
     TOKEN_STATS,
     name="ranked_stats",
     plain=xla.ranked_stats,
-    kernels=_kernels("ranked_stats"),
     result_names=(*TOKEN_STATS.result_names, "rank"),
     integers=("argmax", "rank"),
     on_mesh=mesh.ranked_stats_on_mesh,

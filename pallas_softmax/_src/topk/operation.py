@@ -1,7 +1,6 @@
 """The operations of `fused_topk` (TOPK) and `top_k` (SELECT), their derivatives, and the merge of lists of winners."""
 
 import functools
-from collections.abc import Callable
 
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
@@ -10,20 +9,16 @@ from pallas_softmax._src.topk import mesh, xla
 _RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and the winners' indices
 
 
-def _mosaic_gpu(name: str) -> Kernel:
+def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.topk.mosaic_gpu import KERNELS
 
-    return KERNELS[name]
+    return KERNELS
 
 
-def _triton(name: str) -> Kernel:
+def _triton() -> dict[str, Kernel]:
     from pallas_softmax._src.topk.triton import KERNELS
 
-    return KERNELS[name]
-
-
-def _kernels(name: str) -> dict[str, Callable[[], Kernel]]:
-    return {"mosaic_gpu": functools.partial(_mosaic_gpu, name), "triton": functools.partial(_triton, name)}
+    return KERNELS
 
 
 TOPK_GRAD = RowOperation(
@@ -31,7 +26,7 @@ TOPK_GRAD = RowOperation(
     arguments=(_RESIDUALS, MASK, PER_ROW, PER_ROW),
     results=(ROW, PER_ROW),
     plain=xla.topk_grad,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk_grad")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
     is_gradient=True,
     divided_by_xla=False,
 )
@@ -47,14 +42,14 @@ MERGE = RowOperation(
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.merge,
-    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "merge")},
+    kernels={"mosaic_gpu": _mosaic_gpu},
 )
 TOPK = RowOperation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels=_kernels("topk"),
+    kernels={"mosaic_gpu": _mosaic_gpu, "triton": _triton},
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
     result_names=("values", "indices", "m", "d"),
@@ -87,7 +82,7 @@ SELECT = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.select,
-    kernels=_kernels("top_k"),
+    kernels={"mosaic_gpu": _mosaic_gpu, "triton": _triton},
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
     gradient=SELECT_GRAD,
     tangent=SELECT_TANGENT,
