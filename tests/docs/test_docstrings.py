@@ -22,7 +22,7 @@ DOCUMENTED = functions(ps) | functions(ps.online) | {paper.__name__: paper}
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_an_example_prints_what_it_states(name, quick_compilation):
-    text = inspect.getdoc(DOCUMENTED[name])
+    text = inspect.getdoc(DOCUMENTED[name]) or ""
     names = {"jax": jax, "jnp": jnp, "ps": ps}
     test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     assert "\nExamples:\n" in text and test.examples
