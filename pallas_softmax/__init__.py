@@ -1,6 +1,13 @@
 """Softmax, top-k, sampling and softmax losses for JAX, by the online normalizer: few reads of the logits, or none.
 
 The source of the normalizer is Milakov and Gimelshein (2018), arXiv 1805.02867.
+
+The examples of the docstrings share these lines:
+
+    import jax
+    import jax.numpy as jnp
+    import pallas_softmax as ps
+    jnp.set_printoptions(precision=3)
 """
 
 from pallas_softmax import online

@@ -37,6 +37,10 @@ def identity(
       shape: shape of each field.
       dtype: dtype of each field.
       of: `Normalizer` or `Moments`.
+
+    Examples:
+      >>> ps.online.identity()
+      Normalizer(m=Array(-inf, dtype=float32), d=Array(0., dtype=float32))
     """
     zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])
     return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
@@ -56,6 +60,11 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
     Raises:
       TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; or a field is not a floating or
         complex array.
+
+    Examples:
+      >>> a = ps.online.reduce(jnp.ones(3))  # m = 1, d = 3
+      >>> ps.online.combine(a, a)
+      Normalizer(m=Array([1.], dtype=float32), d=Array([6.], dtype=float32))
     """
     if not isinstance(a, Normalizer | Moments):
         raise TypeError(f"online.combine: a must be a Normalizer or Moments, got {a!r}")
@@ -98,6 +107,10 @@ def scan(x: "ArrayLike", axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums
       TypeError: `x` is not an array of a floating dtype, `axis` is not an int, or `of` is neither `Normalizer` nor
         `Moments`.
       ValueError: `axis` is out of range.
+
+    Examples:
+      >>> ps.online.scan(jnp.ones(3))
+      Normalizer(m=Array([1., 1., 1.], dtype=float32), d=Array([1., 2., 3.], dtype=float32))
     """
     _check_of("scan", of)
     x, (axis,) = _row_axes("scan", x, arguments.static_int("online.scan", "axis", axis))
@@ -136,6 +149,10 @@ def reduce(
         not an integer, or `of` is neither `Normalizer` nor `Moments`.
       ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not broadcast to `x`; or
         `chunk` is 0 or negative.
+
+    Examples:
+      >>> ps.online.reduce(jnp.ones(3))
+      Normalizer(m=Array([1.], dtype=float32), d=Array([3.], dtype=float32))
     """
     _check_of("reduce", of)
     x, axes = _row_axes("reduce", x, axis)
@@ -157,7 +174,14 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
 
 @at_once("k")
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
-    """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index."""
+    """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index.
+
+    Examples:
+      >>> a = ps.online.Candidates(jnp.array([9, 7]), jnp.array([1, 2]))
+      >>> b = ps.online.Candidates(jnp.array([8, 3]), jnp.array([5, 4]))
+      >>> ps.online.merge(a, b, 2)
+      Candidates(values=Array([9, 8], dtype=int32), indices=Array([1, 5], dtype=int32))
+    """
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
     *_, values, indices = lax.sort((~sort_keys.key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

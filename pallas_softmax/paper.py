@@ -13,6 +13,11 @@ and take float32 of shape (rows, V). Their results follow the printed algorithms
   0, tie.
 
 All probabilities of a row with a NaN or +inf are NaN. The same holds for a row with only -inf.
+
+Examples:
+  >>> from pallas_softmax import paper
+  >>> paper.SOFTMAX["online"].plain(jnp.array([[0.0, 1.0, 2.0]]))
+  Array([[0.09 , 0.245, 0.665]], dtype=float32)
 """
 
 import dataclasses

@@ -153,7 +153,13 @@ def log_of(normalizer: Normalizer | Moments) -> jax.Array:
 
 
 def entropy(moments: Moments) -> jax.Array:
-    """Returns the entropy of the softmax of a set of logits, in nats: log(d) - t / d. NaN for the empty set."""
+    """Returns the entropy of the softmax of a set of logits, in nats: log(d) - t / d. NaN for the empty set.
+
+    Examples:
+      >>> moments = ps.online.reduce(jnp.ones(3), of=ps.online.Moments)
+      >>> ps.online.entropy(moments)  # log 3
+      Array([1.099], dtype=float32)
+    """
     return jnp.log(moments.d) - moments.t / moments.d
 
 

@@ -136,6 +136,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
     Raises:
       TypeError: `function` is not callable.
+
+    Examples:
+      >>> x = jax.ShapeDtypeStruct((4, 32000), "float32")
+      >>> print(*ps.explain(ps.fused_topk, x, 5))
+      fused_topk float32[4, 32000], k=5: mosaic_gpu on cuda, xla elsewhere
     """
     if not callable(function):
         raise TypeError(

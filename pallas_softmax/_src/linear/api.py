@@ -70,6 +70,11 @@ def linear_logsumexp(
         is not bound, an array that must not differ along it does, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
         is taken.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> ps.linear_logsumexp(x, w)
+      Array([2.408, 2.408], dtype=float32)
     """
     name = "linear_logsumexp"
     tokens = known_tokens(name, None, temperature=temperature)
@@ -178,6 +183,11 @@ def linear_cross_entropy(
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers, `token_weights`
         or `label_probs` are not real, shapes do not fit, or the reduction is unknown.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> ps.linear_cross_entropy(x, w, jnp.array([2, 1]), reduction=None)
+      Array([0.408, 1.408], dtype=float32)
     """
     name = "linear_cross_entropy"
     _check_reduction(name, reduction)
@@ -255,6 +265,11 @@ def linear_kl_divergence(
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`; and if the teacher has other tokens or
         columns than the student.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> ps.linear_kl_divergence(x, w, x, 2 * w)
+      Array(0.116, dtype=float32)
     """
     name = "linear_kl_divergence"
     _check_reduction(name, reduction)
@@ -302,6 +317,11 @@ def linear_log_probs(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> ps.linear_log_probs(x, w, jnp.array([2, 1]))
+      Array([-0.408, -1.408], dtype=float32)
     """
     name = "linear_log_probs"
     tokens = known_tokens(name, known_labels(name, labels), temperature=temperature)
@@ -341,6 +361,12 @@ def linear_token_stats(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> stats = ps.linear_token_stats(x, w)
+      >>> stats.entropy, stats.argmax
+      (Array([0.832, 0.832], dtype=float32), Array([2, 0], dtype=int32))
     """
     name = "linear_token_stats"
     labels = None if labels is None else known_labels(name, labels)

@@ -77,6 +77,12 @@ def linear_topk(
       TypeError, ValueError: as `linear_logsumexp`, and as `fused_topk` for k and log.
       NotImplementedError: the named implementation cannot run this call (the message says why), or the call is
         differentiated.
+
+    Examples:
+      >>> x, w = jnp.eye(2), jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # x @ w is w
+      >>> ps.linear_topk(x, w, 1).indices
+      Array([[2],
+             [0]], dtype=int32)
     """
     name = "linear_topk"
     tokens = known_tokens(name, None, temperature=temperature)

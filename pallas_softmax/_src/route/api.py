@@ -102,6 +102,11 @@ def route(
         shape; `scale` is no scalar, or a known one that is not finite; or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call (the message says why), or a gradient in
         `scale` is wanted.
+
+    Examples:
+      >>> routing = ps.route(jnp.array([0.0, 1.0, 2.0]), 2, renormalize=True)
+      >>> routing.weights, routing.indices
+      (Array([0.731, 0.269], dtype=float32), Array([2, 1], dtype=int32))
     """
     name = "route"
     number, factor = _scale(name, scale)

@@ -131,6 +131,12 @@ def sample(
       ValueError: an argument is out of range or does not fit, `mode` is unknown, `axis_name` is not bound, an argument
         other than `logits` and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> x = jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+      >>> drawn = ps.sample(jax.random.key(0), x, top_p=0.5)  # keeps one entry of each row
+      >>> drawn.indices, jnp.exp(drawn.log_mass)
+      (Array([2, 0], dtype=int32), Array([0.665, 0.665], dtype=float32))
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     x, axis = checked_rows("sample", logits, axis)
@@ -209,6 +215,10 @@ def filter_logits(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as for `sample`.
+
+    Examples:
+      >>> ps.filter_logits(jnp.array([0.0, 1.0, 2.0]), top_k=2)
+      Array([-inf,   1.,   2.], dtype=float32)
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     x, axis = checked_rows("filter_logits", logits, axis)

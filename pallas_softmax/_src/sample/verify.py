@@ -102,6 +102,12 @@ def verify(
       TypeError: an argument has the wrong dtype or is not an array.
       ValueError: an argument is out of range or does not fit, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> logits = jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])  # at one draft, and at the next position
+      >>> verified = ps.verify(jax.random.key(0), jnp.array([2]), logits, temperature=0.0)
+      >>> verified.tokens, verified.accepted
+      (Array([2, 0], dtype=int32), Array(1, dtype=int32))
     """
     check_name("verify", implementation)
     drafts, x, log_q = _checked(draft_tokens, logits, draft_log_probs)

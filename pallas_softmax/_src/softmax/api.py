@@ -54,6 +54,13 @@ def softmax(
       ValueError: `axis` is out of range or repeated, `where` is not boolean or does not fit, `axis_name` is
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> x = jnp.array([0.0, 1.0, 2.0])
+      >>> ps.softmax(x)
+      Array([0.09 , 0.245, 0.665], dtype=float32)
+      >>> ps.softmax(x, where=x > 0)
+      Array([0.   , 0.269, 0.731], dtype=float32)
     """
     rows = _float_rows("softmax", x, axis, where, axis_name)
     return evaluate(_choices(SOFTMAX, rows, implementation), rows.x, rows.where)
@@ -87,6 +94,11 @@ def log_softmax(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
+
+    Examples:
+      >>> x = jnp.array([0.0, 1.0, 2.0])
+      >>> ps.log_softmax(x)
+      Array([-2.408, -1.408, -0.408], dtype=float32)
     """
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
     return evaluate(_choices(LOG_SOFTMAX, rows, implementation), rows.x, rows.where)
@@ -159,6 +171,11 @@ def logsumexp(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
         `keepdims` or `return_sign` is not a bool.
+
+    Examples:
+      >>> x = jnp.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+      >>> ps.logsumexp(x, axis=-1)
+      Array([2.408, 2.408], dtype=float32)
     """
     name = "logsumexp"
     keepdims = arguments.static_bool(name, "keepdims", keepdims)

@@ -96,6 +96,11 @@ def token_stats(
         not fit; `temperature` is negative; `labels` or `temperature` differs along `axis_name`, or it is not bound; or
         `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> stats = ps.token_stats(jnp.array([0.0, 1.0, 2.0]), labels=2)
+      >>> stats.log_probs, stats.entropy, stats.argmax
+      (Array(-0.408, dtype=float32), Array(0.832, dtype=float32), Array(2, dtype=int32))
     """
     name = "token_stats"
     x, axis = arguments.real_rows(name, "logits", logits, axis)

@@ -76,6 +76,10 @@ def fused_topk(
       ValueError: `k` or `axis` is out of range; `temperature` is negative, does not fit or differs along
         `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> ps.fused_topk(jnp.array([0.0, 1.0, 2.0]), 2)
+      TopK(values=Array([0.665, 0.245], dtype=float32), indices=Array([2, 1], dtype=int32))
     """
     name = "fused_topk"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
@@ -144,6 +148,10 @@ def top_k(
       ValueError: `operand` is complex; `k` or `axis` is out of range; `where` is not boolean; `where` or `lengths` does
         not fit; `lengths` differ along `axis_name`, or it is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
+
+    Examples:
+      >>> ps.top_k(jnp.array([3, 9, 7]), 2)
+      TopK(values=Array([9, 7], dtype=int32), indices=Array([1, 2], dtype=int32))
     """
     name = "top_k"
     operand = arguments.array(name, "operand", operand)
