@@ -55,13 +55,12 @@ def cutoffs(x, where, *parameters):
 
 def by_categorical(key, x, axis=-1, mode=None, **options):
     """Returns the tokens that `jax.random.categorical` draws from the filtered logits."""
-    filtered = filter_logits(x, axis=axis, **options) if options else x
-    if key.ndim == 0 or key.dtype == jnp.uint32:
-        return jax.random.categorical(key, filtered, axis, mode=mode)
+    filtered = filter_logits(x, axis=axis, **options) if options or x.dtype != F32 else x
     draw = functools.partial(jax.random.categorical, mode=mode)
-    return functools.reduce(lambda each, _: jax.vmap(each), key.shape, draw)(
-        key, jnp.moveaxis(filtered, axis, -1)
-    )
+    if key.ndim == 0:
+        return jax.jit(functools.partial(draw, axis=axis))(key, filtered)
+    of_batch = functools.reduce(lambda each, _: jax.vmap(each), key.shape, draw)
+    return jax.jit(of_batch)(key, jnp.moveaxis(filtered, axis, -1))
 
 
 def assert_categorical(key, x, mode=None, **options):
