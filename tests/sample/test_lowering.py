@@ -45,3 +45,9 @@ def test_filter_logits():
     """The kernel finds the cutoff; what is left is elementwise."""
     f = lambda x: ps.filter_logits(x, top_p=0.9, min_p=0.1)  # noqa: E731
     assert kernel_names(lowered(f, array(64, 50257, dtype=BF16))) == ["filter_cutoff"]
+
+
+@pytest.mark.slow
+def test_plain_jax_sorts_no_rows():
+    f = lambda x: ps.sample(KEY, x, top_k=50, top_p=0.9, implementation="xla")  # noqa: E731
+    assert "stablehlo.sort" not in lowered(f, array(64, 50257), platform="cpu")

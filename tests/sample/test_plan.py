@@ -19,6 +19,8 @@ def test_chosen():
     (choice,) = ps.explain(draw, jax.ShapeDtypeStruct((2, 2**20), F32))
     assert (choice.call.op, choice.cuda, choice.elsewhere) == ("sample", "xla", "xla")
     assert "does not fit into the shared memory of a cluster" in str(choice)
+    with pytest.raises(NotImplementedError, match="'triton' cannot run sample.*no kernel for sample"):
+        jax.eval_shape(functools.partial(draw, implementation="triton"), x)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)

@@ -11,7 +11,7 @@ from jax import export
 import pallas_softmax as ps
 from pallas_softmax import verify
 from pallas_softmax._src.sample import xla
-from tests.support.covering import slow
+from tests.support.covering import pairs, slow
 from tests.support.draws import chi_square
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -62,12 +62,14 @@ def repeated(drafts, target, q=None, key=KEY, rows=4000, **given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{}, {"top_k": 3}, {"top_p": 0.7, "temperature": 0.8}], ids=str)
-@pytest.mark.parametrize("q", [LOG_Q, None], ids=["drawn", "chosen"])
-@pytest.mark.parametrize("each_row", [False, True], ids=["one key", "keys per row"])
-def test_tokens_have_the_distribution_of_the_target(given, q, each_row):
+@pytest.mark.parametrize(
+    ("given", "drawn", "each_row"),
+    pairs([{"top_p": 0.7, "temperature": 0.8}, {"top_k": 3}, {}], [True, False], [True, False]),
+    ids=str,
+)
+def test_tokens_have_the_distribution_of_the_target(given, drawn, each_row):
     """Each token that is there, whatever comes before it, is a draw from the filtered target at its position."""
-    rows = 20_000
+    rows, q = 20_000, LOG_Q if drawn else None
     key = jax.random.split(KEY, rows) if each_row else KEY
     tokens, accepted = repeated(drafts_of(rows, q), TARGET, q, key, rows, **given)
     p = softmax(ps.filter_logits(TARGET, **given))
