@@ -232,8 +232,8 @@ def test_tangents(name):
     x, dx = rng.standard_normal((2, 5, 16)).astype(F32)
     g, g_logsumexp = rng.standard_normal((5, 4)), rng.standard_normal(5)
     f = lambda x: route(x, 4, gate, bias)  # noqa: E731
-    got, tangents = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,)))(x, dx)
-    gradient, unit = routing.vjp(x, np.asarray(got.indices), gate, g, g_logsumexp)
+    got, tangents = jax.tree.map(np.asarray, jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,)))(x, dx))
+    gradient, unit = routing.vjp(x, got.indices, gate, g, g_logsumexp)
     of_tangents = np.sum(g * tangents.weights, -1) + g_logsumexp * tangents.logsumexp
     error = np.abs(of_tangents - np.sum(gradient * dx, -1))
     assert (error <= 2e-6 + 2e-6 * np.sum(unit * np.abs(dx), -1)).all()

@@ -92,15 +92,16 @@ def noise_of_rows(key, rows, v):
 
 def assert_draws(got, x, words, names, parameters, where=None, stride=1):
     """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
-    temperature, *filters = parameters
-    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
-    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, temperature, **filters)
+    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, **_by_name(parameters))
 
 
 def assert_cutoffs(got, x, names, parameters, where=None):
     """Asserts that cutoffs with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_cutoff`."""
-    temperature, *filters = parameters
-    bounds.assert_cutoff(got, x, names, where, temperature, **dict(zip(("top_k", "top_p", "min_p"), filters)))
+    bounds.assert_cutoff(got, x, names, where, **_by_name(parameters))
+
+
+def _by_name(parameters):
+    return dict(zip(("temperature", "top_k", "top_p", "min_p"), parameters))
 
 
 def rows_without_a_draw(v, dtype):
