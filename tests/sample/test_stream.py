@@ -17,7 +17,7 @@ from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import first, first_values
 from tests.support.draws import assert_draws, without_filters
 from tests.support.kernels import INTERPRET
-from tests.support.lowering import kernel_names
+from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import HOPPER
 from tests.support.twins import interpreted
 
@@ -169,7 +169,5 @@ def test_chosen(monkeypatch, rows, v, given, kernel):
     def draw(x):
         return ps.sample(jax.random.key(0), x, implementation="mosaic_gpu", **given)
 
-    x = jax.ShapeDtypeStruct((rows, v), F32)
-    text = jax.jit(draw).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert kernel_names(text) == ["sample"]
+    assert kernel_names(lowered(draw, array(rows, v))) == ["sample"]
     assert set(ran) == {kernel}
