@@ -5,7 +5,7 @@ import pytest
 from pallas_softmax._src.sample.plan import plan_of
 from tests.sample import kernels
 from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, pairs
+from tests.support.covering import pairs
 from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -23,10 +23,9 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "masked", "kernel"),
-    first(1, pairs(LAYOUTS, [False, True], ["sample", "filter_cutoff"])),
-    ids=str,
+    ("layout", "masked", "kernel"), pairs(LAYOUTS, [False, True], ["sample", "filter_cutoff"]), ids=str
 )
 def test_interpreted(layout, masked, kernel):
     """The kernel puts rows into shared memory, masks them, and uses the parameters of the right row."""

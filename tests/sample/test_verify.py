@@ -197,33 +197,21 @@ def test_no_rounding_of_large_logits():
 # --- Rows without a distribution, and greedy rows -------------------------------------------------------
 
 
-@of_drafts("drawn")
+@jax.jit
+def verify_5_rows(drafts, x, q, where, top_p, temperature):
+    """Runs `verify` with all that the next two tests need, so that these share a program."""
+    return verify(KEY, drafts, x, q, where=where, top_p=top_p, temperature=temperature)
+
+
+@of_drafts("chosen")
 def test_temperature_0_takes_the_greedy_tokens(q):
-    for wrong in range(S + 1):
-        drafts = np.where(np.arange(S) < wrong, BEST[:-1], (BEST[:-1] + 1) % V)
-        tokens, accepted = verify(KEY, drafts, TARGET, q, temperature=0.0)
-        assert accepted == wrong
-        np.testing.assert_array_equal(tokens, np.where(np.arange(S + 1) <= wrong, BEST, -1))
-
-
-@of_drafts("drawn")
-def test_drafts_that_are_no_tokens_end_the_row(q):
-    """The token in the place of such a draft is a draw from the target itself."""
-    bad = {-1: None, V: None, -7: None, 2**40: None, "impossible": 2}
-    rows = 3000 * len(bad)
-    drafts = np.tile(BEST[:-1].astype(np.int64), (len(bad), 3000, 1))
-    for i, (name, value) in enumerate(bad.items()):
-        drafts[i, :, 1] = name if value is None else value
-    if q is not None:
-        q = np.tile(q, (len(bad), 3000, 1, 1))
-        q[-1, :, 1, 2] = -np.inf
-        q = q.reshape(rows, S, V)
-    x = np.broadcast_to(TARGET, (rows, S + 1, V))
-    got = verify(jax.random.split(KEY, rows), drafts.reshape(rows, S), x, q)
-    tokens, accepted = (np.asarray(a).reshape(len(bad), 3000, -1) for a in got)
-    for i in range(len(bad) if q is not None else len(bad) - 1):
-        assert {1} <= set(accepted[i].ravel()) <= {0, 1}
-        assert_distribution(tokens[i, accepted[i, :, 0] == 1, 1], softmax(TARGET[1]))
+    wrong = np.array([0, 1, 2, S, S])  # the place of the first draft that is not the best token
+    drafts = np.where(np.arange(S) < wrong[:, None], BEST[:-1], (BEST[:-1] + 1) % V)
+    ones = np.ones((5, S + 1))
+    q, where = None if q is None else np.tile(q, (5, 1, 1)), np.ones((5, S + 1, V), bool)
+    tokens, accepted = verify_5_rows(drafts, np.tile(TARGET, (5, 1, 1)), q, where, ones, 0 * ones)
+    np.testing.assert_array_equal(accepted, wrong)
+    np.testing.assert_array_equal(tokens, np.where(np.arange(S + 1) <= wrong[:, None], BEST, -1))
 
 
 @of_drafts("chosen")
@@ -235,9 +223,29 @@ def test_a_position_without_a_distribution_gives_minus_1(q):
     top_p = np.ones((5, S + 1))
     top_p[2, 1] = 7
     q = None if q is None else np.tile(np.log([0.5] + [0.5 / (V - 1)] * (V - 1)), (5, S, 1))
-    tokens, accepted = jax.jit(verify)(KEY, np.zeros((5, S), int), x, q, where=where, top_p=top_p)  # traced
+    tokens, accepted = verify_5_rows(np.zeros((5, S), int), x, q, where, top_p, np.ones((5, S + 1)))
     np.testing.assert_array_equal(accepted, [1, 1, 1, 0, S])
     np.testing.assert_array_equal(tokens, [[0, -1, -1, -1]] * 3 + [[-1] * 4, [0] * 4])
+
+
+@of_drafts("drawn")
+def test_drafts_that_are_no_tokens_end_the_row(q):
+    """The token in the place of such a draft is a draw from the target itself."""
+    bad, impossible = [-1, V, -7, 2**40], 2  # a draft with q = 0 is impossible
+    bad = bad if q is None else [*bad, impossible]
+    rows = 3000 * len(bad)
+    drafts = np.tile(BEST[:-1].astype(np.int64), (len(bad), 3000, 1))
+    drafts[..., 1] = np.array(bad)[:, None]
+    if q is not None:
+        q = np.tile(q, (len(bad), 3000, 1, 1))
+        q[-1, :, 1, impossible] = -np.inf
+        q = q.reshape(rows, S, V)
+    x = np.broadcast_to(TARGET, (rows, S + 1, V))
+    got = verify(jax.random.split(KEY, rows), drafts.reshape(rows, S), x, q)
+    tokens, accepted = (np.asarray(a).reshape(len(bad), 3000, -1) for a in got)
+    for i in range(len(bad)):
+        assert {1} <= set(accepted[i].ravel()) <= {0, 1}
+        assert_distribution(tokens[i, accepted[i, :, 0] == 1, 1], softmax(TARGET[1]))
 
 
 # --- Broadcasting, transformations and dtypes -----------------------------------------------------------
@@ -312,7 +320,9 @@ def test_export_round_trip(q, symbolic):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint16", "uint32"])
 def test_drafts_of_every_integer_dtype(dtype):
-    run = functools.partial(verify, KEY, logits=TARGET[:2], temperature=0.0)
+    """The temperature is known to be 0. Unsigned drafts are drawn, the others are chosen."""
+    q = LOG_Q[:1] if dtype[0] == "u" else None
+    run = functools.partial(verify, KEY, logits=TARGET[:2], draft_log_probs=q, temperature=0.0)
     tokens, accepted = run(BEST[:1].astype(jnp.dtype(dtype)))
     np.testing.assert_array_equal(tokens, BEST[:2])
     assert accepted == 1
