@@ -16,25 +16,18 @@ from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-run = stats.stats_and_gradient(ps.token_stats)
-OPTIONS = ("", "where", "temperature", "both")
+check = stats.check_of(ps.token_stats)
 CASES = [
-    (1000, "float32", "both"),
-    (129, "bfloat16", ""),
-    (262144, "bfloat16", "both"),
-    *pairs((1, 2, 127, 128, 129, 1000, cases.GPT2), DTYPES, OPTIONS),
+    (1000, "float32", True, True),
+    (129, "bfloat16", False, False),
+    (262144, "bfloat16", True, True),
+    *pairs((1, 2, 127, 128, 129, 1000, cases.GPT2), DTYPES, [False, True], [False, True]),
 ]
 
 
-@pytest.mark.parametrize(("v", "dtype", "options"), first(1, CASES))
-def test_numbers_and_gradients(v, dtype, options):
-    x = stats.rows(v, dtype)
-    labels, g, where, temperature = stats.operands(v)
-    where = where if options in ("where", "both") else None
-    temperature = temperature if options in ("temperature", "both") else 1.0
-    got, dx = run(x, labels, where, temperature, g)
-    stats.assert_stats(got, x, labels, where, temperature)
-    stats.assert_gradient(dx, x, labels, g, where, temperature)
+@pytest.mark.parametrize(("v", "dtype", "masked", "scaled"), first(1, CASES))
+def test_numbers_and_gradients(v, dtype, masked, scaled):
+    check(v, dtype, masked, scaled)
 
 
 X = cases.rows(["normal", "peaked", "integers", "constant"], 50)

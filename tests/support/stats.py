@@ -84,11 +84,10 @@ def assert_gradient(dx, x, labels, g, where=None, temperature=1.0):
         assert not wide(dx)[~np.broadcast_to(where, dx.shape)].any()
 
 
-def stats_and_gradient(f):
-    """Returns the compiled function of (x, labels, where, temperature, g) that returns f's results and dx.
+def check_of(f):
+    """Returns a check of the results and the gradient of f, which is like `token_stats`.
 
-    Args:
-      f: like `token_stats`.
+    The check takes V, the dtype, and whether `rows` have a mask and temperatures.
     """
 
     @jax.jit
@@ -100,7 +99,14 @@ def stats_and_gradient(f):
         _, pull, stats = jax.vjp(floats, x, has_aux=True)
         return stats, pull(g)[0]
 
-    return run
+    def check(v, dtype, masked, scaled):
+        x, (labels, g, where, temperature) = rows(v, dtype), operands(v)
+        where, temperature = where if masked else None, temperature if scaled else 1.0
+        got, dx = run(x, labels, where, temperature, g)
+        assert_stats(got, x, labels, where, temperature)
+        assert_gradient(dx, x, labels, g, where, temperature)
+
+    return check
 
 
 def kernel_stats(plan, x, labels, where=None, temperature=None, interpret=None, *, rank=False):
