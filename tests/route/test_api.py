@@ -28,8 +28,9 @@ def route(x, k, gate, bias=None, **kwargs):
     return ps.route(x, k, **gate.keywords(bias), **kwargs)
 
 
-def compiled(k, gate):
-    return jax.jit(lambda x, bias: route(x, k, gate, bias))
+def each_gate(test):
+    """Runs a slow test for every gate."""
+    return pytest.mark.slow(pytest.mark.parametrize("name", GATES)(test))
 
 
 def rows_with_ties(experts, dtype):
@@ -54,28 +55,17 @@ def test_against_the_oracle(name, size, dtype):
     (experts, k), gate = size, GATES[name]
     x, bias = rows_with_ties(experts, dtype), bias_of(experts)
     g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-
-    @jax.jit
-    def results(x, bias):
-        def f(x):
-            got = route(x, k, gate, bias)
-            return (got.weights, got.logsumexp), got.indices
-
-        (weights, logsumexp), pullback, indices = jax.vjp(f, x, has_aux=True)
-        return ps.Routing(weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
-
-    got, dx = results(x, bias)
+    got, dx = jax.jit(routing.results_and_gradient(k, gate, None))(x, bias, g, g_logsumexp)
     assert got.weights.dtype == got.logsumexp.dtype == F32
     routing.judge(got, x, k, gate, bias)
     routing.judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@each_gate
 def test_float64(name, x64):
     gate, rng = GATES[name], np.random.default_rng(0)
     x, bias = rng.standard_normal((9, 64)), rng.standard_normal(64)
-    got = compiled(6, gate)(x, bias)
+    got = jax.jit(lambda x, bias: route(x, 6, gate, bias))(x, bias)
     assert got.weights.dtype == got.logsumexp.dtype == F64
     want, _ = routing.indices(x, 6, gate, bias)
     np.testing.assert_array_equal(got.indices, want)
@@ -83,8 +73,7 @@ def test_float64(name, x64):
     np.testing.assert_allclose(got.logsumexp, oracle.logsumexp(x, -1), rtol=1e-13)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@each_gate
 def test_integers_that_float32_cannot_hold(name):
     """They are ordered as integers, and their distances have the same softmax."""
     gate, k = GATES[name], 4
@@ -104,8 +93,7 @@ def test_integers_that_float32_cannot_hold(name):
     np.testing.assert_array_equal(tangents, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@each_gate
 def test_no_winners_and_all_winners(name):
     gate, x, bias = GATES[name], cases.rows(["normal", "integers"], 16), bias_of(16)
     none = route(x, 0, gate, bias)
@@ -116,8 +104,7 @@ def test_no_winners_and_all_winners(name):
     routing.judge(route(x, most, gate, bias), x, most, gate, bias)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@each_gate
 def test_equal_experts_are_in_order(name):
     """The first of several equal experts, or equal groups, are chosen."""
     got = route(np.zeros((2, 32), F32), 8, GATES[name], np.zeros(32, F32))
@@ -147,42 +134,40 @@ def test_tiny_scores_are_renormalized(score):
     assert np.isnan(got.weights[1]).all()
 
 
-def test_group_best():
+@pytest.mark.parametrize(("group_best", "expert"), first(2, [(1, 2), (3, 4), (2, 8), (None, 8)]))
+def test_group_best(group_best, expert):
     """One good expert, or three, or two: each counts another number of a group's best experts."""
     x = np.array([[0, 0, 3, -9, 1.5, 1.5, 1.5, -9, 2, 2, -9, -9]], F32)
-    chosen = [
-        ps.route(x, 1, score="sigmoid", groups=3, top_groups=1, group_best=n).indices.item()
-        for n in (1, 2, 3, None)
-    ]
-    assert chosen == [2, 8, 4, 8]
+    got = ps.route(x, 1, score="sigmoid", groups=3, top_groups=1, group_best=group_best)
+    assert got.indices.item() == expert
 
 
-def test_a_traced_or_absent_scale():
-    """It multiplies the weights; logits get its gradient, and it gets none."""
-    x, gate = (
-        cases.rows(["normal", "integers"], 16),
-        GATES["sigmoid, renormalized"]._asdict() | {"biased": False},
-    )
-    keywords = {name: gate[name] for name in ("score", "renormalize")}
-
-    def total(x, scale):
-        return jnp.sum(ps.route(x, 3, scale=scale, **keywords).weights ** 2)
-
-    gradient = jax.jit(jax.value_and_grad(total))
-    static = jax.value_and_grad(lambda x: total(x, 1.5))(x)
-    for scale in (jnp.float32(1.5), np.array(1.5, F32), jnp.asarray(1.5, BF16)):
-        got = gradient(x, scale)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, static)
-    weights = [ps.route(x, 3, scale=scale, **keywords).weights for scale in (None, 1.0)]
-    np.testing.assert_array_equal(*weights)
-    mapped = jax.vmap(lambda s: ps.route(x, 3, scale=s, **keywords).weights)(jnp.array([1.0, 2.0]))
-    np.testing.assert_allclose(mapped[1], 2 * mapped[0], rtol=1e-6)
-    with pytest.raises(NotImplementedError, match="^route: there is no gradient in scale"):
-        jax.grad(total, 1)(x, 1.5)
+SHARES = functools.partial(ps.route, k=3, score="sigmoid", renormalize=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("scale", [jnp.float32(1.5), jnp.asarray(1.5, BF16)])
+def test_a_traced_scale(scale):
+    """It multiplies the weights, and logits get its gradient. (tests/dispatch/test_errors.py: it gets none.)"""
+    x, total = (
+        cases.rows(["normal", "integers"], 16),
+        lambda x, scale: jnp.sum(SHARES(x, scale=scale).weights ** 2),
+    )
+    got = jax.jit(jax.value_and_grad(total))(x, scale)
+    want = jax.value_and_grad(lambda x: total(x, 1.5))(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
+
+
+@pytest.mark.slow
+def test_a_mapped_or_absent_scale():
+    x = cases.rows(["normal", "integers"], 16)
+    one = SHARES(x, scale=1.0).weights
+    np.testing.assert_array_equal(SHARES(x, scale=None).weights, one)
+    mapped = jax.vmap(lambda s: SHARES(x, scale=s).weights)(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(mapped, [one, 2 * one], rtol=1e-6)
+
+
+@each_gate
 def test_scale_zero(name):
     """The weights and their derivatives are 0."""
     f = jax.jit(lambda x: route(x, 2, GATES[name]._replace(scale=0.0), bias_of(16)).weights)
@@ -240,43 +225,19 @@ def test_bias_of_nan_or_inf(bad):
 # --- Derivatives --------------------------------------------------------------------------------------
 
 
-SCORES = {
-    "softmax": jax.nn.softmax,
-    "sigmoid": jax.nn.sigmoid,
-    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
-}
-
-
-def composed(x, k, gate, bias):
-    """Returns weights and logsumexp as a user would write them with jax.numpy."""
-    score = SCORES[gate.score](x)
-    weights = jnp.take_along_axis(score, route(x, k, gate, bias).indices, -1)
-    if gate.renormalize:
-        weights = weights / jnp.sum(weights, -1, keepdims=True)
-    return gate.scale * weights, jax.nn.logsumexp(x, -1)
-
-
-def differentiable(x, k, gate, bias):
-    got = route(x, k, gate, bias)
-    return got.weights, got.logsumexp
-
-
-@pytest.mark.parametrize("name", first_values(1, [BEST, *list(GATES)[:-1]]))
-def test_derivatives_against_jax(name):
-    """Tangents, and cotangents of weights and of logsumexp together."""
+@each_gate
+def test_tangents(name):
+    """They are the transpose of the gradient: g . (J dx) = (J^T g) . dx, in each row."""
     gate, bias = GATES[name], bias_of(16)
     rng = np.random.default_rng(0)
     x, dx = rng.standard_normal((2, 5, 16)).astype(F32)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def derivatives(f, x, dx):
-        f = functools.partial(f, k=4, gate=gate, bias=bias)
-        tangents = jax.jvp(f, (x,), (dx,))
-        cotangents = jax.tree.map(jnp.cos, tangents[0])
-        return tangents, jax.vjp(f, x)[1](cotangents)
-
-    got, want = (derivatives(f, x, dx) for f in (differentiable, composed))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
+    g, g_logsumexp = rng.standard_normal((5, 4)), rng.standard_normal(5)
+    f = lambda x: route(x, 4, gate, bias)  # noqa: E731
+    got, tangents = jax.tree.map(np.asarray, jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,)))(x, dx))
+    gradient, unit = routing.vjp(x, got.indices, gate, g, g_logsumexp)
+    of_tangents = np.sum(g * tangents.weights, -1) + g_logsumexp * tangents.logsumexp
+    error = np.abs(of_tangents - np.sum(gradient * dx, -1))
+    assert (error <= 2e-6 + 2e-6 * np.sum(unit * np.abs(dx), -1)).all()
 
 
 @pytest.mark.slow
@@ -289,8 +250,7 @@ def test_the_choice_and_the_bias_have_no_gradient():
     assert tangents.indices.dtype == jax.dtypes.float0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
+@each_gate
 def test_rows_of_neg_inf_have_finite_gradients(name):
     """Experts with -inf, chosen or not, get gradient 0."""
     x = np.where(np.arange(16) < 2, LINE, -np.inf).astype(F32)

@@ -15,7 +15,17 @@ from tests.support.covering import first
 from tests.topk import programs
 
 # (experts, groups): lanes that hold two groups; one group; half a group; a quarter. A group of one expert.
-GROUPED = first(1, [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)])
+GROUPED = [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)]
+GROUP_BEST = [
+    (64, 8, 2),
+    (256, 8, 1),
+    (1024, 4, 3),
+    (8, 8, 1),
+    (256, 8, 2),
+    (384, 8, 2),
+    (160, 8, 4),
+    (1024, 4, 2),
+]
 LOWEST = -(2**31)
 
 
@@ -54,22 +64,7 @@ def rows_of_groups(rng, shape, kind):
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "special"])
-@pytest.mark.parametrize(
-    ("experts", "groups", "group_best"),
-    first(
-        4,
-        [
-            (64, 8, 2),
-            (256, 8, 1),
-            (1024, 4, 3),
-            (8, 8, 1),
-            (256, 8, 2),
-            (384, 8, 2),
-            (160, 8, 4),
-            (1024, 4, 2),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("experts", "groups", "group_best"), first(4, GROUP_BEST))
 def test_groups(experts, groups, group_best, kind):
     """Experts of the best groups keep their keys; of groups that tie, the lowest take part."""
     tile = kernels.plan_route(4096, experts, 4, F32, biased=True, groups=groups)
@@ -90,7 +85,7 @@ def test_groups(experts, groups, group_best, kind):
 
 
 @pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
-@pytest.mark.parametrize(("experts", "groups"), GROUPED)
+@pytest.mark.parametrize(("experts", "groups"), first(1, GROUPED))
 def test_merges_of_pieces(experts, groups, kind):
     """The k best of rows that are cut into pieces, with lower columns first among ties, in few lanes only."""
     k = min(8, experts // 2)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from pallas_softmax._src import folding
 from pallas_softmax._src.sample import mosaic_gpu
 from pallas_softmax._src.sample.plan import plan_sample
-from tests.support.cases import BF16, F16, F32
 from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
 from tests.support.twins import interpreted
@@ -28,15 +27,3 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
     words = None if words is None else jnp.asarray(words)
     with interpreted(interpret):
         return mosaic_gpu.sample_rows(x, mask, request, words, plan, stride)
-
-
-# (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short
-# step, or none.
-SAMPLE_LAYOUTS = [
-    (1003, BF16, 2),
-    (1024, F32, 1),
-    (129, F16, 4),
-    (2, BF16, 1),
-    (4099, F32, 2),
-    (4104, F16, 2),
-]

@@ -14,11 +14,13 @@ from tests.support.plans import HOPPER
 
 def test_chosen():
     x = jax.ShapeDtypeStruct((64, 128256), F32)
-    draw = functools.partial(ps.sample, jax.random.key(0), top_p=0.9)
+    draw = functools.partial(ps.sample, jax.random.key(0))
     assert ps.explain(draw, x)[0].cuda == "mosaic_gpu"
     (choice,) = ps.explain(draw, jax.ShapeDtypeStruct((2, 2**20), F32))
-    assert choice.cuda == "xla"
+    assert (choice.call.op, choice.cuda, choice.elsewhere) == ("sample", "xla", "xla")
     assert "does not fit into the shared memory of a cluster" in str(choice)
+    with pytest.raises(NotImplementedError, match="'triton' cannot run sample.*no kernel for sample"):
+        jax.eval_shape(functools.partial(draw, implementation="triton"), x)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)

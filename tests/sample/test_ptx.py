@@ -5,28 +5,20 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.sample.draw_ptx import cutoff_program, draw_program
+from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.row_ptx import row_operands
-from tests.support import cases, ptx
-from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, first_values
+from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
+from tests.support import ptx
+from tests.support.cases import ALL, BF16, F16, F32
+from tests.support.covering import first, first_values, parameter_id
 from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-EVERY = [*cases.FINITE, *cases.SPECIAL]
+LONG = ["normal", "ascending", "integers", "constant"]  # thresholds are among thousands of ties
 WORDS_OF_ONE = np.array([1, 2, 3, 4], np.uint32)
 _X = 1024  # address of the part in shared memory
-# The results by their names in the program, and their dtypes.
-_OF_DRAW = {"index": "int32", "log_prob": "float32", "log_mass": "float32"}
-_OF_CUTOFF = {
-    "key": "int32",
-    "index": "int32",
-    "top": "float32",
-    "log_total": "float32",
-    "log_mass": "float32",
-}
 _UNSET = -7  # what a result holds that the program did not write
 
 
@@ -45,7 +37,7 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
 
     Returns the machine, and the results as arrays of one.
     """
-    count, dtypes = plan.window.count, _OF_CUTOFF if words is None else _OF_DRAW
+    count, dtypes = plan.window.count, _OF_CUTOFF if words is None else DRAWN
     results = {name: ptx.Device(np.full(1, _UNSET, dtype)) for name, dtype in dtypes.items()}
     parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
@@ -86,57 +78,47 @@ def assert_all_right(names, v, dtype, count, warpgroups, masked, step, rng=None,
 
 
 @pytest.mark.parametrize(
-    ("v", "dtype", "count", "warpgroups", "masked", "step"),
+    ("names", "v", "dtype", "count", "warpgroups", "masked", "step"),
     first(
         2,
         [
-            (1003, F32, 2, 1, False, 211),
-            (1000, BF16, 1, 2, True, 271),
-            (129, F16, 1, 1, True, 53),
-            (1, F32, 1, 1, False, 53),
-            (2, BF16, 1, 1, False, 53),
-            (127, F16, 3, 2, True, 53),
-            (128, F32, 2, 2, False, 53),
-            (129, F32, 1, 4, True, 53),
-            (1003, BF16, 3, 2, True, 37),
-            (1000, F32, 8, 1, False, 53),
-            (4099, F32, 3, 1, True, 37),
-            (4104, F16, 2, 1, True, 37),
-            (4099, BF16, 2, 1, False, 37),
+            (ALL, 1003, F32, 2, 1, False, 211),
+            (ALL, 1000, BF16, 1, 2, True, 271),
+            (ALL, 129, F16, 1, 1, True, 53),
+            (ALL, 1, F32, 1, 1, False, 53),
+            (ALL, 2, BF16, 1, 1, False, 53),
+            (ALL, 127, F16, 3, 2, True, 53),
+            (ALL, 128, F32, 2, 2, False, 53),
+            (ALL, 129, F32, 1, 4, True, 53),
+            (ALL, 1003, BF16, 3, 2, True, 37),
+            (ALL, 1000, F32, 8, 1, False, 53),
+            (ALL, 4099, F32, 3, 1, True, 37),
+            (ALL, 4104, F16, 2, 1, True, 37),
+            (ALL, 4099, BF16, 2, 1, False, 37),
+            # a zone has more keys than the lists have room for
+            (LONG, 128256, F32, 10, 2, False, 13),
+            (LONG, 151936, BF16, 6, 2, False, 13),
+            (LONG, 50257, F16, 16, 1, False, 13),
         ],
     ),
-    ids=str,
+    ids=parameter_id,
 )
-def test_ptx(v, dtype, count, warpgroups, masked, step):
+def test_ptx(names, v, dtype, count, warpgroups, masked, step):
     """Every kind of row with every filter, in one CTA and in clusters."""
-    assert_all_right(EVERY, v, dtype, count, warpgroups, masked, step)
-
-
-@pytest.mark.parametrize(
-    ("v", "dtype", "count", "warpgroups"),
-    first(0, [(128256, F32, 10, 2), (151936, BF16, 6, 2), (50257, F16, 16, 1)]),
-    ids=str,
-)
-def test_ptx_of_long_rows(v, dtype, count, warpgroups):
-    """A zone has more keys than the lists have room for, and thresholds are among thousands of ties."""
-    names = ["normal", "ascending", "integers", "constant"]
-    assert_all_right(names, v, dtype, count, warpgroups, masked=False, step=13)
+    assert_all_right(names, v, dtype, count, warpgroups, masked, step)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "step"),
-    first(
-        1,
-        [
-            ([-(2.0**-20), -(2.0**-16), -(2.0**-13), -0.5, -0.25, -1], 3),
-            ([-2e-39, -1e-39], 1),
-            ([-5, -6, -1e-20], 1),
-            ([-5, -6, -7], 1),
-            ([0, -0.0, -1e-30, 1e-30], 1),
-            ([1, 2.0**-14, 2.0**-14 * (1 + 2.0**-7), 2.0**-14 * (1 + 2.0**-6), 0, -0.0, -(2.0**-13)], 3),
-        ],
-    ),
+    [
+        ([-(2.0**-20), -(2.0**-16), -(2.0**-13), -0.5, -0.25, -1], 3),
+        ([-2e-39, -1e-39], 1),
+        ([-5, -6, -1e-20], 1),
+        ([-5, -6, -7], 1),
+        ([0, -0.0, -1e-30, 1e-30], 1),
+        ([1, 2.0**-14, 2.0**-14 * (1 + 2.0**-7), 2.0**-14 * (1 + 2.0**-6), 0, -0.0, -(2.0**-13)], 3),
+    ],
     ids=str,
 )
 def test_ptx_of_values_near_zero(row, step):
@@ -150,7 +132,7 @@ def test_ptx_of_values_near_zero(row, step):
 @pytest.mark.parametrize(
     ("row", "dtype", "more"),
     first(
-        2, [([0, -0.0], BF16, 0), ([-1, 0], BF16, 0), ([0], BF16, 0), ([0, 1], BF16, 0), ([0, -0.0], F32, 1)]
+        1, [([-1, 0], BF16, 0), ([0, -0.0], BF16, 0), ([0], BF16, 0), ([0, 1], BF16, 0), ([0, -0.0], F32, 1)]
     ),
     ids=str,
 )

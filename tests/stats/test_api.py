@@ -16,24 +16,18 @@ from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-run = stats.stats_and_gradient(ps.token_stats)
-OPTIONS = ("", "where", "temperature", "both")
+check = stats.check_of(ps.token_stats)
 CASES = [
-    (1000, "float32", "both"),
-    (129, "bfloat16", ""),
-    *pairs((1, 2, 127, 128, 129, 1000, cases.GPT2, 262144), DTYPES, OPTIONS),
+    (1000, "float32", True, True),
+    (129, "bfloat16", False, False),
+    (262144, "bfloat16", True, True),
+    *pairs((1, 2, 127, 128, 129, 1000, cases.GPT2), DTYPES, [False, True], [False, True]),
 ]
 
 
-@pytest.mark.parametrize(("v", "dtype", "options"), first(1, CASES))
-def test_numbers_and_gradients(v, dtype, options):
-    x = stats.rows(v, dtype)
-    labels, g, where, temperature = stats.operands(v)
-    where = where if options in ("where", "both") else None
-    temperature = temperature if options in ("temperature", "both") else 1.0
-    got, dx = run(x, labels, where, temperature, g)
-    stats.assert_stats(got, x, labels, where, temperature)
-    stats.assert_gradient(dx, x, labels, g, where, temperature)
+@pytest.mark.parametrize(("v", "dtype", "masked", "scaled"), first(1, CASES))
+def test_numbers_and_gradients(v, dtype, masked, scaled):
+    check(v, dtype, masked, scaled)
 
 
 X = cases.rows(["normal", "peaked", "integers", "constant"], 50)
@@ -62,10 +56,17 @@ def test_integers_that_floats_cannot_hold(dtype, temperature):
 
 
 @pytest.mark.slow
-def test_without_labels():
-    got, want = ps.token_stats(X), ps.token_stats(X, LABELS)
-    assert got.log_probs is None
-    jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
+def test_other_results_do_not_change_with_labels_or_ranks():
+    options = {"labels": LABELS, "rank": True}, {"labels": LABELS}, {}
+    ranked, labeled, plain = (ps.token_stats(X, temperature=0.7, **given) for given in options)
+    assert labeled.rank is plain.rank is plain.log_probs is None
+    jax.tree.map(np.testing.assert_array_equal, ranked[:4], labeled[:4])
+    jax.tree.map(np.testing.assert_array_equal, labeled[1:], plain[1:])
+    of_ranked, of_labeled, of_plain = (
+        jax.grad(lambda x, given=given: jnp.sum(ps.token_stats(x, **given).entropy))(X) for given in options
+    )
+    np.testing.assert_array_equal(of_ranked, of_labeled)
+    np.testing.assert_array_equal(of_labeled, of_plain)
 
 
 TINY = 2.0**-130
@@ -78,44 +79,33 @@ SUBNORMAL = np.array(
     ],
     "float32",
 )
-ARGMAX_OF_SUBNORMAL = [3, 3, 1, 2]
+
+
+@pytest.mark.parametrize("masked", [True, slow(False)])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_argmax_of_subnormal_numbers(dtype, masked):
+    """It is by value: 0 and -0 tie, and subnormal numbers are no zeros."""
+    x, where = jnp.asarray(SUBNORMAL, dtype), np.arange(6) > 0
+    given = {"where": where, "temperature": np.float32(0.5)} if masked else {}
+    want = np.where(where | (not masked), np.asarray(x, "float64"), -np.inf).argmax(1)
+    np.testing.assert_array_equal(ps.token_stats(x, **given).argmax, want)
 
 
 @pytest.mark.slow
-def test_a_masked_label():
-    where = np.arange(50) != 49
-    got = ps.token_stats(X, LABELS, where=where)
-    np.testing.assert_array_equal(np.isneginf(got.log_probs), [False, True, False, False])
-    assert got.argmax[1] < 49
-    dx = jax.grad(lambda x: jnp.sum(ps.token_stats(x, LABELS, where=where).log_probs))(X)
-    np.testing.assert_array_equal(dx.any(1), [True, False, True, True])
-
-
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
-def test_argmax_of_subnormal_numbers(dtype):
-    """It is by value: 0 and -0 tie, and subnormal numbers are no zeros."""
-    x = jnp.asarray(SUBNORMAL, dtype)
-    np.testing.assert_array_equal(ps.token_stats(x).argmax, ARGMAX_OF_SUBNORMAL)
-    where = np.arange(6) > 0
-    got = ps.token_stats(x, where=where, temperature=np.float32(0.5)).argmax
-    np.testing.assert_array_equal(got, np.where(where, np.asarray(x, "float64"), -np.inf).argmax(1))
-
-
 def test_argmax_of_subnormal_numbers_on_a_mesh():
     def of_shard(x):
         stats = xla.token_stats(x, None, jnp.ones((1, 1)), jnp.zeros((4, 1), jnp.int32), scaled=False)
-        return combine_shards(
-            stats.moments, stats.at_label, stats.argmax + 2 * jax.lax.axis_index("v"), ("v",)
-        )[2]
+        argmax = stats.argmax + 2 * jax.lax.axis_index("v")
+        return combine_shards(stats.moments, stats.at_label, argmax, ("v",))[2]
 
     got = jax.jit(jax.vmap(of_shard, axis_name="v"))(SUBNORMAL.reshape(4, 3, 2).swapaxes(0, 1))
-    np.testing.assert_array_equal(got[..., 0], [ARGMAX_OF_SUBNORMAL] * 3)
+    np.testing.assert_array_equal(got[..., 0], [SUBNORMAL.argmax(1)] * 3)
 
 
 SIGNS = np.array([[3, 1, 3], [0, -0.0, -1], [-2, -1, -3], [TINY, 0, TINY], [-TINY, -2 * TINY, -1]], "float32")
 
 
-@pytest.mark.parametrize("how", ["static", "traced", "one"])
+@pytest.mark.parametrize("how", ["traced", slow("static"), slow("one")])
 def test_temperature_0_is_the_limit(how):
     """logsumexp is infinite, or the log of the number of ties, by the sign of the largest logit."""
     labels, f = np.array([2, 1, 0, 1, -1]), functools.partial(ps.token_stats, SIGNS)
@@ -132,36 +122,21 @@ def test_temperature_0_is_the_limit(how):
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), slow("float16"), slow("float64")])
-@pytest.mark.parametrize("masked", [slow(False), True])
-def test_ranks(dtype, masked):
+@pytest.mark.parametrize("way", ["masked", slow("vmap")])
+def test_ranks(way, dtype):
     """The place in the order of lax.top_k: ties by the index, +0 above -0, NaNs by their sign."""
     rng = np.random.default_rng(3)
     x = np.round(2 * rng.standard_normal((200, 9))).astype("float32")
     x[:40, ::2] = -0.0
     for rows, value in ((slice(40, 60), np.nan), (slice(60, 80), -np.nan), (slice(80, 100), -np.inf)):
         x[rows] = np.where(rng.random((20, 9)) < 0.4, value, x[rows])
-    labels, where = rng.integers(-1, 10, 200), rng.random((200, 9)) < 0.7 if masked else None
+    labels, where = rng.integers(-1, 10, 200), rng.random((200, 9)) < 0.7 if way == "masked" else None
+    f = lambda x, labels: ps.token_stats(x, labels, where=where, rank=True).rank  # noqa: E731
     with jax.enable_x64(dtype == "float64"):
         x = np.asarray(jnp.asarray(x, dtype))
-        got = jax.jit(lambda x: ps.token_stats(x, labels, where=where, rank=True))(x)
-        assert got.rank.dtype == np.int32
-        np.testing.assert_array_equal(got.rank, oracle.rank(x, labels, where))
-        mapped = jax.vmap(lambda x, label: ps.token_stats(x, label, rank=True).rank)(x, labels)
-        np.testing.assert_array_equal(mapped, oracle.rank(x, labels))
-    if masked:
-        assert (np.asarray(got.rank) == 0).any()
-
-
-@pytest.mark.slow
-def test_other_results_do_not_change_with_a_rank():
-    with_rank, without = (ps.token_stats(X, LABELS, temperature=0.7, rank=rank) for rank in (True, False))
-    assert without.rank is None
-    jax.tree.map(np.testing.assert_array_equal, with_rank[:4], without[:4])
-    grads = [
-        jax.grad(lambda x, rank=rank: jnp.sum(ps.token_stats(x, LABELS, rank=rank).entropy))(X)
-        for rank in (True, False)
-    ]
-    np.testing.assert_array_equal(*grads)
+        got = jax.jit(jax.vmap(f) if way == "vmap" else f)(x, labels)
+    assert got.dtype == np.int32 and (np.asarray(got) == 0).any()
+    np.testing.assert_array_equal(got, oracle.rank(x, labels, where))
 
 
 def test_no_columns():

@@ -11,7 +11,7 @@ from pallas_softmax._src.softmax.plan import plan_softmax
 from tests.support import oracle, stats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
-run = stats.stats_and_gradient(functools.partial(ps.token_stats, implementation="mosaic_gpu", rank=True))
+check = stats.check_of(functools.partial(ps.token_stats, implementation="mosaic_gpu", rank=True))
 
 # Rows in registers, in one CTA, in clusters, in two launches.
 CASES = [
@@ -31,12 +31,7 @@ CASES = [
 @pytest.mark.parametrize(("v", "dtype", "options"), CASES)
 def test_numbers_and_gradients(v, dtype, options):
     """With options, there are a mask and temperatures."""
-    x = stats.rows(v, dtype)
-    labels, g, where, temperature = stats.operands(v)
-    where, temperature = (where, temperature) if options else (None, 1.0)
-    got, dx = run(x, labels, where, temperature, g)
-    stats.assert_stats(got, x, labels, where, temperature)
-    stats.assert_gradient(dx, x, labels, g, where, temperature)
+    check(v, dtype, masked=options, scaled=options)
 
 
 @pytest.mark.parametrize("v", [25000, 50257, 128256, 262144])

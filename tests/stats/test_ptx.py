@@ -5,7 +5,7 @@ import pytest
 
 from pallas_softmax._src.softmax import counting, moments_ptx
 from tests.support import oracle, ptx
-from tests.support.covering import cover
+from tests.support.covering import cover, slow
 
 F32 = np.float32
 EPS = 2.0**-23
@@ -71,9 +71,9 @@ def assert_moments(got, want):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("count", "step", "scale"), [(64, 16, 1.0), (35, 32, 0.7), (3, 1, 3.0)])
-def test_add_logits(kind, count, step, scale):
+@pytest.mark.parametrize(("kind", "case"), cover(KINDS, [(64, 16, 1.0), (35, 32, 0.7), (3, 1, 3.0)]))
+def test_add_logits(kind, case):
+    count, step, scale = case
     x = logits(kind, count) if count > 3 else logits(kind, 8)[1:4]
     assert_moments(added(x, scale, step), moments(x, scale))
 
@@ -91,10 +91,10 @@ def test_temperature_0(kind):
     assert not t[ordinary].any() and np.isnan(d[np.isnan(m) | (m == np.inf)]).all()
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("vec", "blocks"), [(1, 2), (2, 4), (4, 3), (8, 2)])
-def test_count_before(vec, blocks, special):
+@pytest.mark.parametrize(("size", "special"), cover([(1, 2), (2, 4), (4, 3), (8, 2)], [True, False]))
+def test_count_before(size, special):
     """Labels at every place of a vector, and before and after the step; equal logits, zeros, and NaNs."""
+    vec, blocks = size
     rng = np.random.default_rng(vec)
     for _ in range(20):
         x = np.round(1.5 * rng.standard_normal((blocks, 128, vec))).astype(F32)
@@ -115,7 +115,8 @@ def test_count_before(vec, blocks, special):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("kind", "ctas"), cover(KINDS, [2, 1, 16]))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ctas", [2, slow(1), slow(16)])
 def test_merges(kind, ctas):
     """Each thread has 8 logits, and its number counts down, so that the last of the largest wins.
 

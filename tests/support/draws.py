@@ -56,19 +56,14 @@ def all_combinations(x, where=None):
     return x[rows], None if where is None else where[rows], words, parameters, names
 
 
-def without_filters(x):
-    """Returns every combination of a row and a temperature: logits, words, parameters that filter nothing, names."""
+def without_filters(x, step=1):
+    """Returns combinations of a row and a temperature: logits, words, parameters that filter nothing, names."""
     combinations = list(itertools.product(range(len(x)), (1.0, 0.0, 0.7, 1e-3, 1e-37, 1e30, np.nan)))
-    rows, temperatures = zip(*combinations)
-    n = len(rows)
-    parameters = (
-        np.array(temperatures, F32),
-        np.full(n, NO_TOP_K, np.int32),
-        np.ones(n, F32),
-        np.zeros(n, F32),
-    )
-    words = np.array([(7, i, 1, 2**32 - 50) for i in range(n)], np.uint32)
-    return x[[*rows]], words, parameters, combinations
+    words = np.array([(7, i, 1, 2**32 - 50) for i in range(len(combinations))], np.uint32)[::step]
+    rows, temperatures = zip(*combinations[::step])
+    off = [(NO_TOP_K, np.int32), (1, F32), (0, F32)]
+    parameters = np.array(temperatures, F32), *(np.full(len(rows), value, dtype) for value, dtype in off)
+    return x[[*rows]], words, parameters, combinations[::step]
 
 
 def noise_at(words, v, stride=1):
@@ -97,15 +92,16 @@ def noise_of_rows(key, rows, v):
 
 def assert_draws(got, x, words, names, parameters, where=None, stride=1):
     """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
-    temperature, *filters = parameters
-    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
-    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, temperature, **filters)
+    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, **_by_name(parameters))
 
 
 def assert_cutoffs(got, x, names, parameters, where=None):
     """Asserts that cutoffs with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_cutoff`."""
-    temperature, *filters = parameters
-    bounds.assert_cutoff(got, x, names, where, temperature, **dict(zip(("top_k", "top_p", "min_p"), filters)))
+    bounds.assert_cutoff(got, x, names, where, **_by_name(parameters))
+
+
+def _by_name(parameters):
+    return dict(zip(("temperature", "top_k", "top_p", "min_p"), parameters))
 
 
 def rows_without_a_draw(v, dtype):
