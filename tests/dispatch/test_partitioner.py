@@ -22,26 +22,19 @@ from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.sample import mesh as sample_mesh
 from pallas_softmax._src.topk.operation import TOPK
 from tests.programs import portable_checks
-from tests.programs.portable_checks import CASES, CHECKS
+from tests.programs.portable_checks import CASES, CHECKS, LOGITS, Case
 from tests.support.calls import device
-from tests.support.children import once, reports
+from tests.support.children import assert_no_error, once, reports, selected_names
 from tests.support.covering import slow
 from tests.support.lowering import array, divided_calls, kernel_names
 
-FAST = ("write-fused_topk", "static_arguments", "cache-fused_topk", "executable-fused_topk")
-NAMES = [*CHECKS["first"], *CHECKS["second"]]
 CASE = {label: name for checks in CHECKS.values() for label, (_, name) in checks.items()}
 
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
-    """Returns the errors of all checks. The first pytest worker that asks runs them in two processes."""
-    asked = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if getattr(item, "function", None) is test_on_eight_cpu_devices
-    }
-
+    """Returns the reports of all checks. The first pytest worker that asks runs them in two processes."""
+    asked = selected_names(request, test_on_eight_cpu_devices)
     asked |= {f"write-{CASE[name]}" for name in asked}
 
     def run(folder):
@@ -55,11 +48,10 @@ def report(request, tmp_path_factory):
     return once(tmp_path_factory, "portable", run)
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASE)
 def test_on_eight_cpu_devices(report, name):
-    found = report["first" if name in CHECKS["first"] else "second"]
-    error = found.get(name, found[""] + "\nthe child ended before this check")
-    assert error is None, error
+    assert_no_error(report["first" if name in CHECKS["first"] else "second"], name)
 
 
 @pytest.mark.gpu
@@ -127,7 +119,7 @@ CALLS = {
         },
     ),
     "top_k": Calls(
-        lambda x, is_stable=True, **kwargs: ps.top_k(x, is_stable=is_stable, **kwargs),
+        ps.top_k,
         (X,),
         {
             "k": (4, 5),
@@ -203,11 +195,7 @@ def lowered(f, arrays):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("softmax", "fused_topk", "route", "linear_cross_entropy") else slow(name)
-        for name in CALLS
-    ],
+    "name", [name if name in ("softmax", "fused_topk") else slow(name) for name in CALLS]
 )
 def test_static_arguments_have_programs_of_their_own(name):
     """Calls that differ in one static argument lower to different texts, so no cache can take one for the other."""
@@ -323,43 +311,38 @@ def test_other_sources_have_other_texts(tmp_path):
 
 # --- More devices than there are ----------------------------------------------------------------------
 
+# name: a function, and its kernels for a shard
 KERNELS = {
-    "softmax": {"logsumexp_forward"},
-    "fused_topk": {"softmax_topk", "topk_merge"},
-    "top_k": {"top_k", "topk_merge"},
-    "sample": {
-        "sample",
-        "softmax_topk",
-        "topk_merge",
-    },  # the best entries; draws from shards and from whole rows
-    "filter_logits": {
-        "softmax_topk",
-        "topk_merge",
-        "filter_cutoff",
-    },  # the best entries; whole rows that keep more
-    "token_stats": {"token_stats_forward"},
-    "route": {"route", "route_grad"},
-    "linear_cross_entropy": {"linear_exponentials"},
+    "softmax": (CASES["softmax"], {"logsumexp_forward"}),
+    "log_softmax": (Case(ps.log_softmax, LOGITS), {"logsumexp_forward"}),
+    "logsumexp": (Case(lambda x: ps.logsumexp(x, -1), LOGITS), {"logsumexp_forward"}),
+    "fused_topk": (CASES["fused_topk"], {"softmax_topk", "topk_merge"}),
+    "top_k": (CASES["top_k"], {"top_k", "topk_merge"}),
+    # the best entries; draws from shards and from whole rows
+    "sample": (CASES["sample"], {"sample", "softmax_topk", "topk_merge"}),
+    # the best entries; whole rows that keep more
+    "filter_logits": (CASES["filter_logits"], {"softmax_topk", "topk_merge", "filter_cutoff"}),
+    "token_stats": (CASES["token_stats"], {"token_stats_forward"}),
+    "route": (CASES["route"], {"route", "route_grad"}),
+    "linear_cross_entropy": (CASES["linear_cross_entropy"], {"linear_exponentials"}),
 }
 EXCHANGED = {"sample": {"sample"}, "filter_logits": {"filter_cutoff"}}  # of small shards
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("fused_topk", "token_stats", "route") else slow(name) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name == "fused_topk" else slow(name) for name in KERNELS])
 def test_program_of_a_gpu(name, monkeypatch):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
-    assert_kernels_of_a_gpu(name, EXCHANGED.get(name, KERNELS[name]))
+    case, kernels = KERNELS[name]
+    assert_kernels_of_a_gpu(case, EXCHANGED.get(name, kernels))
     if name in EXCHANGED:
         monkeypatch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
         partitioner._partition.cache_clear()
-        assert_kernels_of_a_gpu(name, KERNELS[name])
+        assert_kernels_of_a_gpu(case, kernels)
         partitioner._partition.cache_clear()
 
 
-def assert_kernels_of_a_gpu(name, kernels):
+def assert_kernels_of_a_gpu(case, kernels):
     mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
-    case = CASES[name]
     program = lowered(portable_checks.with_gradient(case), portable_checks.shapes_of(case, mesh, "bfloat16"))
     modules = []
     for shapes, call in divided_calls(program):
