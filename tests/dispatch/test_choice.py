@@ -15,7 +15,7 @@ from pallas_softmax._src.dispatch.choose import _recorder, choose
 from pallas_softmax._src.dispatch.operation import Call, Choice
 from pallas_softmax._src.softmax.operation import SOFTMAX
 from tests.support import oracle
-from tests.support.calls import DTYPES, OPERATIONS, device, named, refusal, slower, topk
+from tests.support.calls import DTYPES, OPERATIONS, WITH_KERNELS, device, named, refusal, slower, topk
 from tests.support.covering import first, slow
 from tests.support.lowering import array, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
@@ -42,11 +42,7 @@ UNSUPPORTED = {
     "float8": (dict(dtype="float8_e4m3fn"), HOPPER, "no kernel for float8_e4m3fn"),
     "no rows": (dict(rows=0), HOPPER, "empty"),
     "no columns": (dict(vocab=0), HOPPER, "empty"),
-    "2^31 elements": (
-        dict(rows=50001, vocab=50257),
-        HOPPER,
-        "not a multiple of 4, 50001 x 50257",
-    ),
+    "2^31 elements": (dict(rows=50001, vocab=50257), HOPPER, "not a multiple of 4, 50001 x 50257"),
     "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 2048"),
     "k=2049": (dict(op="topk", k=2049), HOPPER, "k=2049 is not from 1 to 2048"),
     "axis of top-k": (dict(op="topk", inner=None), HOPPER, "not contiguous"),
@@ -115,18 +111,11 @@ def test_slower_kernels_run_only_if_named(changes):
     slow = call(**changes)
     choice = choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
-    assert choice.reasons[0] == (
-        "mosaic_gpu",
-        slow.operation.better_by_xla(slow) or slower("mosaic_gpu", slow),
-    )
+    reason = slow.operation.better_by_xla(slow) or slower("mosaic_gpu", slow)
+    assert choice.reasons[0] == ("mosaic_gpu", reason)
+    assert [name for name, _ in choice.reasons] == ["mosaic_gpu", "triton"]  # in the order of preference
+    assert re.search(r"^softmax float32\[.*\]: xla \(mosaic_gpu: .*; triton: ", str(choice))
     assert choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
-
-
-def test_all_reasons_are_kept_in_the_order_of_preference():
-    choice = choose(call(inner=None), None)
-    assert [name for name, _ in choice.reasons] == ["mosaic_gpu", "triton"]
-    assert str(choice).startswith("softmax float32[128, 16384]: xla (mosaic_gpu: ")
-    assert "; triton: " in str(choice)
 
 
 def test_str_of_a_named_choice():
@@ -150,10 +139,9 @@ def test_calls_and_choices_are_values():
 both = pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
 # (a function of x and implementation, x, the reason)
 REFUSED = [
-    *((f, jnp.ones((2, 8), "float8_e4m3fn"), "no kernel for float8_e4m3fn") for f in (ps.softmax, topk)),
-    *((f, jnp.ones((0, 8)), "empty") for f in (ps.softmax, topk)),
+    (ps.softmax, jnp.ones((2, 8), "float8_e4m3fn"), "no kernel for float8_e4m3fn"),
+    (topk, jnp.ones((0, 8)), "empty"),
     (functools.partial(topk, axis=0), jnp.ones((8, 2)), "not contiguous"),
-    *((functools.partial(ps.fused_topk, k=k), X, f"k={k} is not from 1 to 2048") for k in (0, 2049)),
 ]
 
 
@@ -165,7 +153,7 @@ def test_unsupported_raises_at_trace(function, x, reason):
 
 @pytest.mark.parametrize(
     ("rows", "v", "k"),
-    first(3, [(300, 7, 7), (2, 50257, 2048), (2, 1000003, 1), (300, 50257, 2048), (300, 128256, 128)]),
+    first(1, [(300, 7, 7), (2, 50257, 2048), (2, 1000003, 1), (300, 50257, 2048), (300, 128256, 128)]),
 )
 def test_topk_takes_any_row_and_mask(rows, v, k):
     """A call with the kernel named traces."""
@@ -185,8 +173,6 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
     with pytest.raises(NotImplementedError, match="mosaic_gpu.*lowered for cpu"):
         traced.lower(lowering_platforms=("cpu",))
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU.*lowered for cpu"):
-        named(function, "mosaic_gpu")(jnp.ones((2, 8)))
 
 
 # --- The device ---------------------------------------------------------------------------------------
@@ -213,19 +199,6 @@ def test_the_abstract_device_decides(kind, chosen):
     assert ("custom_call @mosaic_gpu" in text) == (chosen == "mosaic_gpu")
     if chosen == "xla":
         assert "compute capability 9 or" in str(choice)
-
-
-WITH_KERNELS = {
-    "softmax": ps.softmax,
-    "log_softmax": ps.log_softmax,
-    "logsumexp": functools.partial(ps.logsumexp, axis=-1),
-    "fused_topk": topk,
-    "top_k": functools.partial(ps.top_k, k=5),
-    "route": functools.partial(ps.route, k=5),
-    "token_stats": ps.token_stats,
-    "sample": functools.partial(ps.sample, jax.random.PRNGKey(0)),
-    "filter_logits": ps.filter_logits,
-}
 
 
 @pytest.mark.slow

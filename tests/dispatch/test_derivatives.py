@@ -123,7 +123,7 @@ EAGER = ("linearize", "vmap of grad")  # the other modes run in one compilation
 HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 
-@pytest.mark.parametrize(("name", "mode"), first(3, pairs([*FUNCTIONS], HIGHEST_FIRST)[:38]))
+@pytest.mark.parametrize(("name", "mode"), first(2, pairs([*FUNCTIONS], HIGHEST_FIRST)[:38]))
 def test_derivatives_agree_with_jax(name, mode):
     """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
@@ -158,13 +158,12 @@ def test_integer_logits_have_a_derivative_of_the_temperature():
     assert np.abs(got).max() > 1e-3
 
 
-# name: (kernels of a large call lowered for CUDA, forward and backward; shapes of the saved arrays that are as large as
-# the logits)
+# name: (a function, its kernels for a large call lowered for CUDA, forward and backward)
 REVERSE = {
-    "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"], 1),
-    "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"], 1),
-    "logsumexp": (lambda x: ps.logsumexp(x, -1), ["logsumexp_forward"], 1),
-    "topk": (lambda x: ps.fused_topk(x, 5).values, ["softmax_topk", "topk_merge"], 1),
+    "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"]),
+    "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"]),
+    "logsumexp": (functools.partial(ps.logsumexp, axis=-1), ["logsumexp_forward"]),
+    "topk": (lambda x, **named: ps.fused_topk(x, 5, **named).values, ["softmax_topk", "topk_merge"]),
 }
 LARGE = array(64, 25000, dtype="bfloat16")
 
@@ -172,21 +171,24 @@ LARGE = array(64, 25000, dtype="bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REVERSE)
 def test_reverse_mode_costs_the_same_as_a_custom_vjp(name):
-    f, kernels, kept = REVERSE[name]
+    """It runs these kernels, and saves one array of the size and the dtype of the logits."""
+    f, kernels = REVERSE[name]
 
     def gradient(x):
         y, pullback = jax.vjp(f, x)
         return pullback(y)
 
     assert kernel_names(lowered(gradient, LARGE)) == kernels
-    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], LARGE))
-    assert sum(r.size == LARGE.size for r in residuals) == kept
+    for implementation in (None, "xla"):
+        one = functools.partial(f, implementation=implementation)
+        saved = jax.tree.leaves(jax.eval_shape(lambda x, f=one: jax.vjp(f, x)[1], LARGE))
+        assert [a.dtype for a in saved if a.size == LARGE.size] == [LARGE.dtype]
 
 
 @pytest.mark.parametrize("name", first_values(1, ["softmax", "log_softmax"]))
 def test_forward_mode_runs_kernels(name):
     """softmax's tangent runs the gradient's kernel; log_softmax's tangent is plain JAX."""
-    f, (forward, gradient), _ = REVERSE[name]
+    f, (forward, gradient) = REVERSE[name]
     text = lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), LARGE, LARGE)
     assert kernel_names(text) == [forward] + [gradient] * (name == "softmax")
 

@@ -106,10 +106,7 @@ BAD_TYPES = {
         "must be of (real )?numbers": [KEYS, np.array([None])],
     },
     "k": {"must be an integer, got": [1.0, 1.5, "1", None, (1,), F32.type(1), True]},
-    "labels": {
-        "must be integers, got float32": [calls.LABELS.astype(F32)],
-        ARRAY: [[0, 1]],
-    },
+    "labels": {"must be integers, got float32": [calls.LABELS.astype(F32)], ARRAY: [[0, 1]]},
     "top_k": {
         "must be an integer, or one per row, got (float64|bool)": [2.0, True],
         "must be of real numbers, got dtype key": [KEYS[1]],
@@ -180,18 +177,15 @@ BAD_VALUES = {
         "must be .*got {}": [-0.1, 1.01, 1.00001, np.nan],
         r"must be .* the batch shape \(2, 3\), got \(4,": [np.ones(4)],
     },
-    "min_p": {
-        "must be .*got {}": [-0.1, 2.0],
-        "must be a scalar(,| or).*got": [np.ones((2, 3, 20))],
-    },
+    "min_p": {"must be .*got {}": [-0.1, 2.0], "must be a scalar(,| or).*got": [np.ones((2, 3, 20))]},
     "mode": {"must be None or one of": ["highest of all"]},
     "key": {
-        r"must be one key or have the batch shape \(2,( 3)?\), got \(4,\)": [jax.random.split(KEYS[0], 4)],
+        r"must be one key or have the batch shape \(2,( 3)?\), got \(4,\)": [jax.random.split(KEYS[0], 4)]
     },
     "bias": {
         r"must have the shape \((20|12),\).*, got \((11,|1, 12|)\)": [
             np.zeros(n, F32) for n in (11, (1, 12), ())
-        ],
+        ]
     },
     "w": {
         r"\(D, V\) for transpose_w=False, got \(2, 3, 20\) and \(12, 20\)": [calls.W.T],
@@ -212,14 +206,11 @@ BAD_VALUES = {
     },
     "label_smoothing": {"must be from 0 to 1, got 1.5": [1.5]},
     "reduction": {"must be 'mean', 'sum' or None, got": ["none", ["mean"], 1, np.array(["mean", "sum"])]},
-    "groups": {
-        "must .*divide the 20 experts, got 3": [3],
-        "must be at least 1.*got {}": [0, -3],
-    },
+    "groups": {"must .*divide the 20 experts, got 3": [3], "must be at least 1.*got {}": [0, -3]},
     "top_groups": {"must be from 1 to groups=4, got {}": [None, 0, 5]},
     "group_best": {"must be from 1 to the .* experts of a group, got {}": [0, 9]},
     "score": {
-        "must be one of .*'softmax', 'sigmoid'.*got .*(relu|None|softmax)": ["relu", None, ["softmax"]],
+        "must be one of .*'softmax', 'sigmoid'.*got .*(relu|None|softmax)": ["relu", None, ["softmax"]]
     },
     "scale": {
         "must be a finite number in the range of floats, got (1000|nan|inf)": [10**400, np.nan, np.inf],

@@ -75,18 +75,18 @@ def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla(f):
 # --- Transformations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "in_axis"), cover(FUNCTIONS, [0, 1]))
-def test_vmap_is_one_call_over_all_rows(name, in_axis):
+VMAPS = {
+    "first axis": (jax.vmap, (6, ROWS, V)),
+    "second axis": (lambda f: jax.vmap(f, 1), (ROWS, 6, V)),
+    "nested": (lambda f: jax.vmap(jax.vmap(f)), (2, 3, ROWS, V)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), cover(FUNCTIONS, VMAPS))
+def test_vmap_is_one_call_over_all_rows(name, way):
     """vmap makes neither a grid of batches nor a loop."""
-    f, results = FUNCTIONS[name]
-    shape = (3, ROWS, V) if in_axis == 0 else (ROWS, 3, V)
-    assert kernel_results(lowered(jax.vmap(f, in_axis), array(*shape))) == [results(3 * ROWS)]
-
-
-@each
-def test_nested_vmap_is_one_call_over_all_rows(name):
-    f, results = FUNCTIONS[name]
-    assert kernel_results(lowered(jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V))) == [results(6 * ROWS)]
+    (f, results), (vmap, shape) = FUNCTIONS[name], VMAPS[way]
+    assert kernel_results(lowered(vmap(f), array(*shape))) == [results(6 * ROWS)]
 
 
 @each
@@ -149,12 +149,6 @@ def test_a_named_gradient_on_a_mesh(name):
 
 def exported(f, x, platforms=("cuda",)):
     return export.export(jax.jit(f), platforms=platforms)(x)
-
-
-@each
-def test_export(name):
-    f, results = FUNCTIONS[name]
-    assert kernel_results(exported(f, X).mlir_module()) == [results(ROWS)]
 
 
 @pytest.mark.slow

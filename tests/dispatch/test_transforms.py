@@ -126,7 +126,7 @@ def covered():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "way"), [c if i % 8 == 0 else slow(*c) for i, c in enumerate(covered())]
+    ("name", "kind", "way"), [c if i % 16 == 1 else slow(*c) for i, c in enumerate(covered())]
 )
 def test_transformed(name, kind, way):
     f, arrays = compiled(name, kind)
@@ -134,7 +134,7 @@ def test_transformed(name, kind, way):
     close(transform(f, arrays), otherwise(f, arrays))
 
 
-@pytest.mark.parametrize(("name", "mapped", "kind"), first(3, pairs(FUNCTIONS, ["even", "odd"], PROGRAMS)))
+@pytest.mark.parametrize(("name", "mapped", "kind"), first(2, pairs(FUNCTIONS, ["even", "odd"], PROGRAMS)))
 def test_vmap_of_some_arguments(name, mapped, kind):
     """Every second argument is mapped. A key that slices share gives all of them the same noise."""
     of_rows, shared = arrays_of(name)
@@ -150,18 +150,20 @@ def test_vmap_of_some_arguments(name, mapped, kind):
     close(jax.vmap(f, (axes,))(arrays), looped(jax.jit(f), arrays, BATCH[0], axes))
 
 
-SHARED = [
-    "linear_log_probs, several",
-    "linear_cross_entropy",
+OF_ROWS = [
     "fused_topk",
     "token_stats",
     "sample",
     "filter_logits",
+    "softmax",
+    "log_softmax",
+    "logsumexp, rows",
+    "top_k",
 ]
 
 
 @pytest.mark.parametrize(
-    "name", first_values(1, [*SHARED, "softmax", "log_softmax", "logsumexp, rows", "top_k"])
+    "name", first_values(1, [*OF_ROWS, "linear_log_probs, several", "linear_cross_entropy"])
 )
 def test_gradient_of_what_slices_share(name):
     """An argument that the slices of vmap share has the sum over the slices as its gradient."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.covering import first, first_values, pairs
+from tests.support.covering import first, pairs
 from tests.support.lowering import array, kernel_names, lowered
 
 
@@ -49,7 +49,7 @@ PROJECTIONS = {
     "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
     "linear_topk": lambda x, w, labels: ps.linear_topk(x, w, 7),
 }
-FAST = ("softmax", "fused_topk", "token_stats", "filters")
+FAST = ("softmax", "fused_topk")
 CASES = [
     (name, "float32", (128, 16384), "call") for name in (*FAST, *(name for name in ROWS if name not in FAST))
 ]
@@ -92,10 +92,10 @@ def test_rows(name, dtype, shape, way):
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     first(
-        1, [(d, s) for d in ("float32", "bfloat16", "int32") for s in ((4096, 128), (5, 64), (16384, 256))]
+        0, [(d, s) for d in ("float32", "bfloat16", "int32") for s in ((4096, 128), (5, 64), (16384, 256))]
     ),
 )
-@pytest.mark.parametrize("name", first_values(1, ROUTERS))
+@pytest.mark.parametrize("name", ROUTERS)
 def test_routers(name, dtype, shape):
     x = array(*shape, dtype=dtype)
     assert_the_same_kernels(ROUTERS[name], x)

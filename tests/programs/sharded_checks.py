@@ -177,10 +177,7 @@ PARTS = {
     "neg_inf_but_first": ([(slice(1, 8), -np.inf)], "no part after the first has a maximum"),
     "inf_after_neg_inf": ([(slice(0, 7), -np.inf), (7, np.inf)], "NaN from one part only"),
     "nan_part": ([(5, np.nan)], "the maximum over the parts must keep NaN"),
-    "neg_nan_but_last": (
-        [(slice(0, 7), cases.NEG_NAN)],
-        "candidates of the earlier parts come last",
-    ),
+    "neg_nan_but_last": ([(slice(0, 7), cases.NEG_NAN)], "candidates of the earlier parts come last"),
     "nan_after_neg_nan": ([(slice(0, 4), cases.NEG_NAN), (slice(4, 8), np.nan)], "later parts come first"),
     "zeros": ([(slice(0, 5), -0.0), (slice(5, 8), 0.0)], "+0 in a later part precedes -0 in an earlier one"),
     "one_part_best": ([(6, 3)], "one part has all winners"),
@@ -911,7 +908,13 @@ def by_heads(op, heads):
         x = x.reshape(8, heads, width)
         if op == "sample":
             return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
-        y, indices = ps.fused_topk(x, 2) if op == "topk" else (getattr(ps, op)(x, -1), ())
+        if op == "topk":
+            y, indices = ps.fused_topk(x, 2)
+        else:
+            where = (
+                jnp.tri(heads, width, dtype=bool) if op == "softmax" else None
+            )  # a mask that all rows share
+            y, indices = getattr(ps, op)(x, -1, where=where), ()
         return y.reshape(8, -1), indices
 
     rng = np.random.default_rng(heads)
@@ -965,46 +968,6 @@ def decoded(spec):
     found, (found_spec,) = decode(n, [jax_internals.tiles(jax_internals.hlo_sharding(given, 2))], [2])
     devices = jax.sharding.Mesh(given.mesh.devices.reshape(found.axis_sizes), found.axis_names)
     assert NamedSharding(devices, found_spec).is_equivalent_to(given, 2), found_spec
-
-
-@each(shape=("line", "rows"), kv_heads=(4, 2))
-def train_step(shape, kv_heads):
-    """A training step of a decoder with grouped-query attention and weights sharded over all devices."""
-    at = mesh_of(shape)
-    width, size, vocab = 32, 8, 64
-    tensor, data = at.axis_names[-1], at.axis_names[0] if shape == "rows" else None
-    columns, rows = P(data, tensor), P(tensor, data)
-    shapes = {
-        "embedding": ((vocab, width), columns),
-        "q": ((width, 8 * size), columns),
-        "k": ((width, kv_heads * size), columns),
-        "v": ((width, kv_heads * size), columns),
-        "out": ((8 * size, width), rows),
-        "head": ((width, vocab), columns),
-    }
-    rng = np.random.default_rng(0)
-    weights = {name: 0.2 * rng.standard_normal(s).astype(F32) for name, (s, _) in shapes.items()}
-    tokens = rng.integers(0, vocab, (4, 17))
-
-    def loss(weights, tokens):
-        x = weights["embedding"][tokens[:, :-1]]
-        batch, length, _ = x.shape
-        q = (x @ weights["q"]).reshape(batch, length, kv_heads, -1, size)
-        k, v = ((x @ weights[name]).reshape(batch, length, kv_heads, size) for name in "kv")
-        scores = jnp.einsum("bskgh,btkh->bkgst", q, k) / math.sqrt(size)
-        p = ps.softmax(scores, where=jnp.tri(length, dtype=bool))
-        y = jnp.einsum("bkgst,btkh->bskgh", p, v).reshape(batch, length, -1)
-        return ps.linear_cross_entropy(x + y @ weights["out"], weights["head"], tokens[:, 1:])
-
-    def step(weights, tokens):
-        value, gradient = jax.value_and_grad(loss)(weights, tokens)
-        return value, gradient, jax.tree.map(lambda w, dw: w - 0.1 * dw, weights, gradient)
-
-    def place(a, spec):
-        return jax.device_put(a, NamedSharding(at, spec))
-
-    placed = {name: place(a, shapes[name][1]) for name, a in weights.items()}
-    assert_all_close(jax.jit(step)(placed, place(tokens, P(data))), jax.jit(step)(weights, tokens))
 
 
 # --- The choice ------------------------------------------------------------------------

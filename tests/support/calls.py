@@ -1,5 +1,7 @@
 """Every public function with arguments that fit, and calls that test the choice and the launch plans of kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +178,21 @@ def pullback(name, arguments, call=call):
     f, held = total(name, arguments, call)
     return jax.grad(f)(held)
 
+
+# --- Kernels --------------------------------------------------------------------------------------------
+
+# name: a function of rows that has kernels
+WITH_KERNELS = {
+    "softmax": ps.softmax,
+    "log_softmax": ps.log_softmax,
+    "logsumexp": functools.partial(ps.logsumexp, axis=-1),
+    "fused_topk": functools.partial(ps.fused_topk, k=5),
+    "top_k": functools.partial(ps.top_k, k=5),
+    "route": functools.partial(ps.route, k=5),
+    "token_stats": ps.token_stats,
+    "sample": functools.partial(ps.sample, KEY),
+    "filter_logits": functools.partial(ps.filter_logits, top_p=0.9),
+}
 
 # --- Choices and plans ----------------------------------------------------------------------------------
 
