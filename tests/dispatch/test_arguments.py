@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, plainly
+from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, float_sum, plainly
 from tests.support.covering import first, first_values, pairs, values
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
@@ -113,7 +113,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(
     ("dtype", "name", "of"),
-    first(3, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
+    first(2, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
 )
 def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     shape = () if dtype is int else FUNCTIONS[name][2][of].shape
@@ -236,10 +236,6 @@ def strictly(setting):
     jax.config.update(setting, before)
 
 
-def total(results):
-    return sum(jnp.sum(a.astype(jnp.float32)) for a in jax.tree.leaves(results) if a.dtype != jnp.int32)
-
-
 @pytest.mark.parametrize(
     ("name", "setting", "dtype", "wide"),
     first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
@@ -261,13 +257,12 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
     of = next(iter(dtypes.keys() & {"x", "a", "logits", "operand"}))
 
     def value(x):
-        results = call(name, **{**dtypes, **changed, of: x})
-        return results[:2] if name == "sample" else results
+        return call(name, **{**dtypes, **changed, of: x})
 
     with jax.enable_x64(wide):
         jax.eval_shape(value, dtypes[of])
         if name not in ("linear_topk", "verify"):  # they have no gradient
-            jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])
+            jax.eval_shape(jax.grad(lambda x: float_sum(value(x))), dtypes[of])
 
 
 @pytest.mark.slow
@@ -276,7 +271,7 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 @pytest.mark.parametrize("setting", PROMOTION)
 def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, strictly, x64):
     def value(x):
-        return total(ps.fused_topk(x, 2, dtype=dtype).values)
+        return float_sum(ps.fused_topk(x, 2, dtype=dtype).values)
 
     x = jnp.asarray(X, wide)
     jax.eval_shape(jax.grad(value), x)

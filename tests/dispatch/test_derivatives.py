@@ -265,7 +265,8 @@ OF_ONE_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", first_values(1, OF_ONE_ROW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_ONE_ROW)
 def test_gradients_of_weak_types_are_weak(name):
     """As of the same functions made of jax.nn."""
     gradient = jax.grad(OF_ONE_ROW[name])

@@ -28,18 +28,16 @@ from tests.support.lowering import array, kernel_names, lowered
 
 # One check of each kind, in at most 20 CPU seconds.
 FAST = (
-    "partition-topk_log-both-auto",
     "where-softmax-full-auto",
     "integers-softmax-int8-auto",
-    "winners-0-auto",
+    "winners-1-explicit",
     "select-plain-batch-auto-float32",
     "asked_once-topk",
     "filtered_rows_without_a_draw-False-none-auto",
-    "results_without_derivatives-fused_topk",
+    "results_without_derivatives-top_k",
     "stats-both-auto-False",
     "transformed-vmap-softmax-auto",
     "shard_map_over_one_axis_of_two-softmax",
-    "sharded_by_the_mask-auto",
     "named_kernel_on_the_cpu-topk",
     "gradient_of_no_winners-auto",
     "temperature_of_each_device",

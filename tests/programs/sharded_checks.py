@@ -34,7 +34,7 @@ from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
-from tests.support import bounds, cases, covering, draws, gpu, oracle, routing
+from tests.support import bounds, calls, cases, covering, draws, gpu, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 
@@ -535,9 +535,9 @@ def asked_once(op):
     """XLA gets the program of a device from a cache if a program has equal calls."""
     at, x = split("both", "auto"), logits().repeat(128, 1)
     misses = [partitioner._partition.cache_info().misses]
-    for calls in (1, 4):
+    for times in (1, 4):
         f = lambda xs: [ours(op, x + 1)[0] for x in xs]  # noqa: E731
-        jax.jit(f).lower([at.place(x)] * calls).compile()
+        jax.jit(f).lower([at.place(x)] * times).compile()
         misses.append(partitioner._partition.cache_info().misses)
     assert misses[0] < misses[1] == misses[2], misses
 
@@ -603,8 +603,8 @@ def filtered_rows_without_a_draw(exchanged, filters, how):
 
 
 CONSTANTS = {
-    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
     "top_k": lambda x: ps.top_k(x, 3).indices,
+    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
     "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
     "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=jnp.cos(x[:, 0]) ** 2).indices,
@@ -1024,18 +1024,13 @@ def many_devices(op, layout, rows, dtype):
 # --- Functions of the rows of a device ------------------------------------------------------------------
 
 # name: a function of (rows, V)
-FUNCTIONS = {
-    "softmax": ps.softmax,
-    "logsumexp": lambda x: ps.logsumexp(x, -1),
-    "topk": lambda x: ps.fused_topk(x, 5),
-    "top_k": lambda x: ps.top_k(x, 5),
+FUNCTIONS = calls.WITH_KERNELS | {
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
     "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.9), -99),
     "verify": lambda x: ps.verify(
         jax.random.key(0), np.zeros((len(x) // 2, 1), int), x.reshape(-1, 2, x.shape[-1]), top_p=0.9
     ),
-    "stats": lambda x: ps.token_stats(x)[1:],
-    "route": lambda x: ps.route(x, 5),
+    "token_stats": lambda x: ps.token_stats(x)[1:],
     "linear_logsumexp": lambda x: ps.linear_logsumexp(x[:, :4], x[:4]),
     "linear_log_probs": lambda x: ps.linear_log_probs(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
     "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
@@ -1046,14 +1041,7 @@ WITHOUT_GRADIENT = ("verify", "linear_topk")
 
 
 def total_of(name):
-    """Returns a function with the sum of the results that have a gradient."""
-
-    def total(x):
-        results = FUNCTIONS[name](x)
-        results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
-        return sum(jnp.sum(a) for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating))
-
-    return total
+    return lambda x: calls.float_sum(FUNCTIONS[name](x))
 
 
 @each(name=[name for name in FUNCTIONS if name not in WITHOUT_GRADIENT and name[:6] != "linear"])

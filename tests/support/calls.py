@@ -157,6 +157,13 @@ def plainly(name, **options):
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
+def float_sum(results):
+    """Returns the sum of the results that are floats and have a gradient."""
+    results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
+    floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in floats)
+
+
 def total(name, arguments, call=call):
     """Returns a weighted sum of the finite results, as a function of the arguments that have a gradient, and these.
 
