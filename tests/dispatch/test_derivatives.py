@@ -49,7 +49,7 @@ FUNCTIONS = {
         lambda x: jax.nn.softmax(x, 0, where=MASK),
     ),
     "log_softmax": (ps.log_softmax, jax.nn.log_softmax),
-    "logsumexp": (lambda x: ps.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1)),
+    "logsumexp": (functools.partial(ps.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
     "logsumexp, masked": (
         lambda x: ps.logsumexp(x, -1, where=MASK),
         lambda x: jax.nn.logsumexp(x, -1, where=MASK),

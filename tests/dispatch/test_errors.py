@@ -98,7 +98,11 @@ BAD_TYPES = {
     **dict.fromkeys(("x", "a", "operand"), {ARRAY: [[1.0, 2.0], (1.0, 2.0), None, "a", {}]}),
     "logits": {
         ARRAY: [[1.0, 2.0], (1.0, 2.0), None, "a", {}],
-        "must be a float or integer array, got (bool|complex64|key)": [calls.MASK, calls.X.astype("complex64"), KEYS],
+        "must be a float or integer array, got (bool|complex64|key)": [
+            calls.MASK,
+            calls.X.astype("complex64"),
+            KEYS,
+        ],
     },
     "where": {ARRAY: [[True, False, True]]},
     "axis": {"must be ": [1.5, "0", (0, 1.5)]},

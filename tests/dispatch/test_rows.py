@@ -237,11 +237,8 @@ def test_results_that_are_not_finite_have_derivatives_of_0(name, mode):
 def test_labels_out_of_range(name):
     """In this row, results that depend on the label are NaN. Other results and rows are as before."""
     labels = np.array(CALLS[name][2]["labels"])
-    labels[0, 1], labels[1, 0], labels[1, 1] = (
-        -1,
-        2**31 - 1,
-        calls.COLUMNS if name[:6] == "linear" else calls.V,
-    )
+    columns = calls.COLUMNS if name[:6] == "linear" else calls.V
+    labels[0, 1], labels[1, 0], labels[1, 1] = -1, 2**31 - 1, columns
     good = np.array([[True, False, True], [False, False, True]])
 
     @jax.jit
