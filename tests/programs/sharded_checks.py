@@ -445,16 +445,14 @@ def sample(layout, how, dtype: Any, masked):
     where = masks()["full"] if masked else np.ones((1, V), bool)
     x = cases.spoil_masked(x, where) if masked else x
     keys = jax.random.split(jax.random.key(5), n)
-    t, p, m = (
-        np.geomspace(0.5, 2, n, dtype=F32),
-        np.resize(np.array([0.3, 0.9, 1, 0], F32), n),
-        F32.type(0.01),
-    )
+    t = np.geomspace(0.5, 2, n, dtype=F32)
     t[::7] = 0
+    p, m = np.resize(np.array([0.3, 0.9, 1, 0], F32), n), F32.type(0.01)
 
     def drawn(x, where, key, t, p, m, axis_name=None):
         on = {"axis_name": axis_name, "implementation": IMPLEMENTATION}
-        return tuple(ps.sample(key, x, where=where, temperature=t, top_k=100, top_p=p, min_p=m, **on))
+        mask = where if masked else None
+        return tuple(ps.sample(key, x, where=mask, temperature=t, top_k=100, top_p=p, min_p=m, **on))
 
     rows, per_row = P(*at.spec), P(at.spec[0])
     specs = rows, at.operand(where.shape).spec, per_row, per_row, per_row, P()
@@ -462,8 +460,8 @@ def sample(layout, how, dtype: Any, masked):
         mapped(at, how, drawn, specs, per_row), *lay((x, where, keys, t, p, m), at.mesh, specs)
     )
     noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, (V,), F32))(keys))
-    where = where if masked else None
-    bounds.assert_sample(got, x, noise, NAMES, where, t, top_k=100, top_p=p, min_p=m)
+    mask = where if masked else None
+    bounds.assert_sample(got, x, noise, NAMES, mask, t, top_k=100, top_p=p, min_p=m)
     np.testing.assert_array_equal(got[0], drawn(x, where, keys, t, p, m)[0])
     if not at.row:
         assert not [c for c in sent if c.group > 1], sent
