@@ -10,7 +10,7 @@ import pytest
 from tests.support import calls, cases
 from tests.support.calls import BATCH, CALLS, X, call, logits_of, plainly, pullback, total
 from tests.support.cases import F32
-from tests.support.covering import cover, first, first_values, in_turn, slow
+from tests.support.covering import first, first_values, in_turn, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -52,7 +52,7 @@ DTYPES = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("name", "dtype"), first(3, [*DTYPES]))
+@pytest.mark.parametrize(("name", "dtype"), first(2, [*DTYPES]))
 def test_dtypes(name, dtype):
     """Results equal the results of float32 logits, rounded once. Gradients have the dtype of their arguments."""
     x = np.round(X).clip(0 if dtype[0] == "u" else -3, 3)
@@ -80,7 +80,7 @@ def test_dtypes(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    cover(["softmax", "log_softmax", "logsumexp, rows", "fused_topk"], ["int4", "int8", "uint8"]),
+    first(1, pairs(["softmax", "log_softmax", "logsumexp, rows", "fused_topk"], ["int8", "uint8", "int4"])),
 )
 def test_many_short_integers(name, dtype):
     """A long array, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
@@ -118,7 +118,7 @@ def test_axis(name, axis):
 # --- Batches --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", first_values(3, CALLS))
+@pytest.mark.parametrize("name", first_values(1, CALLS))
 def test_no_rows(name):
     """A batch may be empty. Its gradients are 0 in what all rows share."""
     of_rows = {of: a for of, a in CALLS[name][2].items() if a.shape[:1] == BATCH[:1] and of != "key"}
