@@ -24,15 +24,6 @@ LABELS = jnp.zeros(2, int)
 topk = ps.fused_topk
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _whole_tracebacks():
-    """A call that fails spends most of its time in the shortening of its traceback."""
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
-    yield
-    jax.config.update("jax_traceback_filtering", before)
-
-
 # --- softmax, log_softmax, logsumexp ------------------------------------------------------------------
 
 # axis: what the error says
