@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, plainly
+from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, float_sum, plainly
 from tests.support.covering import first, first_values, pairs, values
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
@@ -43,7 +43,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(("case", "argument"), first(24, pairs(MISFITS, ARRAYS)[: len(ARRAYS)]), ids=str)
+@pytest.mark.parametrize(("case", "argument"), first(12, pairs(MISFITS, ARRAYS)[: len(ARRAYS)]), ids=str)
 def test_misfits_are_refused_by_name(case, argument):
     name, of = argument
     make, error, match = MISFITS[case]
@@ -90,7 +90,7 @@ def test_integers_that_would_wrap_are_named(name, of, dtype):
 
 
 @pytest.mark.parametrize("dtype", first_values(1, [np.int64, np.uint64, jnp.int64]))
-@pytest.mark.parametrize("name", first_values(2, [name for name, of in ARRAYS if of == "labels"]))
+@pytest.mark.parametrize("name", first_values(1, [name for name, of in ARRAYS if of == "labels"][::-1]))
 def test_labels_never_wrap(name, dtype):
     """A label that int32 cannot hold is out of range."""
     labels, out = LABELS.astype(np.int64), LABELS.copy()
@@ -113,7 +113,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(
     ("dtype", "name", "of"),
-    first(4, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
+    first(2, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
 )
 def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     shape = () if dtype is int else FUNCTIONS[name][2][of].shape
@@ -189,7 +189,7 @@ OPTIONS = {
 CHOSEN = [(name, option) for name, options in OPTIONS.items() for option in options]
 
 
-@pytest.mark.parametrize(("name", "option"), first(3, CHOSEN[::2]))
+@pytest.mark.parametrize(("name", "option"), first(1, CHOSEN[::2]))
 def test_options_of_any_type_in_any_order(name, option):
     """JAX compares the options of several calls. A NumPy number, compared with a tuple, has no truth value."""
     values = OPTIONS[name][option]
@@ -236,22 +236,14 @@ def strictly(setting):
     jax.config.update(setting, before)
 
 
-def total(results):
-    return sum(jnp.sum(a.astype(jnp.float32)) for a in jax.tree.leaves(results) if a.dtype != jnp.int32)
-
-
 @pytest.mark.parametrize(
     ("name", "setting", "dtype", "wide"),
-    first(8, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
+    first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
 )
 def test_strict_promotion(name, setting, dtype, wide, strictly):
     """Each argument has a dtype and a rank of its own: the call promotes none without a cast."""
     narrow = {
-        **{
-            "where": MASK[0, 0],
-            "temperature": np.float16(2),
-            "labels": LABELS.astype(np.uint8),
-        },
+        **{"where": MASK[0, 0], "temperature": np.float16(2), "labels": LABELS.astype(np.uint8)},
         **{"lengths": np.int8(2), "top_k": np.int8(2), "top_p": np.float16(0.5), "min_p": np.float64(0.1)},
         **{"token_weights": np.arange(3), "label_smoothing": np.float16(0.5), "z_loss": np.int32(1)},
     }
@@ -265,13 +257,12 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
     of = next(iter(dtypes.keys() & {"x", "a", "logits", "operand"}))
 
     def value(x):
-        results = call(name, **{**dtypes, **changed, of: x})
-        return results[:2] if name == "sample" else results
+        return call(name, **{**dtypes, **changed, of: x})
 
     with jax.enable_x64(wide):
         jax.eval_shape(value, dtypes[of])
         if name not in ("linear_topk", "verify"):  # they have no gradient
-            jax.eval_shape(jax.grad(lambda x: total(value(x))), dtypes[of])
+            jax.eval_shape(jax.grad(lambda x: float_sum(value(x))), dtypes[of])
 
 
 @pytest.mark.slow
@@ -280,7 +271,7 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 @pytest.mark.parametrize("setting", PROMOTION)
 def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, strictly, x64):
     def value(x):
-        return total(ps.fused_topk(x, 2, dtype=dtype).values)
+        return float_sum(ps.fused_topk(x, 2, dtype=dtype).values)
 
     x = jnp.asarray(X, wide)
     jax.eval_shape(jax.grad(value), x)

@@ -11,7 +11,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.covering import first, first_values, pairs, values
+from tests.support.covering import first, pairs, values
 from tests.support.lowering import array, kernel_names, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -49,7 +49,7 @@ FUNCTIONS = {
         lambda x: jax.nn.softmax(x, 0, where=MASK),
     ),
     "log_softmax": (ps.log_softmax, jax.nn.log_softmax),
-    "logsumexp": (lambda x: ps.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1)),
+    "logsumexp": (functools.partial(ps.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
     "logsumexp, masked": (
         lambda x: ps.logsumexp(x, -1, where=MASK),
         lambda x: jax.nn.logsumexp(x, -1, where=MASK),
@@ -123,7 +123,7 @@ EAGER = ("linearize", "vmap of grad")  # the other modes run in one compilation
 HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 
-@pytest.mark.parametrize(("name", "mode"), first(3, pairs([*FUNCTIONS], HIGHEST_FIRST)[:38]))
+@pytest.mark.parametrize(("name", "mode"), first(2, pairs([*FUNCTIONS], HIGHEST_FIRST)[:38]))
 def test_derivatives_agree_with_jax(name, mode):
     """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
@@ -158,13 +158,12 @@ def test_integer_logits_have_a_derivative_of_the_temperature():
     assert np.abs(got).max() > 1e-3
 
 
-# name: (kernels of a large call lowered for CUDA, forward and backward; shapes of the saved arrays that are as large as
-# the logits)
+# name: (a function, its kernels for a large call lowered for CUDA, forward and backward)
 REVERSE = {
-    "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"], 1),
-    "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"], 1),
-    "logsumexp": (lambda x: ps.logsumexp(x, -1), ["logsumexp_forward"], 1),
-    "topk": (lambda x: ps.fused_topk(x, 5).values, ["softmax_topk", "topk_merge"], 1),
+    "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"]),
+    "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"]),
+    "logsumexp": (functools.partial(ps.logsumexp, axis=-1), ["logsumexp_forward"]),
+    "topk": (lambda x, **named: ps.fused_topk(x, 5, **named).values, ["softmax_topk", "topk_merge"]),
 }
 LARGE = array(64, 25000, dtype="bfloat16")
 
@@ -172,21 +171,25 @@ LARGE = array(64, 25000, dtype="bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REVERSE)
 def test_reverse_mode_costs_the_same_as_a_custom_vjp(name):
-    f, kernels, kept = REVERSE[name]
+    """It runs these kernels, and saves one array of the size and the dtype of the logits."""
+    f, kernels = REVERSE[name]
 
     def gradient(x):
         y, pullback = jax.vjp(f, x)
         return pullback(y)
 
     assert kernel_names(lowered(gradient, LARGE)) == kernels
-    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], LARGE))
-    assert sum(r.size == LARGE.size for r in residuals) == kept
+    for implementation in (None, "xla"):
+        one = functools.partial(f, implementation=implementation)
+        saved = jax.tree.leaves(jax.eval_shape(lambda x, f=one: jax.vjp(f, x)[1], LARGE))
+        assert [a.dtype for a in saved if a.size == LARGE.size] == [LARGE.dtype]
 
 
-@pytest.mark.parametrize("name", first_values(1, ["softmax", "log_softmax"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_forward_mode_runs_kernels(name):
     """softmax's tangent runs the gradient's kernel; log_softmax's tangent is plain JAX."""
-    f, (forward, gradient), _ = REVERSE[name]
+    f, (forward, gradient) = REVERSE[name]
     text = lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), LARGE, LARGE)
     assert kernel_names(text) == [forward] + [gradient] * (name == "softmax")
 
@@ -263,7 +266,8 @@ OF_ONE_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", first_values(1, OF_ONE_ROW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_ONE_ROW)
 def test_gradients_of_weak_types_are_weak(name):
     """As of the same functions made of jax.nn."""
     gradient = jax.grad(OF_ONE_ROW[name])

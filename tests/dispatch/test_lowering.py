@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.calls import DTYPES, topk
+from tests.support.calls import DTYPES, WITH_KERNELS, float_sum, topk
 from tests.support.covering import cover, first, first_values, pairs
 from tests.support.lowering import array, kernel_names, kernel_results, lowered, square_sum
 
@@ -75,18 +75,18 @@ def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla(f):
 # --- Transformations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "in_axis"), cover(FUNCTIONS, [0, 1]))
-def test_vmap_is_one_call_over_all_rows(name, in_axis):
+VMAPS = {
+    "first axis": (jax.vmap, (6, ROWS, V)),
+    "second axis": (lambda f: jax.vmap(f, 1), (ROWS, 6, V)),
+    "nested": (lambda f: jax.vmap(jax.vmap(f)), (2, 3, ROWS, V)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), cover(FUNCTIONS, VMAPS))
+def test_vmap_is_one_call_over_all_rows(name, way):
     """vmap makes neither a grid of batches nor a loop."""
-    f, results = FUNCTIONS[name]
-    shape = (3, ROWS, V) if in_axis == 0 else (ROWS, 3, V)
-    assert kernel_results(lowered(jax.vmap(f, in_axis), array(*shape))) == [results(3 * ROWS)]
-
-
-@each
-def test_nested_vmap_is_one_call_over_all_rows(name):
-    f, results = FUNCTIONS[name]
-    assert kernel_results(lowered(jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V))) == [results(6 * ROWS)]
+    (f, results), (vmap, shape) = FUNCTIONS[name], VMAPS[way]
+    assert kernel_results(lowered(vmap(f), array(*shape))) == [results(6 * ROWS)]
 
 
 @each
@@ -119,24 +119,13 @@ def test_shard_map(name):
         assert kernel_results(lowered(mapped, x)) == [FUNCTIONS[name][1](ROWS)]
 
 
-# name: a function of 40 rows, with a kernel for itself
-NAMED = {
-    "softmax": ps.softmax,
-    "log_softmax": ps.log_softmax,
-    "logsumexp": functools.partial(ps.logsumexp, axis=-1),
-    "fused_topk": lambda x, **named: ps.fused_topk(x, K, **named).values,
-    "top_k": lambda x, **named: ps.top_k(x, K, **named).values,
-    "route": lambda x, **named: ps.route(x, K, **named).weights,
-    "route in groups": lambda x, **named: ps.route(x, K, groups=4, top_groups=2, **named).weights,
-    "sample": lambda x, **named: ps.sample(jax.random.key(0), x, **named).log_probs,
-    "token_stats": lambda x, **named: ps.token_stats(x, **named).entropy,
-}
+NAMED = WITH_KERNELS | {"route in groups": functools.partial(ps.route, k=K, groups=4, top_groups=2)}
 
 
 @pytest.mark.parametrize("name", first_values(2, NAMED))
 def test_a_named_gradient_on_a_mesh(name):
     """Each device runs the kernels that one device runs. It chooses them again for its shard. Needs no devices."""
-    gradient = jax.grad(square_sum(functools.partial(NAMED[name], implementation="mosaic_gpu")))
+    gradient = jax.grad(lambda x: float_sum(NAMED[name](x, implementation="mosaic_gpu")))
     mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         divided = lowered(gradient, array(160, 256, sharding=NamedSharding(mesh, P("rows", None))))
@@ -149,12 +138,6 @@ def test_a_named_gradient_on_a_mesh(name):
 
 def exported(f, x, platforms=("cuda",)):
     return export.export(jax.jit(f), platforms=platforms)(x)
-
-
-@each
-def test_export(name):
-    f, results = FUNCTIONS[name]
-    assert kernel_results(exported(f, X).mlir_module()) == [results(ROWS)]
 
 
 @pytest.mark.slow

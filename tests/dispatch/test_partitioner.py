@@ -1,10 +1,10 @@
 """Programs with Auto mesh axes: caches, executables, exports, and the text that describes a call."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,26 +22,20 @@ from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.sample import mesh as sample_mesh
 from pallas_softmax._src.topk.operation import TOPK
 from tests.programs import portable_checks
-from tests.programs.portable_checks import CASES, CHECKS
+from tests.programs.portable_checks import CASES, CHECKS, LOGITS, Case
+from tests.support import calls
 from tests.support.calls import device
-from tests.support.children import once, reports
+from tests.support.children import assert_no_error, once, reports, selected_names
 from tests.support.covering import slow
-from tests.support.lowering import array, divided_calls, kernel_names
+from tests.support.lowering import array, divided_calls, kernel_names, lowered
 
-FAST = ("write-fused_topk", "static_arguments", "cache-fused_topk", "executable-fused_topk")
-NAMES = [*CHECKS["first"], *CHECKS["second"]]
 CASE = {label: name for checks in CHECKS.values() for label, (_, name) in checks.items()}
 
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
-    """Returns the errors of all checks. The first pytest worker that asks runs them in two processes."""
-    asked = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if getattr(item, "function", None) is test_on_eight_cpu_devices
-    }
-
+    """Returns the reports of all checks. The first pytest worker that asks runs them in two processes."""
+    asked = selected_names(request, test_on_eight_cpu_devices)
     asked |= {f"write-{CASE[name]}" for name in asked}
 
     def run(folder):
@@ -55,11 +49,10 @@ def report(request, tmp_path_factory):
     return once(tmp_path_factory, "portable", run)
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASE)
 def test_on_eight_cpu_devices(report, name):
-    found = report["first" if name in CHECKS["first"] else "second"]
-    error = found.get(name, found[""] + "\nthe child ended before this check")
-    assert error is None, error
+    assert_no_error(report["first" if name in CHECKS["first"] else "second"], name)
 
 
 @pytest.mark.gpu
@@ -87,134 +80,81 @@ LABELS = array(ROWS, dtype="int32", sharding=NamedSharding(MESH, P()))
 
 # Arguments that are arrays, or numbers that become arrays; their shapes and dtypes are in every lowered program. A
 # mesh axis named by axis_name is one of shard_map, where XLA divides nothing.
-ARRAYS = {
-    "x", "a", "b", "w", "key", "logits", "where", "temperature", "top_k", "top_p", "min_p", "labels", "bias",
-    "token_weights", "label_smoothing", "label_probs", "z_loss", "axis_name", "draft_tokens", "draft_log_probs",
-    "scale", "operand", "lengths", "teacher_x", "teacher_w", "teacher_bias",
-}  # fmt: skip
-
-
-class Calls(NamedTuple):
-    """A function, its arrays, its other arguments, and values of each static argument; the first is the default."""
-
-    function: Any
-    arrays: tuple
-    static: dict[str, tuple]
-
-
-SOFTMAX = {"axis": (-1, 1, (1, 2)), "implementation": (None, "mosaic_gpu")}
-LINEAR = {
-    "softcap": (None, 30.0, 30.5),
-    "transpose_w": (False, True),
-    "workspace_bytes": (2**29, 2**20),
+ARRAYS = {argument for _, argument in calls.ARRAYS} | {"axis_name", "label_probs", "scale"}
+# The other arguments, with some values; the first is the default.
+SWITCHES = ("log", "keepdims", "return_sign", "rank", "renormalize", "transpose_w", "return_logsumexp")
+STATIC = dict.fromkeys(SWITCHES, (False, True)) | {
+    "axis": (-1, 0),
     "implementation": (None, "xla"),
+    "k": (4, 5),
+    "dtype": (None, "float32"),
+    "sorted": (True, False),
+    "is_stable": (True,),  # it changes nothing
+    "mode": (None, "high"),
+    "score": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "groups": (8, 4),
+    "top_groups": (2, 4),
+    "group_best": (None, 1),
+    "softcap": (None, 30.0, 30.5),
+    "teacher_softcap": (None, 30.0),
+    "workspace_bytes": (2**29, 2**20),
+    "reduction": ("mean", "sum", None),
+    "beta": (0, 0.5, 1),
 }
+SOFTMAX = {"axis": (-1, 1, (1, 2)), "implementation": (None, "mosaic_gpu")}
+NAMED = {"implementation": (None, "mosaic_gpu", "xla")}
+
+# name: (the function, its arrays, and values of static arguments in place of those above)
 CALLS = {
-    "softmax": Calls(ps.softmax, (CUBE,), SOFTMAX),
-    "log_softmax": Calls(ps.log_softmax, (CUBE,), SOFTMAX),
-    "logsumexp": Calls(
-        ps.logsumexp, (CUBE,), SOFTMAX | {"keepdims": (False, True), "return_sign": (False, True)}
-    ),
-    "fused_topk": Calls(
-        ps.fused_topk,
-        (X,),
-        {
-            "k": (4, 5),
-            "axis": (-1, 0),
-            "log": (False, True),
-            "dtype": (None, "float32"),
-            "implementation": (None, "mosaic_gpu", "xla"),
-        },
-    ),
-    "top_k": Calls(
-        lambda x, is_stable=True, **kwargs: ps.top_k(x, is_stable=is_stable, **kwargs),
-        (X,),
-        {
-            "k": (4, 5),
-            "axis": (-1, 0),
-            "sorted": (True, False),
-            "is_stable": (True,),  # it changes nothing
-            "implementation": (None, "mosaic_gpu", "xla"),
-        },
-    ),
-    "sample": Calls(
-        lambda x, **kwargs: ps.sample(jax.random.key(0), x, **kwargs),
-        (X,),
-        {"axis": (-1, 0), "mode": (None, "high"), "implementation": (None, "xla")},
-    ),
-    "filter_logits": Calls(
-        lambda x, **kwargs: ps.filter_logits(x, top_p=0.9, **kwargs),
-        (X,),
-        {"axis": (-1, 0), "implementation": (None, "xla")},
-    ),
-    "verify": Calls(
+    "softmax": (ps.softmax, (CUBE,), SOFTMAX),
+    "log_softmax": (ps.log_softmax, (CUBE,), SOFTMAX),
+    "logsumexp": (ps.logsumexp, (CUBE,), SOFTMAX),
+    "fused_topk": (ps.fused_topk, (X,), NAMED),
+    "top_k": (ps.top_k, (X,), NAMED),
+    "sample": (functools.partial(ps.sample, jax.random.key(0)), (X,), {}),
+    "filter_logits": (functools.partial(ps.filter_logits, top_p=0.9), (X,), {}),
+    "verify": (
         lambda drafts, x, **kwargs: ps.verify(jax.random.key(0), drafts, x, x[:-1], **kwargs),
         (array(ROWS - 1, dtype="int32"), X),
-        {"implementation": (None, "xla")},
+        {},
     ),
-    "token_stats": Calls(
+    "token_stats": (
         lambda x, axis, **kwargs: ps.token_stats(x, jnp.zeros(x.shape[axis + 1], int), axis=axis, **kwargs),
         (X,),
-        {"axis": (-1, 0), "rank": (False, True), "implementation": (None, "xla")},
+        {},
     ),
-    "route": Calls(
-        ps.route,
-        (EXPERTS,),
-        {
-            "k": (4, 5),
-            "score": ("softmax", "sigmoid", "sqrtsoftplus"),
-            "groups": (8, 4),
-            "top_groups": (2, 4),
-            "group_best": (None, 1),
-            "renormalize": (False, True),
-            "implementation": (None, "xla"),
-        },
-    ),
-    "linear_logsumexp": Calls(ps.linear_logsumexp, (H, SQUARE), LINEAR),
-    "linear_cross_entropy": Calls(
-        ps.linear_cross_entropy,
-        (H, SQUARE, LABELS),
-        LINEAR | {"reduction": ("mean", "sum", None), "return_logsumexp": (False, True)},
-    ),
-    "linear_kl_divergence": Calls(
-        ps.linear_kl_divergence,
-        (H, SQUARE, H, SQUARE),
-        LINEAR | {"beta": (0, 0.5, 1), "teacher_softcap": (None, 30.0), "reduction": ("mean", "sum", None)},
-    ),
-    "linear_log_probs": Calls(ps.linear_log_probs, (H, SQUARE, LABELS), LINEAR),
-    "linear_token_stats": Calls(ps.linear_token_stats, (H, SQUARE, LABELS), LINEAR),
-    "linear_topk": Calls(ps.linear_topk, (H, SQUARE), LINEAR | {"k": (4, 5), "log": (False, True)}),
+    "route": (ps.route, (EXPERTS,), {}),
+    "linear_logsumexp": (ps.linear_logsumexp, (H, SQUARE), {}),
+    "linear_cross_entropy": (ps.linear_cross_entropy, (H, SQUARE, LABELS), {}),
+    "linear_kl_divergence": (ps.linear_kl_divergence, (H, SQUARE, H, SQUARE), {}),
+    "linear_log_probs": (ps.linear_log_probs, (H, SQUARE, LABELS), {}),
+    "linear_token_stats": (ps.linear_token_stats, (H, SQUARE, LABELS), {}),
+    "linear_topk": (ps.linear_topk, (H, SQUARE), {}),
 }
+
+
+def arguments(name):
+    return {*inspect.signature(getattr(ps, name)).parameters}
 
 
 def test_all_functions_and_static_arguments_are_listed():
     functions = {name for name in ps.__all__ if inspect.isfunction(getattr(ps, name))} - {"explain"}
     assert {*CALLS} == functions
-    for name, calls in CALLS.items():
-        arguments = {*inspect.signature(getattr(ps, name)).parameters}
-        assert arguments - ARRAYS == {*calls.static}, name
-
-
-def lowered(f, arrays):
-    def call(*arrays):
-        return f(*arrays)
-
-    return jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    for name in CALLS:
+        assert arguments(name) - ARRAYS <= {*STATIC}, name
+    assert not ARRAYS & {*STATIC}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("softmax", "fused_topk", "route", "linear_cross_entropy") else slow(name)
-        for name in CALLS
-    ],
+    "name", [name if name in ("softmax", "fused_topk") else slow(name) for name in CALLS]
 )
 def test_static_arguments_have_programs_of_their_own(name):
     """Calls that differ in one static argument lower to different texts, so no cache can take one for the other."""
-    function, arrays, static = CALLS[name]
+    function, arrays, values = CALLS[name]
+    static = {argument: STATIC[argument] for argument in STATIC if argument in arguments(name)} | values
     base = {argument: values[0] for argument, values in static.items()}
     variants = [base] + [base | {argument: v} for argument in static for v in static[argument][1:]]
-    texts = [lowered(lambda *a, v=v: function(*a, **v), arrays) for v in variants]
+    texts = [lowered(lambda *a, v=v: function(*a, **v), *arrays) for v in variants]
     same = [(a, b) for (a, x), (b, y) in itertools.combinations(zip(variants, texts), 2) if x == y]
     assert not same
     assert divided_calls(texts[0])
@@ -285,7 +225,7 @@ def test_text_of_the_surroundings():
     """A program for another kind of GPU, or with other settings of JAX, has another text."""
 
     def call():
-        ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))
+        ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), X))
         return found
 
     plain = call()
@@ -304,7 +244,7 @@ def test_settings_are_those_of_the_lowering():
     """XLA may ask for a device's program where JAX has other settings: here, after the context of the lowering."""
     x = array(8, 64, dtype="float64", sharding=NamedSharding(MESH, P("v", None)))
     with jax.enable_x64(True):
-        ((shapes, call),) = divided_calls(lowered(lambda x: ps.linear_logsumexp(x, jnp.ones((64, 8))), [x]))
+        ((shapes, call),) = divided_calls(lowered(lambda x: ps.linear_logsumexp(x, jnp.ones((64, 8))), x))
     module, *_ = partitioner._partition(tuple(shapes), (None,) * len(shapes), call.encode())
     with mlir.make_ir_context():
         assert "tensor<8x8xf64>" in str(mlir.ir.Module.parse(module))
@@ -318,49 +258,44 @@ def test_other_sources_have_other_texts(tmp_path):
         (tmp_path / name).write_text(content)
         found.append(partitioner.digest(tmp_path))
     assert len({*found}) == len(found)
-    assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), [X]))[0][1]
+    assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), X))[0][1]
 
 
 # --- More devices than there are ----------------------------------------------------------------------
 
+# name: a function, and its kernels for a shard
 KERNELS = {
-    "softmax": {"logsumexp_forward"},
-    "fused_topk": {"softmax_topk", "topk_merge"},
-    "top_k": {"top_k", "topk_merge"},
-    "sample": {
-        "sample",
-        "softmax_topk",
-        "topk_merge",
-    },  # the best entries; draws from shards and from whole rows
-    "filter_logits": {
-        "softmax_topk",
-        "topk_merge",
-        "filter_cutoff",
-    },  # the best entries; whole rows that keep more
-    "token_stats": {"token_stats_forward"},
-    "route": {"route", "route_grad"},
-    "linear_cross_entropy": {"linear_exponentials"},
+    "softmax": (CASES["softmax"], {"logsumexp_forward"}),
+    "log_softmax": (Case(ps.log_softmax, LOGITS), {"logsumexp_forward"}),
+    "logsumexp": (Case(lambda x: ps.logsumexp(x, -1), LOGITS), {"logsumexp_forward"}),
+    "fused_topk": (CASES["fused_topk"], {"softmax_topk", "topk_merge"}),
+    "top_k": (CASES["top_k"], {"top_k", "topk_merge"}),
+    # the best entries; draws from shards and from whole rows
+    "sample": (CASES["sample"], {"sample", "softmax_topk", "topk_merge"}),
+    # the best entries; whole rows that keep more
+    "filter_logits": (CASES["filter_logits"], {"softmax_topk", "topk_merge", "filter_cutoff"}),
+    "token_stats": (CASES["token_stats"], {"token_stats_forward"}),
+    "route": (CASES["route"], {"route", "route_grad"}),
+    "linear_cross_entropy": (CASES["linear_cross_entropy"], {"linear_exponentials"}),
 }
 EXCHANGED = {"sample": {"sample"}, "filter_logits": {"filter_cutoff"}}  # of small shards
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("fused_topk", "token_stats", "route") else slow(name) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name == "fused_topk" else slow(name) for name in KERNELS])
 def test_program_of_a_gpu(name, monkeypatch):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
-    assert_kernels_of_a_gpu(name, EXCHANGED.get(name, KERNELS[name]))
+    case, kernels = KERNELS[name]
+    assert_kernels_of_a_gpu(case, EXCHANGED.get(name, kernels))
     if name in EXCHANGED:
         monkeypatch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
         partitioner._partition.cache_clear()
-        assert_kernels_of_a_gpu(name, KERNELS[name])
+        assert_kernels_of_a_gpu(case, kernels)
         partitioner._partition.cache_clear()
 
 
-def assert_kernels_of_a_gpu(name, kernels):
+def assert_kernels_of_a_gpu(case, kernels):
     mesh = AbstractMesh((2, 8), ("b", "v"), axis_types=(AxisType.Auto,) * 2)
-    case = CASES[name]
-    program = lowered(portable_checks.with_gradient(case), portable_checks.shapes_of(case, mesh, "bfloat16"))
+    program = lowered(portable_checks.with_gradient(case), *portable_checks.shapes_of(case, mesh, "bfloat16"))
     modules = []
     for shapes, call in divided_calls(program):
         specs = [P(*({16: "b", 4096: "v", 16384: "v"}.get(n) for n in shape)) for shape, _ in shapes]

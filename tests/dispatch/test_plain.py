@@ -10,7 +10,7 @@ from jax.experimental import checkify, jet, roofline
 from jax.experimental import pallas as pl
 
 import pallas_softmax as ps
-from tests.support.covering import cover, first_values
+from tests.support.covering import first, first_values, pairs
 from tests.support.lowering import array, lowered
 
 X = array(128, 128)
@@ -55,7 +55,7 @@ def logsumexps(of, x):
 
 
 @pytest.mark.parametrize(
-    "step", first_values(2, [sinkhorn, gradients, softmaxes, logsumexps]), ids=lambda f: f.__name__
+    "step", first_values(1, [sinkhorn, gradients, softmaxes, logsumexps]), ids=lambda f: f.__name__
 )
 def test_xla_fuses_a_chain_like_jax_nn(step):
     def lines(of):
@@ -134,7 +134,9 @@ def test_roofline_knows_every_operation(name, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("f", "value"), cover([ps.softmax, *OURS.values(), topk], [jnp.inf, jnp.nan]))
+@pytest.mark.parametrize(
+    ("f", "value"), first(2, pairs([ps.softmax, *OURS.values(), topk], [jnp.inf, jnp.nan]))
+)
 def test_checkify_finds_a_nan(f, value, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # otherwise fused_topk prepares for sharded logits
     x = jnp.zeros((2, 8)).at[1, 3].set(value)
@@ -146,16 +148,6 @@ def test_jet_of_a_jitted_function_has_no_silent_zeros():
     """jet ignores every custom_jvp, and therefore our derivatives."""
     with pytest.raises((AttributeError, NotImplementedError, jax.errors.UnexpectedTracerError)):
         jet.jet(jax.jit(OURS["softmax"]), (jnp.arange(4.0),), ((jnp.ones(4), jnp.zeros(4)),))
-
-
-# --- Costs of calls -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("f", [*OURS.values(), topk])
-def test_the_gradient_saves_one_array_of_the_size_of_the_logits(f):
-    x = array(64, 1000, dtype="bfloat16")
-    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], x))
-    assert [r.dtype for r in kept if r.size == x.size] == [x.dtype]
 
 
 def test_vmap_of_topk_has_one_sort(monkeypatch):

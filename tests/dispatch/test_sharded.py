@@ -5,57 +5,72 @@ two others each run half of the slow ones. On a machine with several GPUs, run
 `pytest -m gpu -n 0 tests/dispatch/test_sharded.py`.
 """
 
+import functools
 import math
+import re
 import socket
 
 import jax
 import numpy as np
 import pytest
-from jax.interpreters import mlir
-from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch import finer_mesh as decode
-from pallas_softmax._src.dispatch import partitioner
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
-from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
-from tests.support.children import child, once, reports
-from tests.support.covering import first, pairs, slow
-from tests.support.lowering import divided_calls, lowered
+from tests.programs.sharded_checks import CHECKS, OPS, TOPK
+from tests.support.children import assert_no_error, child, once, reports, selected_names
+from tests.support.covering import first_values, slow
+from tests.support.lowering import array, kernel_names, lowered
 
-PARTS = [[name for name in CHECKS if name not in SLOW]]
-PARTS += [[name for name in CHECKS if name in SLOW][half::2] for half in (0, 1)]
+# One check of each kind, in at most 20 CPU seconds.
+FAST = (
+    "where-softmax-full-auto",
+    "integers-softmax-int8-auto",
+    "winners-1-explicit",
+    "select-plain-batch-auto-float32",
+    "asked_once-topk",
+    "filtered_rows_without_a_draw-False-none-auto",
+    "results_without_derivatives-top_k",
+    "stats-both-auto-False",
+    "transformed-vmap-softmax-auto",
+    "shard_map_over_one_axis_of_two-softmax",
+    "named_kernel_on_the_cpu-topk",
+    "gradient_of_no_winners-auto",
+    "temperature_of_each_device",
+    "reshaped-softmax-line-4",
+    "decoded-('b', 'v')",
+    "one_device-softmax",
+    "explained-softmax-auto",
+    "gradient_of_no_rows-softmax",
+    "shard_map_without_jit-softmax-eager",
+    "vmap_along_an_explicit_axis-softmax-once",
+    "divided_inside_shard_map-softmax-r",
+    "linear-auto-both-mean",
+)
+SLOW = [name for name in CHECKS if name not in FAST]
+PARTS = [FAST, SLOW[::2], SLOW[1::2]]
 
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
-    """Returns a function for the error of a check, or None. The first pytest worker that asks runs the check's part."""
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if getattr(item, "function", None) is test_on_eight_cpu_devices
-    }
+    """Returns a function for the reports of a check's part. The first pytest worker that asks runs the part."""
+    selected = selected_names(request, test_on_eight_cpu_devices)
 
-    def error(name):
+    def found(name):
         (part,) = (i for i, names in enumerate(PARTS) if name in names)
-        names = [n for n in PARTS[part] if n in selected]
-        found = once(tmp_path_factory, f"sharded_{part}", lambda _: reports("sharded_checks.py", *names))
-        return found.get(name, found[""] + "\nthe child ended before this check")
+        names = [n for n in CHECKS if n in PARTS[part] and n in selected]
+        return once(tmp_path_factory, f"sharded_{part}", lambda _: reports("sharded_checks.py", *names))
 
-    return error
+    return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [slow(name) if name in SLOW else name for part in PARTS for name in part],
-)
+@pytest.mark.parametrize("name", [*FAST, *map(slow, SLOW)])
 def test_on_eight_cpu_devices(report, name):
-    error = report(name)
-    assert error is None, error
+    assert_no_error(report(name), name)
 
 
 @pytest.mark.gpu
@@ -206,28 +221,14 @@ def test_two_processes_on_gpus():
     run_two_processes(str(jax.device_count() // 2))
 
 
-def assert_kernels_of_parts(op, text):
-    """Asserts a kernel for 16384 elements per row and, for top-k, one that merges the winners of eight devices."""
-    calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
-    assert any("tensor<128x16384xf32>" in line for line in calls), calls
-    if op in TOPK:
-        merged = f"tensor<128x{8 * TOPK[op]['k']}xi32>"
-        assert any(merged in line for line in calls), calls
-
-
-@pytest.mark.parametrize(("op", "how"), first(3, pairs(OPS, ["shard_map", "auto"])))
-def test_each_device_runs_kernels_on_its_part(op, how):
-    """The test needs no devices. Under jit it asks for the program of each device, in XLA's place."""
+@pytest.mark.parametrize("op", first_values(2, OPS[::-1]))
+def test_each_device_runs_kernels_on_its_part(op):
+    """Inside shard_map, without devices. test_partitioner.py has the programs that XLA asks for."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, P(None, "v"))
-    x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=sharding)
     at = sharded_checks.Split(mesh, (None, "v"))
-    f = sharded_checks.on(at, how, op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
+    x = array(128, 8 * 16384, sharding=NamedSharding(mesh, P(*at.spec)))
+    f = sharded_checks.on(at, "shard_map", op, functools.partial(sharded_checks.ours, op))
     text = lowered(f, x)
-    if how == "auto":
-        ((shapes, call),) = divided_calls(text)
-        tiles = (tuple(map(tuple, tiles_of((1, 8)))), *[None] * (op in TOPK))  # the temperature is whole
-        module, _, _ = partitioner._partition(tuple(shapes), tiles, call.encode())
-        with mlir.make_ir_context():
-            text = str(ir.Module.parse(module))
-    assert_kernels_of_parts(op, text)
+    # the last kernel merges the winners of the eight devices
+    assert kernel_names(text) == (["softmax_topk", "topk_merge"] if op in TOPK else ["logsumexp_forward"])
+    assert re.search(r"custom_call @mosaic_gpu.* : \(tensor<128x16384xf32>", text)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.covering import first, first_values, pairs
+from tests.support.covering import first, pairs
 
 KEY = jax.random.key(0)
 LABELS = np.array([1, 0], np.int32)
@@ -68,7 +68,7 @@ CASES = [(function, t) for t in TEMPERATURES for function in FUNCTIONS]
 
 
 @pytest.mark.parametrize(
-    ("function", "temperature"), first(4, CASES[9:11] + CASES[32:34] + CASES[:9] + CASES[11:32] + CASES[34:])
+    ("function", "temperature"), first(1, CASES[9:11] + CASES[32:34] + CASES[:9] + CASES[11:32] + CASES[34:])
 )
 def test_any_temperature(function, temperature):
     """Float32 quotients are off by 2^-23 of |x / T|. A traced temperature gives the same bits."""
@@ -83,6 +83,7 @@ def test_any_temperature(function, temperature):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_ties_are_drawn_though_quotients_overflow():
     """A tiny temperature is not 0: `sample` draws from the ties, as from `filter_logits`."""
     temperature = 1e-40
@@ -94,8 +95,9 @@ def test_ties_are_drawn_though_quotients_overflow():
     np.testing.assert_array_equal(got.indices, want)
 
 
-@pytest.mark.parametrize("temperature", first_values(1, [4e-39, 3.4e38]))
-@pytest.mark.parametrize("function", ["fused_topk", "token_stats"])
+@pytest.mark.parametrize(
+    ("function", "temperature"), first(1, pairs(["fused_topk", "token_stats"], [4e-39, 3.4e38]))
+)
 def test_gradients_at_any_temperature(function, temperature):
     """Gradients are the exact ones divided by the temperature; on a CPU, subnormal ones are 0."""
     x, below = logits(temperature, 1)
@@ -112,7 +114,7 @@ def test_gradients_at_any_temperature(function, temperature):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-38)
 
 
-@pytest.mark.parametrize(("function", "temperature"), first(3, pairs(FUNCTIONS, [-1e-40, -1.0, np.nan])))
+@pytest.mark.parametrize(("function", "temperature"), first(1, pairs(FUNCTIONS, [-1e-40, -1.0, np.nan])))
 def test_a_traced_negative_temperature_gives_nan(function, temperature):
     x, _ = logits(1.0, 1)
     results = jax.tree.leaves(jax.jit(function)(x, np.float32(temperature)))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.covering import first, first_values, pairs
+from tests.support.calls import float_sum
+from tests.support.covering import first, pairs
 from tests.support.lowering import array, kernel_names, lowered
 
 
@@ -26,10 +27,10 @@ ROWS = {
     "top_k": lambda x, **where: ps.top_k(x, 5, lengths=per_row(x, 60), **where),
     "token_stats": lambda x, **where: ps.token_stats(x, per_row(x, 1), **where),
     "hot stats": lambda x, **where: ps.token_stats(x, temperature=per_row(x, 2.0), **where),
-    "draw": lambda x, **where: ps.sample(KEY, x, **where)[:2],
+    "draw": lambda x, **where: ps.sample(KEY, x, **where),
     "filters": lambda x, **where: ps.sample(
         KEY, x, top_k=50, top_p=per_row(x, 0.9), min_p=0.1, temperature=per_row(x, 2.0), **where
-    )[:2],
+    ),
     "kept logits": lambda x, **where: jnp.maximum(ps.filter_logits(x, top_p=per_row(x, 0.9), **where), -99),
 }
 ROUTERS = {
@@ -49,7 +50,7 @@ PROJECTIONS = {
     "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
     "linear_topk": lambda x, w, labels: ps.linear_topk(x, w, 7),
 }
-FAST = ("softmax", "fused_topk", "token_stats", "filters")
+FAST = ("softmax", "fused_topk")
 CASES = [
     (name, "float32", (128, 16384), "call") for name in (*FAST, *(name for name in ROWS if name not in FAST))
 ]
@@ -65,10 +66,13 @@ CASES += [
     if not (name == "long lists" and shape[1] < 200) and not (way == "gradient" and dtype == "int32")
     if not (name == "columns" and shape[0] == 1)
 ]
-
-
-def total(results):
-    return sum(jnp.sum(a.astype(jnp.float32)) for a in jax.tree.leaves(results) if a.dtype != jnp.int32)
+CASES += [
+    (name, dtype, shape, way)
+    for name, dtype, shape, way in pairs(
+        ROUTERS, ("float32", "bfloat16", "int32"), [(4096, 128), (5, 64), (16384, 256)], ("call", "gradient")
+    )
+    if not (way == "gradient" and dtype == "int32")
+]
 
 
 def assert_the_same_kernels(f, *arrays):
@@ -79,28 +83,13 @@ def assert_the_same_kernels(f, *arrays):
 
 @pytest.mark.parametrize(("name", "dtype", "shape", "way"), first(len(FAST), CASES))
 def test_rows(name, dtype, shape, way):
+    call = (ROWS | ROUTERS)[name]
     f = {
-        "call": ROWS[name],
-        "where": lambda x: ROWS[name](x, where=x > 0),
-        "gradient": jax.grad(
-            lambda x: total(ROWS[name](x)[1:] if name in ("draw", "filters") else ROWS[name](x))
-        ),
+        "call": call,
+        "where": lambda x: call(x, where=x > 0),
+        "gradient": jax.grad(lambda x: float_sum(call(x))),
     }[way]
     assert_the_same_kernels(f, array(*shape, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    first(
-        1, [(d, s) for d in ("float32", "bfloat16", "int32") for s in ((4096, 128), (5, 64), (16384, 256))]
-    ),
-)
-@pytest.mark.parametrize("name", first_values(1, ROUTERS))
-def test_routers(name, dtype, shape):
-    x = array(*shape, dtype=dtype)
-    assert_the_same_kernels(ROUTERS[name], x)
-    if dtype != "int32":
-        assert_the_same_kernels(jax.grad(lambda x: total(ROUTERS[name](x))), x)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +101,4 @@ def test_projections(name, dtype):
     arrays = array(N, D, dtype=dtype), array(D, V, dtype=dtype), array(N, dtype="int32")
     assert_the_same_kernels(f, *arrays)
     if name != "linear_topk":  # it has no gradient
-        assert_the_same_kernels(jax.grad(lambda *arrays: total(f(*arrays)), (0, 1)), *arrays)
+        assert_the_same_kernels(jax.grad(lambda *arrays: float_sum(f(*arrays)), (0, 1)), *arrays)

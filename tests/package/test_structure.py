@@ -10,18 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax
-from pallas_softmax import (
-    filter_logits,
-    fused_topk,
-    log_softmax,
-    logsumexp,
-    route,
-    sample,
-    softmax,
-    token_stats,
-    top_k,
-)
-from tests.support.calls import OPERATIONS
+from tests.support.calls import OPERATIONS, WITH_KERNELS
 
 ROOT = Path(pallas_softmax.__file__).parent
 PACKAGE = pallas_softmax.__name__
@@ -59,6 +48,12 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 @functools.cache
+def nodes(module):
+    """Returns the syntax nodes of a file."""
+    return list(ast.walk(ast.parse(FILES[module].read_text())))
+
+
+@functools.cache
 def imports(module):
     """Returns the modules of the package that a file imports, including imports in functions.
 
@@ -66,7 +61,7 @@ def imports(module):
     before its modules, does not count.
     """
     found = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -121,8 +116,8 @@ def test_imports_go_downwards():
 def test_imports_are_not_by_string():
     by_string = [
         f"{module}, line {node.lineno}"
-        for module, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in FILES
+        for node in nodes(module)
         if {getattr(node, field, None) for field in ("id", "attr", "name")} & {"import_module", "__import__"}
     ]
     assert by_string == []
@@ -160,24 +155,13 @@ def test_operations_are_complete(operation):
 # --- The way from a public function to its kernel --------------------------------------------------------
 
 MOST_FRAMES = 14
-KERNEL_CALLS = {
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "logsumexp": lambda x: logsumexp(x, -1),
-    "fused_topk": lambda x: fused_topk(x, 5),
-    "top_k": lambda x: top_k(x, 5),
-    "sample": lambda x: sample(jax.random.key(0), x),
-    "filter_logits": lambda x: filter_logits(x, top_p=0.9),
-    "token_stats": token_stats,
-    "route": lambda x: route(x[:, :256], 8),
-}
 
 
 class _Launched(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", KERNEL_CALLS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_few_frames_lead_to_a_kernel(name, monkeypatch):
     """Neither are files entered twice. A file counts once for calls within it."""
 
@@ -185,10 +169,9 @@ def test_few_frames_lead_to_a_kernel(name, monkeypatch):
         raise _Launched
 
     monkeypatch.setattr(plgpu, "kernel", kernel)
+    x = jnp.ones((64, 50_258), jnp.bfloat16)  # a shape of no other test: JAX caches a trace
     with pytest.raises(_Launched) as error, jax.disable_jit(False):
-        KERNEL_CALLS[name](
-            jnp.ones((64, 50_258), jnp.bfloat16)
-        )  # a shape of no other test: JAX caches a trace
+        WITH_KERNELS[name](x[:, :256] if name == "route" else x)
     files = [str(entry.path) for entry in error.traceback if str(ROOT) in str(entry.path)]
     assert 5 < len(files) <= MOST_FRAMES, files
     entered = [file for file, before in zip(files, ["", *files]) if file != before]

@@ -15,10 +15,7 @@ from pallas_softmax import online, paper
 from tests.programs import typing_checks
 
 ROOT = Path(ps.__file__).parent.parent
-PUBLIC = (
-    online,
-    paper,
-)  # in addition to `__all__`, the names without an underscore in these modules are public
+PUBLIC = (online, paper)  # also the names of these modules without an underscore are public
 
 pytestmark = pytest.mark.slow
 
@@ -26,17 +23,11 @@ pytestmark = pytest.mark.slow
 def pyright(*args: str) -> dict:
     """Returns pyright's report on this checkout with this Python."""
     pytest.importorskip("pyright")
-    path = os.pathsep.join(
-        (str(Path(sys.executable).parent), os.environ["PATH"])
-    )  # pyright uses the first Python on PATH
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", *args],
-        cwd=ROOT,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
+    # pyright uses the first Python on PATH
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pyright", "--outputjson", *args]
+    return json.loads(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout)
 
 
 def test_the_type_of_each_public_symbol_is_known():
@@ -63,12 +54,8 @@ def test_wrong_arguments_are_refused():
 def test_mypy_refuses_the_same():
     pytest.importorskip("mypy")
     options = "--strict", "--follow-imports=silent", "--cache-dir", os.devnull
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, typing_checks.__file__],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mypy", *options, typing_checks.__file__]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

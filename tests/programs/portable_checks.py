@@ -24,15 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
-from pallas_softmax._src.dispatch import partitioner
 
 ROWS, V, D, EXPERTS = 16, 4096, 64, 64
-PLATFORM = {"cpu": "cpu", "gpu": "cuda"}  # of a backend
 
 
 class Case(NamedTuple):
@@ -139,22 +137,10 @@ def write(name, folder):
     assert_close(results, jax.jit(with_gradient(case))(*arrays_of(case)))
     assert_no_gather(case, compiled)
     (folder / f"{name}.results").write_bytes(pickle.dumps([*map(np.asarray, jax.tree.leaves(results))]))
-    exported = jax.export.export(jax.jit(with_gradient(case)))(*shapes_of(case, mesh()))
+    exported = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(
+        *shapes_of(case, mesh())
+    )
     (folder / f"{name}.export").write_bytes(exported.serialize())
-
-
-def abstract(name, folder):
-    """A lowering for an AbstractMesh, which may have more devices than there are, has the same calls."""
-    case, kinds = CASES[name], (AxisType.Auto,) * 2
-    text = jax.jit(with_gradient(case)).lower(*shapes_of(case, mesh())).as_text()
-    assert partitioner.TARGET in text
-    for sizes in (mesh().axis_sizes, (2, mesh().size)):
-        at = AbstractMesh(sizes, ("b", "v"), axis_types=kinds)
-        program = jax.jit(with_gradient(case)).trace(*shapes_of(case, at))
-        lowered = program.lower(lowering_platforms=(PLATFORM[jax.default_backend()],)).as_text()
-        assert partitioner.TARGET in lowered
-        calls = [t.count(partitioner.TARGET) for t in (text, lowered)]
-        assert calls[0] == calls[1], calls
 
 
 def two_meshes(name, folder):
@@ -190,15 +176,6 @@ def exported_gradient(name, folder):
             return jax.jit(jax.grad(total, range(len(arrays))))
 
         assert_close(loss(call)(*arrays), loss(f)(*arrays))
-
-
-def several_platforms(name, folder):
-    """An export for several platforms is divided on each of them."""
-    case = CASES[name]
-    f = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(*shapes_of(case, mesh()))
-    compiled = jax.jit(f.call).lower(*arrays_of(case, mesh())).compile()
-    assert_no_gather(case, compiled)
-    assert_close(compiled(*arrays_of(case, mesh())), jax.jit(with_gradient(case))(*arrays_of(case)))
 
 
 def static_arguments(name, folder):
@@ -244,7 +221,7 @@ def executable(name, folder):
 
 
 def export(name, folder):
-    """The export of the other process is divided without a gather."""
+    """The export of the other process, for several platforms, is divided without a gather."""
     case = CASES[name]
     stored = jax.export.deserialize(bytearray((folder / f"{name}.export").read_bytes()))
     compiled = jax.jit(stored.call).lower(*arrays_of(case, mesh())).compile()
@@ -253,13 +230,14 @@ def export(name, folder):
     assert_close(results, pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
-def of_each(*checks):
-    return {f"{check.__name__}-{name}": (check, name) for check in checks for name in CASES}
+def of_each(*checks, names=tuple(CASES)):
+    return {f"{check.__name__}-{name}": (check, name) for check in checks for name in names}
 
 
 CHECKS = {
-    "first": of_each(write, abstract, two_meshes, exported_gradient, several_platforms)
-    | {"static_arguments": (static_arguments, "fused_topk")},
+    "first": of_each(write)
+    | of_each(two_meshes, exported_gradient, names=("top_k", "sample", "linear_cross_entropy"))
+    | of_each(static_arguments, names=("fused_topk",)),
     "second": of_each(cache, executable, export),
 }
 

@@ -34,14 +34,13 @@ from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
-from tests.support import bounds, cases, covering, draws, oracle, routing
+from tests.support import bounds, calls, cases, covering, draws, gpu, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 
 V = 256
 IMPLEMENTATION = None  # the implementation to name in calls, if every call has its kernels
 CHECKS = {}
-SLOW = set()  # names of the checks that only the complete set has
 ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40 is more than the V / 8 elements of a part
 OPS = (*oracle.FORWARD, *TOPK)
@@ -49,21 +48,13 @@ SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much li
 HOW = ("auto", "explicit", "shard_map")
 
 
-def each(fast=None, most=None, **parameters):
-    """Registers a check for combinations of the parameters that cover every pair of values, or for the first `most`.
-
-    `covering.pairs` orders the combinations, and the first `fast` are the fast set. By default they cover every value.
-    """
+def each(most=None, **parameters):
+    """Registers a check for combinations of the parameters that cover every pair of values, or for the first `most`."""
 
     def register(check):
-        values = [list(each) for each in parameters.values()]
-        pairs = covering.pairs(*values)
-        chosen = pairs[: max(map(len, values)) if fast is None else fast]
-        for combination in pairs[:most]:
+        for combination in covering.pairs(*parameters.values())[:most]:
             name = "-".join([check.__name__, *map(str, combination)])
             CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
-            if combination not in chosen:
-                SLOW.add(name)
         return check
 
     return register
@@ -139,6 +130,20 @@ def split(layout, how):
     return Split(mesh(how, layout == "line"), tuple(spec))
 
 
+def split_for_noise(how):
+    """Returns the layout "both"; for shard_map, which makes the noise for its local batch, whole batches."""
+    at = split("both", how)
+    return at._replace(spec=(None, "v")) if how == "shard_map" else at
+
+
+def mapped(at: Split, how, f, in_specs, out_specs, **options):
+    """Returns f; for how="shard_map", f is mapped and gets the axis_name."""
+    if how != "shard_map":
+        return f
+    f = functools.partial(f, axis_name=at.axis_name)
+    return jax.shard_map(f, mesh=at.mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
 def execute(f, *args):
     """Returns the results under jit, and the collectives of the compiled program."""
     program = jax.jit(f).lower(*args).compile()
@@ -172,10 +177,7 @@ PARTS = {
     "neg_inf_but_first": ([(slice(1, 8), -np.inf)], "no part after the first has a maximum"),
     "inf_after_neg_inf": ([(slice(0, 7), -np.inf), (7, np.inf)], "NaN from one part only"),
     "nan_part": ([(5, np.nan)], "the maximum over the parts must keep NaN"),
-    "neg_nan_but_last": (
-        [(slice(0, 7), cases.NEG_NAN)],
-        "candidates of the earlier parts come last",
-    ),
+    "neg_nan_but_last": ([(slice(0, 7), cases.NEG_NAN)], "candidates of the earlier parts come last"),
     "nan_after_neg_nan": ([(slice(0, 4), cases.NEG_NAN), (slice(4, 8), np.nan)], "later parts come first"),
     "zeros": ([(slice(0, 5), -0.0), (slice(5, 8), 0.0)], "+0 in a later part precedes -0 in an earlier one"),
     "one_part_best": ([(6, 3)], "one part has all winners"),
@@ -218,38 +220,13 @@ def reference(op, x):
 
 
 def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
-    """Asserts that results of rows along the last axis are right, with the bounds of `support.gpu.assert_topk`."""
+    """Asserts that results of rows along the last axis are right."""
     y, indices = got
-    if op not in TOPK:
-        y = np.asarray(y)[:, None] if op == "logsumexp" else y
-        return bounds.assert_operation(op, y, (x,), names, where)
-    topk = TOPK[op] | topk
-    log = topk.get("log", False)
-    want, best = oracle.fused_topk(x, where=where, temperature=temperature, **topk)
-    wrong = [name for name, a, b in zip(names, np.asarray(indices), best) if not np.array_equal(a, b)]
-    assert not wrong, f"indices: {wrong}"
-    assert indices.dtype == np.int32
-    with np.errstate(all="ignore"):
-        scaled = x.astype(F32) / np.reshape(np.asarray(temperature, F32), (-1, 1))
-        terms = np.nansum(bounds.softmax_unit(scaled, where=where), -1, keepdims=True)
-        unit = bounds.fused_topk_unit(x, where=where, temperature=temperature, **topk)
-        unit = unit + terms * (1 if log else want)
-    bounds.assert_close(y, want, unit, names)
-
-
-def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
-    """Asserts that the gradient is right, for the given y if the backward reads y."""
-    if op in ELEMENTWISE:
-        return bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
-    if op == "logsumexp":
-        g = g[:, None]
-        want, unit = oracle.logsumexp_vjp(x, g, -1, where), bounds.logsumexp_vjp_unit(x, g, -1, where)
-    else:
-        want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
-        if where is not None:  # in a NaN row, masked elements may be NaN
-            dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
-    slack = 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True)
-    bounds.assert_close(dx, want, unit, names, slack)
+    if op in TOPK:
+        assert indices.dtype == np.int32
+        return gpu.assert_topk(got, x, names=names, where=where, temperature=temperature, **TOPK[op] | topk)
+    y = np.asarray(y)[:, None] if op == "logsumexp" else y
+    bounds.assert_operation(op, y, (x,), names, where)
 
 
 def topk_vjp(op, x, g, where, temperature):
@@ -260,12 +237,8 @@ def topk_vjp(op, x, g, where, temperature):
 
 
 def on(at: Split, how, op, f, *operands):
-    """Returns `f(x, *operands)`; for how="shard_map", f is mapped and gets the axis_name."""
-    if how != "shard_map":
-        return f
-    in_specs = tuple(at.operand(a.shape).spec for a in operands)
-    f = functools.partial(f, axis_name=at.axis_name)
-    return jax.shard_map(f, mesh=at.mesh, in_specs=(P(*at.spec), *in_specs), out_specs=at.result(op))
+    """Returns `f(x, *operands)`, mapped if how="shard_map"."""
+    return mapped(at, how, f, (P(*at.spec), *(at.operand(a.shape).spec for a in operands)), at.result(op))
 
 
 def run(op, how, at: Split, x, f: Any = ours, *operands):
@@ -289,26 +262,33 @@ def run(op, how, at: Split, x, f: Any = ours, *operands):
     return (y, indices), g, dx
 
 
-def judge(op, results, x, names, **kwargs):
+def judge(op, results, x, names, where=None, temperature: Any = 1.0):
+    """Asserts that the values and the gradient of `run` are right."""
     (y, indices), g, dx = results
-    assert_value(op, (y, indices), x, names, **kwargs)
-    assert_gradient(op, dx, y, g, x, names, **kwargs)
+    if op not in TOPK:
+        y, g = (np.asarray(a)[:, None] if op == "logsumexp" else a for a in (y, g))
+        return gpu.judge(op, (y, dx), x, g, names, where)
+    assert_value(op, (y, indices), x, names, where, temperature)
+    want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
+    if where is not None:  # in a NaN row, masked elements may be NaN
+        dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
+    bounds.assert_close(dx, want, unit, names, 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True))
 
 
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=1)
-@each(op=OPS[4:], layout=["both", "spread"], how=HOW, fast=1)
-@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=0, most=4)
-@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], fast=0, most=3)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW)
+@each(op=OPS[4:], layout=["both", "spread"], how=HOW)
+@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], most=4)
+@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], most=3)
 def partition(op, layout, how, dtype=F32):
     """Values and gradient, their shardings, and the communication."""
     x = logits(dtype)
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW, fast=1)
+@each(op=SOME, mask=masks(), how=HOW)
 def where(op, mask, how):
     """Masked elements do not matter, whatever they are."""
     mask = masks()[mask]
@@ -317,7 +297,7 @@ def where(op, mask, how):
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
 
-@each(op=TOPK, how=HOW, fast=0)
+@each(op=TOPK, how=HOW)
 def temperature(op, how):
     """One temperature per row, and its gradient; float32 values of 16-bit logits."""
     names = ["normal", "peaked", "integers", "ascending"] * 2
@@ -349,7 +329,7 @@ AXES = {
 }
 
 
-@each(case=AXES, how=HOW, fast=0, most=12)
+@each(case=AXES, how=HOW, most=12)
 def axes(case, how):
     """Arrays of rank 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
@@ -369,7 +349,7 @@ def axes(case, how):
         judge(op, results, rows(x), range(n))
 
 
-@each(op=SOME, dtype=["int8", "uint32"], how=HOW, fast=1)
+@each(op=SOME, dtype=["int8", "uint32"], how=HOW)
 def integers(op, dtype, how):
     """Differences are exact, so that neighbours near the maximum of the dtype stay apart."""
     info = np.iinfo(dtype)
@@ -386,7 +366,7 @@ def integers(op, dtype, how):
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-30)
 
 
-@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, fast=2, most=8)
+@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, most=8)
 def winners(k, how):
     """The winners of the whole row, for any k, even if a part has fewer elements. k = V sorts the row."""
     at, x = split("both", how), logits()
@@ -406,7 +386,6 @@ def winners(k, how):
     layout=LAYOUTS,
     how=HOW,
     dtype=[F32, BF16, np.dtype("int8")],
-    fast=2,
     most=10,
 )
 def select(case, layout, how, dtype: Any):
@@ -424,12 +403,12 @@ def select(case, layout, how, dtype: Any):
         return got.values, got.indices
 
     operands = n, masks()["full"]
-    mapped = on(at, how, "topk", f, *operands)
+    f = on(at, how, "topk", f, *operands)
 
     def forward(x, *operands) -> Any:
         if dtype == "int8":
-            return *mapped(x, *operands), None
-        y, pullback, indices = jax.vjp(lambda x: mapped(x, *operands), x, has_aux=True)
+            return *f(x, *operands), None
+        y, pullback, indices = jax.vjp(lambda x: f(x, *operands), x, has_aux=True)
         return y, indices, pullback
 
     (y, indices, pullback), sent = execute(forward, *map(at.place, (x, *operands)))
@@ -449,35 +428,41 @@ def select(case, layout, how, dtype: Any):
     np.testing.assert_array_equal(np.asarray(dx, F32), np.where(kept, of_row, 0).astype(F32))
 
 
-def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
-    """Draws with one key per row, and with parameters per row, shared by all rows, and static."""
-    options = {"temperature": t[:, 0], "top_p": p[:, 0], "min_p": m[0, 0], "top_k": 100} | kwargs
-    return tuple(ps.sample(key, x, axis_name=axis_name, implementation=IMPLEMENTATION, **options))
+@each(
+    layout=sorted(LAYOUTS, key=lambda layout: layout != "both"),
+    how=HOW,
+    dtype=[F32, BF16],
+    masked=[False, True],
+    most=8,
+)
+def sample(layout, how, dtype: Any, masked):
+    """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication.
 
-
-@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1, most=8)
-def sample(layout, how, dtype: Any):
-    """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication."""
+    Keys, temperatures and top_p are one per row, min_p is shared by all rows, and top_k is static.
+    """
     x, at = logits(dtype), split(layout, how)
     n = len(x)
+    where = masks()["full"] if masked else np.ones((1, V), bool)
+    x = cases.spoil_masked(x, where) if masked else x
     keys = jax.random.split(jax.random.key(5), n)
-    t, p = np.geomspace(0.5, 2, n, dtype=F32), np.resize(np.array([0.3, 0.9, 1, 0], F32), n)
+    t = np.geomspace(0.5, 2, n, dtype=F32)
     t[::7] = 0
-    operands = (t[:, None], p[:, None], np.full((1, 1), 0.01, F32))
-    f: Any = drawn
-    if how == "shard_map":
-        batch, per_row = P(at.spec[0]), P(at.spec[0], None)
-        f = jax.shard_map(
-            functools.partial(drawn, axis_name=at.axis_name), mesh=at.mesh,
-            in_specs=(P(*at.spec), batch, per_row, per_row, P()), out_specs=batch,
-        )  # fmt: skip
-    placed = [jax.device_put(a, at.operand(a.shape)) for a in operands]
-    keys_placed = jax.device_put(keys, NamedSharding(at.mesh, P(at.spec[0])))
-    got, sent = execute(f, at.place(x), keys_placed, *placed)
+    p, m = np.resize(np.array([0.3, 0.9, 1, 0], F32), n), F32.type(0.01)
+
+    def drawn(x, where, key, t, p, m, axis_name=None):
+        on = {"axis_name": axis_name, "implementation": IMPLEMENTATION}
+        mask = where if masked else None
+        return tuple(ps.sample(key, x, where=mask, temperature=t, top_k=100, top_p=p, min_p=m, **on))
+
+    rows, per_row = P(*at.spec), P(at.spec[0])
+    specs = rows, at.operand(where.shape).spec, per_row, per_row, per_row, P()
+    got, sent = execute(
+        mapped(at, how, drawn, specs, per_row), *lay((x, where, keys, t, p, m), at.mesh, specs)
+    )
     noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, (V,), F32))(keys))
-    filters = {"top_k": 100, "top_p": p, "min_p": np.float32(0.01)}
-    bounds.assert_sample(got, x, noise, NAMES, None, t, **filters)
-    np.testing.assert_array_equal(got[0], ps.sample(keys, x, temperature=t, **filters).indices)
+    mask = where if masked else None
+    bounds.assert_sample(got, x, noise, NAMES, mask, t, top_k=100, top_p=p, min_p=m)
+    np.testing.assert_array_equal(got[0], drawn(x, where, keys, t, p, m)[0])
     if not at.row:
         assert not [c for c in sent if c.group > 1], sent
 
@@ -504,11 +489,11 @@ def by_lists():
     partitioner._partition.cache_clear()
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), fast=0, most=10)
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), most=10)
 def tokens(filters, how, impl, exchanged):
     """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
     options = FILTERS[filters]
-    x, at = cases.rows(["normal", "integers"] * 4, 4096), split("both", how)
+    x, at = cases.rows(["normal", "integers"] * 4, 4096), split_for_noise(how)
     key = jax.random.key(6, impl=impl)
 
     def both(x, axis_name=None):
@@ -516,14 +501,7 @@ def tokens(filters, how, impl, exchanged):
         return ps.filter_logits(x, **options, **on), tuple(ps.sample(key, x, **options, **on))
 
     want = both(x)
-    if how == "shard_map":  # the rows are whole batches, since the noise is made for the local batch
-        at = at._replace(spec=(None, "v"))
-        f = jax.shard_map(
-            functools.partial(both, axis_name="v"), mesh=at.mesh, in_specs=P(None, "v"),
-            out_specs=(P(None, "v"), P()),
-        )  # fmt: skip
-    else:
-        f = both
+    f = mapped(at, how, both, P(None, "v"), (P(None, "v"), P()))
     with contextlib.nullcontext() if exchanged else by_lists():
         program = jax.jit(f).lower(at.place(x)).compile()
     filtered, got = program(at.place(x))
@@ -550,27 +528,26 @@ def tokens(filters, how, impl, exchanged):
     assert sum(c.bytes for c in always) <= most, always
 
 
-@each(op=TOPK, fast=1)
+@each(op=TOPK)
 def asked_once(op):
     """XLA gets the program of a device from a cache if a program has equal calls."""
     at, x = split("both", "auto"), logits().repeat(128, 1)
     misses = [partitioner._partition.cache_info().misses]
-    for calls in (1, 4):
+    for times in (1, 4):
         f = lambda xs: [ours(op, x + 1)[0] for x in xs]  # noqa: E731
-        jax.jit(f).lower([at.place(x)] * calls).compile()
+        jax.jit(f).lower([at.place(x)] * times).compile()
         misses.append(partitioner._partition.cache_info().misses)
     assert misses[0] < misses[1] == misses[2], misses
 
 
-@each(impl=("threefry2x32", "rbg"), how=HOW, fast=0)
+@each(impl=("threefry2x32", "rbg"), how=HOW)
 def sample_of_overflows(impl, how):
     """x / temperature is -inf in a whole shard, or in the whole row. Tokens equal the tokens of one device."""
     rng, low = np.random.default_rng(0), np.finfo(F32).min
     padded = np.where(np.arange(V) < V // 8, rng.standard_normal((24, V)), low)
     floats = np.concatenate([padded, rng.uniform(low, low / 4, (24, V))]).astype(F32)
     t = np.resize(np.array([0.7, 1e-3, 0], F32), len(floats))
-    at, key = split("both", how), jax.random.key(6, impl=impl)
-    at = at._replace(spec=(None, "v")) if how == "shard_map" else at  # the noise is made for the local batch
+    at, key = split_for_noise(how), jax.random.key(6, impl=impl)
     for x, masked in ((floats, 0), (np.full_like(floats, np.iinfo(np.int32).min, np.int32), V // 2)):
         mask, both = np.arange(V)[None] >= masked, P(None, "v")
 
@@ -578,10 +555,7 @@ def sample_of_overflows(impl, how):
             return tuple(ps.sample(key, x, where=mask, temperature=t, axis_name=axis_name))
 
         want = f(x, mask)
-        if how == "shard_map":
-            f = functools.partial(f, axis_name="v")
-            f = jax.shard_map(f, mesh=at.mesh, in_specs=(both, both), out_specs=P())
-        got = jax.jit(f)(at.place(x), at.place(mask))
+        got = jax.jit(mapped(at, how, f, (both, both), P()))(at.place(x), at.place(mask))
         np.testing.assert_array_equal(got[0], want[0])
         np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
@@ -594,7 +568,7 @@ VERIFIED = {
 }
 
 
-@each(layout=VERIFIED, drawn=[True, False], how=HOW[:2], fast=0)
+@each(layout=VERIFIED, drawn=[True, False], how=HOW[:2])
 def verified(layout, drawn, how):
     """Speculative decoding has the same tokens as on one device, and no row of V is gathered.
 
@@ -616,36 +590,33 @@ def verified(layout, drawn, how):
         assert gathered < 3.5 * row, sent  # of 4 positions
 
 
-@each(exchanged=(False, True), filters=("none", "top_p"), how=HOW, fast=1)
+@each(exchanged=(False, True), filters=("none", "top_p"), how=HOW)
 def filtered_rows_without_a_draw(exchanged, filters, how):
     """A failed row is NaN on all devices, even if the NaN of one device comes after the -inf of all others."""
-    x, at, t = draws.rows_without_a_draw(4096, F32), split("both", how), np.array([0, 1, 1] * 2, F32)
+    x, at, t = draws.rows_without_a_draw(4096, F32), split_for_noise(how), np.array([0, 1, 1] * 2, F32)
     f = functools.partial(ps.filter_logits, temperature=t, **FILTERS[filters])
-    if how == "shard_map":
-        at = at._replace(spec=(None, "v"))
-        f = functools.partial(f, axis_name="v")
-        f = jax.shard_map(f, mesh=at.mesh, in_specs=P(None, "v"), out_specs=P(None, "v"))
+    f = mapped(at, how, f, P(None, "v"), P(None, "v"))
     with contextlib.nullcontext() if exchanged else by_lists():
         draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
 
 
 CONSTANTS = {
-    "verify": lambda x: (
-        ps.verify(jax.random.key(0), np.zeros((4, 1), int), x.reshape(4, 2, V), x[::2, None]).tokens
-    ),
+    "top_k": lambda x: ps.top_k(x, 3).indices,
+    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
+    "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
+    "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=jnp.cos(x[:, 0]) ** 2).indices,
     "sample, rbg": lambda x: (
         ps.sample(jax.random.key(0, impl="rbg"), x, temperature=jnp.cos(x[:, 0]) ** 2).indices
     ),
     "filter_logits": lambda x: ps.filter_logits(x, min_p=jnp.cos(x[:, 0]) ** 2) > 0,
-    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
-    "top_k": lambda x: ps.top_k(x, 3).indices,
-    "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
-    "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
+    "verify": lambda x: (
+        ps.verify(jax.random.key(0), np.zeros((4, 1), int), x.reshape(4, 2, V), x[::2, None]).tokens
+    ),
 }
 
 
-@each(name=CONSTANTS, fast=1)
+@each(name=CONSTANTS)
 def results_without_derivatives(name):
     """Integers may be computed inside a function that is differentiated."""
     x = jnp.asarray(cases.rows(["normal"] * 8, V))
@@ -659,26 +630,7 @@ def results_without_derivatives(name):
         np.testing.assert_allclose(derivative(x), np.broadcast_to(total, jnp.shape(derivative(x))), rtol=1e-5)
 
 
-@each(how=HOW, fast=0)
-def sample_where(how):
-    """One key for all rows; masked elements on all devices, and some devices with a fully masked part."""
-    mask, at = masks()["full"], split("both", how)
-    x, key = cases.spoil_masked(logits(), mask), jax.random.key(6)
-    for options in ({}, {"top_p": np.float32(0.8)}):
-        f = lambda x, mask, axis_name=None: ps.sample(key, x, where=mask, axis_name=axis_name, **options)  # noqa: B023, E731
-        if how == "shard_map":
-            both = P(None, "v")  # one array of noise for all rows
-            f = jax.shard_map(
-                functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=(both, both), out_specs=P()
-            )
-            at = at._replace(spec=(None, "v"))
-        got = jax.jit(f)(at.place(x), at.place(mask))
-        bounds.assert_sample(got, x, np.asarray(jax.random.gumbel(key, x.shape, F32)), NAMES, mask, **options)
-
-
-@each(
-    layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1, most=8
-)
+@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], most=8)
 def stats(layout, how, masked):
     """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather per mesh axis."""
     x, at = np.asarray(token_stats.rows(V, F32)), split(layout, how)
@@ -691,11 +643,8 @@ def stats(layout, how, masked):
         return s[:3], s[3:]
 
     per_row = P(at.spec[0])
-    if how == "shard_map":
-        specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
-        f = functools.partial(f, axis_name=at.axis_name)
-        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
-    args = at.place(x), at.place(where), *lay((t, labels), at.mesh, (per_row, per_row))
+    specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
+    f, args = mapped(at, how, f, specs, per_row), lay((x, where, t, labels), at.mesh, specs)
     (values, (argmax, rank)), sent = execute(f, *args)
     token_stats.assert_stats((*values, argmax, rank), x, labels, where, t)
     kinds = [c.kind for c in sent if c.group > 1]
@@ -713,8 +662,8 @@ def stats(layout, how, masked):
 ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
 
 
-@each(name=ROUTERS, layout=["batch"], how=HOW, fast=0, most=6)
-@each(name=ROUTERS, layout=["both"], how=HOW[:2], fast=0)
+@each(name=ROUTERS, layout=["batch"], how=HOW, most=6)
+@each(name=ROUTERS, layout=["both"], how=HOW[:2])
 def route(name, layout, how):
     """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
     x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
@@ -775,7 +724,7 @@ def on_one_device(transform, op):
     return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
 
 
-@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=1, most=12)
+@each(transform=TRANSFORMS, op=SOME, how=HOW, most=12)
 def transformed(transform, op, how):
     """The results agree with jax.nn on one device. Under vmap, the mapped axis may be sharded."""
 
@@ -802,7 +751,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True], fast=0)
+@each(op=OPS[:4], inside=[False, True])
 def shard_map_without_check_vma(op, inside):
     """Both derivatives, in reverse and forward mode, agree with the same function in plain JAX."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
@@ -817,7 +766,7 @@ def shard_map_without_check_vma(op, inside):
         np.testing.assert_allclose(*found, rtol=1e-4, atol=3e-5)
 
 
-@each(op=OPS[:4], fast=1)
+@each(op=OPS[:4])
 def shard_map_over_one_axis_of_two(op):
     """shard_map maps the row's axis only; the compiler shards the batch."""
     at, x = split("both", "shard_map"), logits()
@@ -827,21 +776,7 @@ def shard_map_over_one_axis_of_two(op):
     assert_value(op, jax.jit(f)(at.place(x)), x, NAMES)
 
 
-@each(op=SOME, layout=("batch", "both"), fast=1)
-def exported(op, layout):
-    """An export is divided like any other program, with the same communication."""
-    at, x = split(layout, "auto"), logits()
-    sharding = NamedSharding(at.mesh, P(*at.spec))
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    f = jax.jit(functools.partial(ours, op), in_shardings=sharding)
-    stored = jax.export.deserialize(jax.export.export(f)(like).serialize())
-    result, sent = execute(stored.call, at.place(x))
-    k, n = TOPK[op]["k"] if op in TOPK else 0, at.size(at.row)
-    assert_sent(sent, at, x.shape, 2, n * (2 * min(k, V // n) + 2))
-    assert_value(op, result, x, NAMES)
-
-
-@each(how=("auto", "explicit"), fast=1)
+@each(how=("auto", "explicit"))
 def context_mesh(how):
     """Arrays without a sharding, in the context of a mesh; and without jit."""
     x = logits()
@@ -854,7 +789,7 @@ def context_mesh(how):
         assert_value("softmax", ours("softmax", jnp.asarray(x), implementation=None), x, NAMES)
 
 
-@each(how=("auto", "explicit"), fast=1)
+@each(how=("auto", "explicit"))
 def sharded_by_the_mask(how):
     """An unsharded array takes the sharding of the mask, and so does its gradient."""
     at = split("both", how)
@@ -869,33 +804,19 @@ def sharded_by_the_mask(how):
     assert {each.kind for each in sent} == {"all-gather"}, sent
 
 
-@each(op=SOME, fast=1)
+@each(op=["topk"])
 def named_kernel_on_the_cpu(op):
     at = split("both", "auto")
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
         jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
 
 
-@each(check_vma=[False, True], fast=1)
-def gradient_of_a_temperature(check_vma):
-    """The gradient is the same on all devices of a row, and no device counts it again."""
-    at, x = split("spread", "shard_map"), cases.rows(["normal"] * 8, V)
-    t = np.linspace(0.5, 2, 8, dtype=np.float32)
+@each(layout=["both", "spread"], log=[False, True], check_vma=[False, True])
+def temperature_0(layout, log, check_vma):
+    """Ties in several shards, zeros, and differences of subnormal numbers; rows of gradient 0 among others.
 
-    def total(x, t, axis_name=None):
-        return jnp.sum(ps.fused_topk(x, 5, temperature=t, axis_name=axis_name).values ** 2)
-
-    f = functools.partial(total, axis_name=("b", "v"))
-    f = jax.shard_map(
-        f, mesh=at.mesh, in_specs=(P(None, ("b", "v")), P()), out_specs=P(), check_vma=check_vma
-    )
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(x, t) for f in (f, total))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
-
-
-@each(layout=["both", "spread"], log=[False, True], fast=0)
-def temperature_0(layout, log):
-    """Ties in several shards, zeros, and differences of subnormal numbers; rows of gradient 0 among others."""
+    The gradient of a temperature is the same on all devices of a row, and no device counts it again.
+    """
     at, x, t = split(layout, "shard_map"), np.round(logits()).astype(F32), np.zeros(len(logits()), F32)
     t[::3] = 2
     x[1] = -1
@@ -910,10 +831,7 @@ def temperature_0(layout, log):
         return tuple(got)
 
     per_row = P(at.spec[0])
-    specs = P(*at.spec), per_row
-    sharded = jax.shard_map(
-        functools.partial(f, axis_name=at.axis_name), mesh=at.mesh, in_specs=specs, out_specs=per_row
-    )
+    sharded = mapped(at, "shard_map", f, (P(*at.spec), per_row), per_row, check_vma=check_vma)
     args = at.place(x), *lay((t,), at.mesh, (per_row,))
     values, indices = jax.jit(sharded)(*args)
     want, best = oracle.fused_topk(x, 5, None, t, log)
@@ -931,31 +849,11 @@ def temperature_0(layout, log):
     assert not np.asarray(got[0])[at_limit].any() and not np.asarray(got[1])[at_limit].any()
 
 
-@each(how=("auto", "explicit"), fast=1)
+@each(how=("auto", "explicit"))
 def gradient_of_no_winners(how):
     x = cases.rows(["normal"] * 8, V)
     f = jax.jit(jax.grad(lambda x: jnp.sum(ps.fused_topk(x, 0).values) + jnp.sum(x**2)))
     np.testing.assert_array_equal(f(split("both", how).place(x)), 2 * x)
-
-
-NO_ROWS = {
-    "softmax": ps.softmax,
-    "logsumexp": lambda x: ps.logsumexp(x, -1),
-    "topk": lambda x: ps.fused_topk(x, 5).values,
-    "top_k": lambda x: ps.top_k(x, 5).values,
-    "sample": lambda x: ps.sample(jax.random.key(0), x).log_probs,
-    "stats": lambda x: ps.token_stats(x)[1:3],
-    "route": lambda x: ps.route(x, 5).weights,
-}
-
-
-@each(op=NO_ROWS, fast=1)
-def gradient_of_no_rows(op):
-    def total(x):
-        return sum(map(jnp.sum, jax.tree.leaves(NO_ROWS[op](x))))
-
-    f = jax.shard_map(jax.grad(total), mesh=mesh(), in_specs=P("b"), out_specs=P("b"))
-    assert jax.jit(f)(np.zeros((0, V), F32)).shape == (0, V)
 
 
 def temperature_of_each_device():
@@ -1001,15 +899,20 @@ def by_heads(op, heads):
         y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
         return y.reshape(-1), ()
 
-    width = (
-        2**14 if op == "sample" else 128
-    )  # 256 entries of each shard are gathered: little only of a long row
+    # `sample` gathers 256 entries of each shard, which is little of a long row only
+    width = 2**14 if op == "sample" else 128
 
     def rows(x):
         x = x.reshape(8, heads, width)
         if op == "sample":
             return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
-        y, indices = ps.fused_topk(x, 2) if op == "topk" else (getattr(ps, op)(x, -1), ())
+        if op == "topk":
+            y, indices = ps.fused_topk(x, 2)
+        else:
+            where = (
+                jnp.tri(heads, width, dtype=bool) if op == "softmax" else None
+            )  # a mask that all rows share
+            y, indices = getattr(ps, op)(x, -1, where=where), ()
         return y.reshape(8, -1), indices
 
     rng = np.random.default_rng(heads)
@@ -1039,9 +942,9 @@ def assert_all_close(got, want):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
-@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=1, most=6)
-@each(op=("sample",), shape=MESHES, heads=HEADS, fast=0, most=3)
-@each(op=LINEAR, shape=MESHES, heads=HEADS, fast=0, most=6)
+@each(op=("softmax", "topk", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, most=6)
+@each(op=("sample",), shape=MESHES, heads=HEADS, most=3)
+@each(op=LINEAR, shape=MESHES, heads=HEADS, most=6)
 def reshaped(op, shape, heads):
     """Results and gradients agree with one device, and no collective moves a whole shard."""
     f, arrays, dimensions = by_heads(op, heads)
@@ -1065,80 +968,17 @@ def decoded(spec):
     assert NamedSharding(devices, found_spec).is_equivalent_to(given, 2), found_spec
 
 
-@each(shape=("line", "rows"), kv_heads=(4, 2), fast=0)
-def train_step(shape, kv_heads):
-    """A training step of a decoder with grouped-query attention and weights sharded over all devices."""
-    at = mesh_of(shape)
-    width, size, vocab = 32, 8, 64
-    tensor, data = at.axis_names[-1], at.axis_names[0] if shape == "rows" else None
-    columns, rows = P(data, tensor), P(tensor, data)
-    shapes = {
-        "embedding": ((vocab, width), columns),
-        "q": ((width, 8 * size), columns),
-        "k": ((width, kv_heads * size), columns),
-        "v": ((width, kv_heads * size), columns),
-        "out": ((8 * size, width), rows),
-        "head": ((width, vocab), columns),
-    }
-    rng = np.random.default_rng(0)
-    weights = {name: 0.2 * rng.standard_normal(s).astype(F32) for name, (s, _) in shapes.items()}
-    tokens = rng.integers(0, vocab, (4, 17))
-
-    def loss(weights, tokens):
-        x = weights["embedding"][tokens[:, :-1]]
-        batch, length, _ = x.shape
-        q = (x @ weights["q"]).reshape(batch, length, kv_heads, -1, size)
-        k, v = ((x @ weights[name]).reshape(batch, length, kv_heads, size) for name in "kv")
-        scores = jnp.einsum("bskgh,btkh->bkgst", q, k) / math.sqrt(size)
-        p = ps.softmax(scores, where=jnp.tri(length, dtype=bool))
-        y = jnp.einsum("bkgst,btkh->bskgh", p, v).reshape(batch, length, -1)
-        return ps.linear_cross_entropy(x + y @ weights["out"], weights["head"], tokens[:, 1:])
-
-    def step(weights, tokens):
-        value, gradient = jax.value_and_grad(loss)(weights, tokens)
-        return value, gradient, jax.tree.map(lambda w, dw: w - 0.1 * dw, weights, gradient)
-
-    def place(a, spec):
-        return jax.device_put(a, NamedSharding(at, spec))
-
-    placed = {name: place(a, shapes[name][1]) for name, a in weights.items()}
-    assert_all_close(jax.jit(step)(placed, place(tokens, P(data))), jax.jit(step)(weights, tokens))
+# --- The choice ------------------------------------------------------------------------
 
 
-# --- Bad input, and the choice ------------------------------------------------------------------------
-
-
-@each(op=OPS[:4], fast=1)
-def axis_name_that_is_not_bound(op):
-    for name in ("vocab", ("v", "vocab")):
-        with pytest.raises(ValueError, match=r"axis_name.*vocab"):
-            ours(op, logits(), axis_name=name)
-
-
-@each(op=OPS[:4], fast=1)
-def axis_name_that_is_none(op):
-    for name in (3, ("v", 1), ["v"], b"v"):
-        with pytest.raises(TypeError, match="axis_name") as error:
-            ours(op, logits(), axis_name=name)
-        assert repr(name) in str(error.value)
-
-
-@each(how=HOW, fast=1)
-def row_that_does_not_divide(how):
-    """JAX itself refuses the array."""
-    at, x = split("line", how), logits()[:, :-1]
-    with pytest.raises(ValueError, match="divi"):
-        at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
-
-
-@each(op=OPS[:4], fast=1)
+@each(op=OPS[:4])
 def one_device(op):
     """An unsharded array needs no communication."""
     for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):
         assert not execute(functools.partial(f, op), jnp.asarray(logits()))[1]
 
 
-@each(op=OPS[:4], how=HOW, fast=2)
+@each(op=OPS[:4], how=HOW)
 def explained(op, how):
     at = split("both", how)
     choices = ps.explain(on(at, how, op, functools.partial(ours, op)), at.place(logits()))
@@ -1156,19 +996,16 @@ MERGED = {
 }
 
 
-@each(op=MERGED, layout=["line", "spread"], rows=[13, 40], dtype=(F32, BF16), fast=1, most=6)
+@each(op=MERGED, layout=["line", "spread"], rows=[13, 40], dtype=(F32, BF16), most=6)
 def many_devices(op, layout, rows, dtype):
     """With more devices than one all-gather is for, each merges its share of the rows; the results are the same."""
     at, x = split(layout, "shard_map"), logits(dtype)[-rows:]
-    mapped = jax.shard_map(
-        functools.partial(MERGED[op], axis_name=at.axis_name),
-        mesh=at.mesh, in_specs=P(*at.spec), out_specs=P(),
-    )  # fmt: skip
-    few, sent_by_few = execute(mapped, at.place(x))
+    f = mapped(at, "shard_map", MERGED[op], P(*at.spec), P())
+    few, sent_by_few = execute(f, at.place(x))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh_types, "GATHERED_DEVICES", 1)
         jax.clear_caches()
-        many, sent = execute(lambda x: mapped(x), at.place(x))
+        many, sent = execute(lambda x: f(x), at.place(x))
     jax.clear_caches()
     for got, want in zip(jax.tree.leaves(many), jax.tree.leaves(few)):
         # the order of a sum is XLA's choice; indices are integers, and equal
@@ -1182,21 +1019,35 @@ def many_devices(op, layout, rows, dtype):
         assert sum(c.received for c in sent) < sum(c.received for c in sent_by_few)
 
 
-SHARDS = {
-    "softmax": ps.softmax,
-    "logsumexp": lambda x: ps.logsumexp(x, -1),
-    "topk": lambda x: ps.fused_topk(x, 5),
-    "top_k": lambda x: ps.top_k(x, 5),
+# --- Functions of the rows of a device ------------------------------------------------------------------
+
+# name: a function of (rows, V)
+FUNCTIONS = calls.WITH_KERNELS | {
     "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
     "filter_logits": lambda x: jnp.maximum(ps.filter_logits(x, top_p=0.9), -99),
-    "stats": lambda x: ps.token_stats(x)[1:],
-    "route": lambda x: ps.route(x, 5),
+    "verify": lambda x: ps.verify(
+        jax.random.key(0), np.zeros((len(x) // 2, 1), int), x.reshape(-1, 2, x.shape[-1]), top_p=0.9
+    ),
+    "token_stats": lambda x: ps.token_stats(x)[1:],
     "linear_logsumexp": lambda x: ps.linear_logsumexp(x[:, :4], x[:4]),
     "linear_log_probs": lambda x: ps.linear_log_probs(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
     "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
     "linear_token_stats": lambda x: ps.linear_token_stats(x[:, :4], x[:4])[1:],
     "linear_topk": lambda x: ps.linear_topk(x[:, :4], x[:4], 5),
 }
+WITHOUT_GRADIENT = ("verify", "linear_topk")
+
+
+def total_of(name):
+    return lambda x: calls.float_sum(FUNCTIONS[name](x))
+
+
+@each(name=[name for name in FUNCTIONS if name not in WITHOUT_GRADIENT and name[:6] != "linear"])
+def gradient_of_no_rows(name):
+    f = jax.shard_map(jax.grad(total_of(name)), mesh=mesh(), in_specs=P("b"), out_specs=P("b"))
+    assert jax.jit(f)(np.zeros((0, V), F32)).shape == (0, V)
+
+
 AROUND = {
     "eager": contextlib.nullcontext,
     "debug_nans": lambda: jax.debug_nans(True),
@@ -1204,38 +1055,23 @@ AROUND = {
 }
 
 
-@each(name=SHARDS, around=AROUND, fast=1, most=13)
+@each(name=[name for name in FUNCTIONS if name != "verify"], around=AROUND, most=13)
 def shard_map_without_jit(name, around):
     """Values and gradients equal the results of the jitted `jax.shard_map`."""
     at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
 
-    def loss(x):
-        results = SHARDS[name](x)
-        return sum(jnp.sum(a, keepdims=True) for a in jax.tree.leaves(results) if a.dtype == jnp.float32)
+    def over_rows(f):
+        return jax.shard_map(f, mesh=at.mesh, in_specs=P("b"), out_specs=P("b"))
 
-    def mapped(f, out_specs):
-        return jax.shard_map(f, mesh=at.mesh, in_specs=P("b"), out_specs=out_specs)
-
-    f, total = mapped(SHARDS[name], P("b")), mapped(lambda x: loss(x).reshape(1), P("b"))
-    if name == "linear_cross_entropy":
-        f = total
-    functions = [f]
-    # linear_topk has no gradient. In compile_time_eval, the gradient of jax.nn.softmax fails as well.
-    if name not in ("linear_topk", "sample") and around != "compile_time_eval":
+    total = over_rows(lambda x: total_of(name)(x).reshape(1))
+    functions = [total if name == "linear_cross_entropy" else over_rows(FUNCTIONS[name])]
+    # In compile_time_eval, the gradient of jax.nn.softmax fails as well.
+    if name not in WITHOUT_GRADIENT and around != "compile_time_eval":
         functions.append(jax.grad(lambda x: jnp.sum(total(x))))
     wanted = [jax.jit(f)(x) for f in functions]
     with AROUND[around]():
         got = [f(x) for f in functions]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
-
-
-# The first ones are in the fast set.
-FUNCTIONS = {
-    "verify": lambda x: ps.verify(
-        jax.random.key(0), np.zeros((len(x) // 2, 1), int), x.reshape(-1, 2, x.shape[-1]), top_p=0.9
-    ),
-    "linear_log_probs": SHARDS["linear_log_probs"],
-} | SHARDS
 
 
 VMAPS = {
@@ -1246,19 +1082,15 @@ VMAPS = {
 }
 
 
-@each(name=FUNCTIONS, form=VMAPS, fast=2, most=20)
+@each(name=FUNCTIONS, form=VMAPS, most=20)
 def vmap_along_an_explicit_axis(name, form):
     """Results and gradients agree with one device, and devices still divide the slices."""
     vmap, x, spec = VMAPS[form]
-
-    def total(x):
-        return sum(jnp.sum(a) for a in jax.tree.leaves(FUNCTIONS[name](x)) if a.dtype == jnp.float32)
-
     if name.startswith("linear"):  # a slice is x and w at once
         spec = P(*spec[: x.ndim - 2])
     placed = jax.device_put(x, NamedSharding(mesh("explicit"), spec))
-    has_gradient = name not in ("verify", "sample", "linear_topk")
-    for f in [FUNCTIONS[name], *[jax.grad(total)] * has_gradient]:
+    gradient = [] if name in WITHOUT_GRADIENT else [jax.grad(total_of(name))]
+    for f in [FUNCTIONS[name], *gradient]:
         with jax.set_mesh(mesh("explicit")):  # JAX needs it under vmap
             got = jax.jit(vmap(f))(placed)
         assert_all_close(got, jax.jit(vmap(f))(x))
@@ -1266,8 +1098,8 @@ def vmap_along_an_explicit_axis(name, form):
             assert jax.typeof(a).sharding.spec[: x.ndim - 2] == spec[: x.ndim - 2]
 
 
-@each(name=FUNCTIONS, batch=["r"], fast=1)
-@each(name=[*FUNCTIONS][::3], batch=[None], fast=0)
+@each(name=FUNCTIONS, batch=["r"])
+@each(name=[*FUNCTIONS][::3], batch=[None])
 def divided_inside_shard_map(name, batch):
     """XLA divides the rows over the mesh axes that a shard_map leaves. A bug of XLA would end this process."""
     x = cases.rows(["normal"] * 8, 300)  # 300 columns are two chunks of the search
@@ -1279,17 +1111,13 @@ def divided_inside_shard_map(name, batch):
 
     def run(f):
         with jax.set_mesh(three if batch else mesh()):
-            mapped = jax.shard_map(
-                lambda x: jax.tree.map(jnp.atleast_1d, f(x)),
-                in_specs=P("b"), out_specs=P("b"), axis_names={"b"},
-            )  # fmt: skip
-            return jax.jit(mapped)(x)
+            f_of_rows = lambda x: jax.tree.map(jnp.atleast_1d, f(x))  # noqa: E731
+            return jax.jit(jax.shard_map(f_of_rows, in_specs=P("b"), out_specs=P("b"), axis_names={"b"}))(x)
 
     assert_all_close(run(divided), run(FUNCTIONS[name]))
 
 
 CHECKS |= linear_checks.CHECKS
-SLOW |= linear_checks.SLOW
 
 
 def main(*patterns):

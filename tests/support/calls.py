@@ -1,5 +1,7 @@
 """Every public function with arguments that fit, and calls that test the choice and the launch plans of kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +157,13 @@ def plainly(name, **options):
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
+def float_sum(results):
+    """Returns the sum of the results that are floats and have a gradient."""
+    results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
+    floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in floats)
+
+
 def total(name, arguments, call=call):
     """Returns a weighted sum of the finite results, as a function of the arguments that have a gradient, and these.
 
@@ -176,6 +185,21 @@ def pullback(name, arguments, call=call):
     f, held = total(name, arguments, call)
     return jax.grad(f)(held)
 
+
+# --- Kernels --------------------------------------------------------------------------------------------
+
+# name: a function of rows that has kernels
+WITH_KERNELS = {
+    "softmax": ps.softmax,
+    "log_softmax": ps.log_softmax,
+    "logsumexp": functools.partial(ps.logsumexp, axis=-1),
+    "fused_topk": functools.partial(ps.fused_topk, k=5),
+    "top_k": functools.partial(ps.top_k, k=5),
+    "route": functools.partial(ps.route, k=5),
+    "token_stats": ps.token_stats,
+    "sample": functools.partial(ps.sample, KEY),
+    "filter_logits": functools.partial(ps.filter_logits, top_p=0.9),
+}
 
 # --- Choices and plans ----------------------------------------------------------------------------------
 

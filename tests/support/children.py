@@ -44,3 +44,15 @@ def once(tmp_path_factory, name, make):
         if not path.exists():
             path.write_text(json.dumps(make(folder)))
     return json.loads(path.read_text())
+
+
+def selected_names(request, test):
+    """Returns the parameters `name` of the test's cases that this run of pytest selects."""
+    items = [item for item in request.session.items if getattr(item, "function", None) is test]
+    return {item.callspec.params["name"] for item in items}
+
+
+def assert_no_error(found, name):
+    """Asserts that a check ran without an error, in the reports of a program."""
+    error = found.get(name, found[""] + "\nthe child ended before this check")
+    assert error is None, error
