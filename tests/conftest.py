@@ -16,6 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU's mem
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+jax.config.update("jax_traceback_filtering", "off")  # a call that fails would spend most of its time there
+
+
 def pytest_collection_modifyitems(items):
     """Moves the tests that run alone to the end, where few processes have to wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
