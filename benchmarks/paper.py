@@ -17,7 +17,7 @@ from benchmarks import softmax, topk
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, prepare_jax
+from benchmarks.support.contenders import Contender
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Frame, Record, View
 from pallas_softmax import paper
@@ -32,9 +32,8 @@ def _algorithm(name: str, case: Case) -> Contender:
     function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
     return Contender(
         name,
+        (lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
         ours=True,
-        function=(lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
-        prepare=prepare_jax,
         stable=name != "safe_unfused",  # different logits tie if their probabilities round to one number
         of_logits=name == "topk",
         asked="mosaic_gpu" if timing.on_gpu() else "xla",

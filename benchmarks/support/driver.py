@@ -4,6 +4,7 @@
 pandas, so that a GPU machine can measure without it: see `benchmarks.support.result`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -21,7 +22,7 @@ from absl import app
 import pallas_softmax
 from benchmarks.support import result, timing
 from benchmarks.support.contenders import Call
-from benchmarks.support.flags import FLAGS
+from benchmarks.support.flags import FLAGS, IMPLEMENTATIONS
 from benchmarks.support.result import Record
 
 
@@ -39,6 +40,36 @@ class Benchmark:
 
 class Wrong(Exception):
     """A result is wrong. The contender is not timed."""
+
+
+@contextlib.contextmanager
+def wrong_if_refuted() -> Iterator[None]:
+    """Makes a failed assertion, by which an oracle refutes a result, into Wrong."""
+    try:
+        yield
+    except AssertionError as error:
+        raise Wrong(str(error)) from None
+
+
+def records_of(case: Any, names: Iterable[str], required: Iterable[str] = (), **found: Any) -> list[Record]:
+    """Returns a record per contender of a case. Contenders with the name of an implementation are ours.
+
+    Args:
+      case: the case.
+      names: the contenders. A repeated name counts once.
+      required: the peers that may not fail either.
+      **found: columns that all records share.
+    """
+    return [
+        Record(
+            case,
+            name,
+            name in IMPLEMENTATIONS,
+            required=name in (*IMPLEMENTATIONS, *required),
+            found={**found},
+        )
+        for name in dict.fromkeys(names)
+    ]
 
 
 def measure(
@@ -129,6 +160,23 @@ def _cannot_run(error: Exception) -> bool:
 def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
     got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
     return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
+
+
+def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed: float, whose: str) -> None:
+    """Compares a result with the first contender's. Raises Wrong if it is off by more than `allowed`, or a NaN.
+
+    Args:
+      record: receives the error.
+      got: the result, or the part to compare.
+      wanted: keeps the first contender's result, and is empty before it.
+      allowed: the largest relative error.
+      whose: the name of the first contender.
+    """
+    wanted.update(wanted or got)
+    error = largest_error(got, {name: wanted[name] for name in got})
+    record.add(error=error)
+    if not error <= allowed:
+        raise Wrong(f"{error:.3g} off {whose}'s, more than {allowed:.3g}")
 
 
 def largest_error(got: Any, want: Any) -> float:

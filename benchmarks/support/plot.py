@@ -87,11 +87,9 @@ def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letter
     pyplot().close(figure)
 
 
-def span(values: Frame) -> str:
+def span(values: Frame, digits: int = 1) -> str:
     """Returns the smallest and the largest value in words: "1.0 to 2.6 times"."""
-    low, high = (
-        f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in (values.min(), values.max())
-    )
+    low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.{digits}f}" for v in (values.min(), values.max()))
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
