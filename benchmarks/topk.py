@@ -31,17 +31,9 @@ def _jax_stable(x: jax.Array, k: int) -> Any:
     return lax.top_k(jax.nn.softmax(x), k)
 
 
-def _jax_unstable(x: jax.Array, k: int) -> Any:
-    return _lax_unstable(jax.nn.softmax(x), k=k)
-
-
 def _jax_raft(x: jax.Array, k: int) -> Any:
     need_gpu("RAFT")  # elsewhere XLA accepts the option and ignores it
     return _jax_stable(x, k)
-
-
-def _torch(x: Any, k: int) -> Any:
-    return x.softmax(dim=-1).topk(k, dim=-1)
 
 
 def _quack(x: Any, k: int) -> Any:
@@ -84,15 +76,11 @@ def _lax_unstable(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> 
     return lax.top_k(_within(x, lengths), k, is_stable=False)
 
 
-def _torch_topk(x: Any, k: int, *, ordered: bool) -> Any:
-    return x.topk(k, dim=-1, sorted=ordered)
-
-
-def _flashinfer(x: Any, k: int, *, ordered: bool) -> Any:
+def _flashinfer(x: Any, k: int, *, sorted: bool) -> Any:
     need_gpu("FlashInfer")
     from flashinfer import top_k  # pyright: ignore[reportMissingImports]
 
-    return top_k(x, k, sorted=ordered)
+    return top_k(x, k, sorted=sorted)
 
 
 PEERS_OF_FUSED_TOPK = {
@@ -115,14 +103,14 @@ _CONTENDERS = {
     peer.name: peer
     for peer in (
         Contender("jax_stable", _jax_stable),
-        Contender("jax_unstable", _jax_unstable, stable=False),
+        Contender("jax_unstable", lambda x, k: _lax_unstable(jax.nn.softmax(x), k=k), stable=False),
         Contender("jax_raft", _jax_raft, options=_RAFT),
-        Contender("torch", _torch, torch=True, stable=False),
+        Contender("torch", lambda x, k: x.softmax(-1).topk(k, -1), torch=True, stable=False),
         Contender("quack", _quack, torch=True, stable=False),
         Contender("lax_stable", _lax_stable),
         Contender("lax_unstable", _lax_unstable, stable=False),
         Contender("fused_topk", _fused),
-        Contender("torch_topk", _torch_topk, torch=True, stable=False),
+        Contender("torch_topk", lambda x, k, sorted: x.topk(k, -1, sorted=sorted), torch=True, stable=False),
         Contender("flashinfer", _flashinfer, torch=True, stable=False),
     )
 }
@@ -139,7 +127,7 @@ def contenders(
     found = ours(functools.partial(own, k=case.k), implementations)
     for name in peers:
         if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):
-            options = {"ordered": ordered} if name in ("torch_topk", "flashinfer") else {}
+            options = {"sorted": ordered} if name in ("torch_topk", "flashinfer") else {}
             function = functools.partial(_CONTENDERS[name].function, k=case.k, **options)
             found.append(dataclasses.replace(_CONTENDERS[name], function=function))
     return [dataclasses.replace(each, of_logits=of_logits, ordered=ordered) for each in found]
