@@ -1,6 +1,6 @@
 """The inputs and expected results of the benchmarks: logits, masks, the oracle's answers, and byte counts."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,38 +33,31 @@ def test_large_cases_are_checked_on_first_last_and_random_rows():
     assert len(rows) == len(set(rows)) == 32 and rows[0] == 0 and rows[-1] == 4095
 
 
-def test_masks_have_their_shapes_and_share():
-    shapes = {("full", 0): (500, 100), ("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", 0): (1, 100)}
-    masked = [case_of(batch=100, vocab=500, where=where, axis=axis) for where, axis in shapes]
-    found = [np.asarray(mask) for mask in jax.jit(lambda: [*map(cases.mask, masked)])()]
-    assert [mask.shape for mask in found] == [*shapes.values()] and 0.68 < found[0].mean() < 0.72
-
-
 def test_the_oracle_agrees_with_jax():
     """Softmax has a mask, and top-k has ties."""
-    peaked, ties = (case_of(batch=5, vocab=300, where="full", logits=logits) for logits in ("peaked", "ties"))
-    asked = [(peaked, function, None) for function in flags.FUNCTIONS] + [(ties, "softmax", 7)]
+    rng, dtype = np.random.default_rng(0), np.float32
+    x, gs = rng.standard_normal((5, 300)).astype(dtype), rng.standard_normal((5, 300)).astype(dtype)
+    peaked, ties, mask = np.where(rng.random(x.shape) < 0.01, 20 * x, x), np.round(x) + 0, gs < 0.5
+    asked = [(peaked, mask, function, None) for function in flags.FUNCTIONS] + [(ties, None, "softmax", 7)]
 
     @jax.jit  # one compilation instead of one per operation
     def references():
-        """Returns for each case x, the mask, the cotangent, y, dx, y without the mask, and the winners."""
+        """Returns for each case y, its gradient, y without the mask, and the winners."""
         found = []
-        for case, function, k in asked:
-            case = dataclasses.replace(case, function=function, k=k)
-            x, g = cases.logits(case), cases.cotangent(case)
-            mask = None if k else cases.mask(case)
-            winners = None if k is None else lax.top_k(x, k)[1]
+        for x, mask, function, k in asked:
+            winners = lax.top_k(x, 7)[1]
 
-            def of(x, where, function=function, winners=winners):
+            def of(x, where, function=function, winners=winners if k else None):
                 y = getattr(jax.nn, function)(x, axis=-1, where=where)
                 return y if winners is None else jnp.take_along_axis(y, winners, -1)
 
-            y, pull = jax.vjp(lambda x, of=of, mask=mask: of(x, mask), x)
-            found.append((x, mask, g, y, pull(g)[0], of(x, None), winners))
+            y, pull = jax.vjp(functools.partial(of, where=mask), x)
+            g = gs[:, 0] if y.ndim < 2 else gs[:, : y.shape[-1]]
+            found.append((y, g, pull(g)[0], of(x, None), winners))
         return found
 
-    for (_, function, k), found in zip(asked, references()):
-        x, mask, g, y, dx, unmasked, winners = (None if a is None else np.asarray(a) for a in found)
+    for (x, mask, function, k), found in zip(asked, references()):
+        y, g, dx, unmasked, winners = map(np.asarray, found)
         answer = answers.Answer(x, g, function, k, mask)
         assert answer.check_output(y).ok and answer.check_gradient(dx).ok
         for wrong in (1.001 * y, np.full_like(y, np.nan), *([] if k else [unmasked])):
@@ -96,14 +89,17 @@ def test_the_oracle_allows_ties():
     assert answer.check_logits(x[:, [4, 1, 0]]).ok and not answer.check_logits(x[:, [1, 1, 0]]).ok
 
 
-def test_logits_have_the_promised_distributions():
+def test_logits_and_masks_have_the_promised_distributions():
     kinds = ("normal", "float32"), ("normal", "bfloat16"), ("peaked", "float32"), ("ties", "float32")
     drawn = [case_of(batch=4, vocab=50_000, dtype=dtype, logits=logits) for logits, dtype in kinds]
     drawn.append(case_of(batch=4, vocab=50, logits="one_finite"))
-    found = jax.jit(lambda: [*map(cases.logits, drawn)])()
+    shapes = {("full", 0): (500, 100), ("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", 0): (1, 100)}
+    masked = [case_of(batch=100, vocab=500, where=where, axis=axis) for where, axis in shapes]
+    found, masks = jax.jit(lambda: ([*map(cases.logits, drawn)], [*map(cases.mask, masked)]))()
     normal, rounded, peaked, ties, one_finite = (np.asarray(x, np.float32) for x in found)
     np.testing.assert_allclose(rounded, normal, rtol=2**-8)  # not another draw
     assert len(np.unique(normal)) > 100_000
     assert 40 < np.abs(peaked).max() < 120
     assert len(np.unique(ties)) < 15
     assert (np.isfinite(one_finite).sum(axis=1) == 1).all()
+    assert [mask.shape for mask in masks] == [*shapes.values()] and 0.68 < masks[0].mean() < 0.72
