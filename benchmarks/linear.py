@@ -283,28 +283,25 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
     if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
+    leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
             return _by_name(function(x, w, labels))
-
-    leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def both() -> dict[str, Any]:
         y = function(*leaves, labels)
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / (len(y) if y.ndim else 1)))
         return _by_name(y.detach()) | {"dx": dx, "dw": dw if transposed else dw.T}
 
-    run = forward if record.case.direction == "forward" else both
+    call = Call(forward if record.case.direction == "forward" else both, "torch", wait)
     if timing.on_gpu():
-        run()  # compiles, and allocates what stays, such as cuBLAS's workspace
+        call.run()  # compiles, and allocates what stays, such as cuBLAS's workspace
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        result = run()
-        torch.cuda.synchronize()
-        kept = sum(a.numel() * a.element_size() for a in result.values())
+        kept = sum(a.nbytes for a in call.result().values())
         record.add(memory_mib=(torch.cuda.max_memory_allocated() - before - kept) / 2**20)
-    return Call(run, "torch", wait)
+    return call
 
 
 def make_losses(chosen: Any) -> list[Loss]:
@@ -443,6 +440,8 @@ VIEW = View(
 BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
 
 
+# --- Training
+
 _CONTEXT = 8  # previous tokens that the model sees
 _LAST = 10  # the final loss is the mean over this many steps
 
@@ -537,22 +536,19 @@ def define_flags() -> None:
         width="Width of the language model.",
         vocab="Columns of the language model's head.",
     )
-    flags.define_list(
-        "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
-    )
-    flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
-    flags.define_list("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB.")
-    functions = flags.words(("cross_entropy", "token_stats", "kl_divergence"))
-    flags.define_list("function", functions, "cross_entropy", "The function of the projection.")
     of_head = flags.Items(flags.INTEGERS.pattern.pattern, "positive integers", int, empty=True)
-    flags.define_list("teacher_width", of_head, "", "Widths of teachers; by default the width of the head.")
-    flags.define_list(
-        "beta", flags.words(("0", "0.1", "0.5", "0.9", "1")), "0", "Divergences from a teacher."
-    )
-    flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
-    flags.define_list(
-        "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."
-    )
+    functions, passes = ("cross_entropy", "token_stats", "kl_divergence"), ("forward", "both")
+    for name, parser, default, text in (
+        ("head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."),
+        ("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored."),
+        ("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB."),
+        ("function", flags.words(functions), "cross_entropy", "The function of the projection."),
+        ("teacher_width", of_head, "", "Widths of teachers; by default the width of the head."),
+        ("beta", flags.words(("0", "0.1", "0.5", "0.9", "1")), "0", "Divergences from a teacher."),
+        ("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token."),
+        ("direction", flags.words(passes), "forward", "The loss alone, or with its gradients."),
+    ):
+        flags.define_list(name, parser, default, text)
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[3:6])
     absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 

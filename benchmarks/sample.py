@@ -109,7 +109,6 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     FlashInfer has its own random numbers, and draws by rejection for top_k and top_p. Its top_k keeps every tie of
     the k-th entry, so that a following top_p may keep more entries than ours.
     """
-    need_gpu("FlashInfer")
     from flashinfer import sampling  # pyright: ignore[reportMissingImports]
 
     filters = [of for of in ("top_k", "top_p", "min_p") if of in given]  # in our order
@@ -130,6 +129,8 @@ def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]
     if name == "jax":
         call = Contender(name, lambda x: (by_jax(key, x, given), None)).call("forward", (x,), None)
     elif name in PEERS:
+        if name == "flashinfer":
+            need_gpu("FlashInfer")
         torch, _ = torch_and_wait()
         draw = by_torch if name == "torch" else by_flashinfer
         shared = {of: torch.from_dlpack(a) for of, a in given.items()}

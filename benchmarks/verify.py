@@ -87,7 +87,6 @@ def by_jax(key: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float =
 
 
 def by_flashinfer(x: Any, drafts: Any, q: Any, filters: dict[str, float]) -> tuple[Any, None]:
-    need_gpu("FlashInfer")
     from flashinfer import sampling  # pyright: ignore[reportMissingImports]
 
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -160,6 +159,7 @@ def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Cal
     """Makes the call of a contender and checks its tokens."""
     name, filters = record.contender, FILTERS[record.case.function]
     if name == "flashinfer":
+        need_gpu("FlashInfer")
         torch, _ = torch_and_wait()
         drafts, q = (torch.from_dlpack(a) for a in (given["draft_tokens"], jnp.exp(given["draft_log_probs"])))
         draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
