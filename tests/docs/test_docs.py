@@ -57,9 +57,9 @@ def stated(code: str) -> list[str]:
     return re.findall(r"^# -> (.*)$", code, re.MULTILINE)
 
 
-def output_of(*arguments: Any, **options: Any) -> str:
-    """Returns what a new process of Python prints."""
-    command = [sys.executable, *arguments]
+def output_of(program: str, **options: Any) -> str:
+    """Returns what a program prints in a new process."""
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -90,7 +90,7 @@ def test_python_blocks_give_the_stated_results(document, lowered_for_hopper):
 def test_a_recipe_runs_by_itself(title, tmp_path):
     program = blocks(RECIPES, "python")[TITLES.index(title)]
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    assert output_of("-c", program, cwd=tmp_path, env=environment).splitlines() == stated(program)
+    assert output_of(program, cwd=tmp_path, env=environment).splitlines() == stated(program)
 
 
 def test_every_recipe_has_one_program():
@@ -138,7 +138,7 @@ def test_commands_and_links_exist(document):
 @pytest.mark.slow
 def test_import_is_light():
     loaded = "\nimport sys\nprint(*sys.modules)"
-    ours, jaxs = (output_of("-c", f"import {name}{loaded}").split() for name in ("pallas_softmax", "jax"))
+    ours, jaxs = (output_of(f"import {name}{loaded}").split() for name in ("pallas_softmax", "jax"))
     assert set(HEAVY) & set(ours) <= set(jaxs)
     timed = "import time, jax; t = time.process_time(); import pallas_softmax; print(time.process_time() - t)"
-    assert min(float(output_of("-c", timed)) for _ in range(3)) < 0.3
+    assert min(float(output_of(timed)) for _ in range(3)) < 0.3
