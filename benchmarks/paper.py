@@ -93,12 +93,8 @@ def _not_mixed(algorithms: tuple[str, ...]) -> bool:
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "implementations", "logits", "seed", "repeats")
-    flags.define_list(
-        "algorithms",
-        flags.words(_ALGORITHMS),
-        ",".join(paper.SOFTMAX),
-        "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only.",
-    )
+    text = "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only."
+    flags.define_words("algorithms", _ALGORITHMS, text, ",".join(paper.SOFTMAX))
     register_validator("algorithms", _not_mixed)
     flags.define_peers(softmax.PEERS, topk.PEERS)
 

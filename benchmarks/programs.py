@@ -211,7 +211,7 @@ def define_flags() -> None:
         tokens="Tokens per batch: rows of the classifier's logits, or the total over the sequences of block and"
         " attention (which have at least one sequence).",
     )
-    flags.define_list("programs", flags.words(PROGRAMS), ",".join(PROGRAMS), "Which programs to run.")
+    flags.define_words("programs", PROGRAMS, "Which programs to run.")
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 

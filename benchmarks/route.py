@@ -239,7 +239,7 @@ BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
 
 def define_flags() -> None:
     flags.define("k", "shapes", "dtype", "direction", "implementations", "seed", "repeats")
-    flags.define_list("gates", flags.words(GATES), ",".join(GATES), "How the experts are chosen.")
+    flags.define_words("gates", GATES, "How the experts are chosen.")
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
 
 

@@ -188,7 +188,7 @@ BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "shapes", "dtype", "implementations", "logits", "seed", "repeats")
-    flags.define_list("filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the draw.")
+    flags.define_words("filters", FILTERS, "Which filters restrict the draw.")
     flags.define_peers(PEERS)
 
 

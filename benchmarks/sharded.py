@@ -273,12 +273,8 @@ BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "dtype", "seed", "repeats")
-    flags.define_list(
-        "sharding",
-        flags.words(SHARDINGS),
-        ",".join(SHARDINGS),
-        "How the logits are sharded over the devices: by rows (batch), or along each row (vocab).",
-    )
+    text = "How the logits are sharded over the devices: by rows (batch), or along each row (vocab)."
+    flags.define_words("sharding", SHARDINGS, text)
     text = "How many devices to use; numbers above the available count are skipped."
     flags.define_list("devices", flags.INTEGERS, "1,2,4,8", text)
     text = "Type of the mesh axis, a jax.sharding.AxisType."

@@ -95,8 +95,7 @@ BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",)
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "shapes", "dtype", "where", "axis", "direction")
-    functions = flags.words((*flags.FUNCTIONS, "token_stats"))
-    flags.define_list("function", functions, "softmax", "The function to compute.")
+    flags.define_words("function", (*flags.FUNCTIONS, "token_stats"), "The function to compute.", "softmax")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)
 

@@ -179,12 +179,8 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
     DEFINE_boolean("top_k", False, "Time top_k and its peers, without a softmax, instead of fused_topk.")
     DEFINE_boolean("sorted", True, "With --top_k: whether the winners must be in order.")
-    flags.define_list(
-        "lengths",
-        flags.words(("none", "even")),
-        "none",
-        "With --top_k: none, or a length for each row, drawn evenly from 0 to V.",
-    )
+    text = "With --top_k: none, or a length for each row, drawn evenly from 0 to V."
+    flags.define_words("lengths", ("none", "even"), text, "none")
 
 
 main = driver.program(__name__, BENCHMARK, define_flags)

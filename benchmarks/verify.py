@@ -102,10 +102,6 @@ def ours(name: str, key: jax.Array, given: dict[str, jax.Array], filters: dict[s
     return pallas_softmax.verify(key, **given, **filters, **options).tokens
 
 
-def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, Any]) -> Any:
-    return pallas_softmax.sample(key, given["logits"], temperature=TEMPERATURE, **filters)
-
-
 @functools.partial(jax.jit, static_argnames="top_p")
 def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> dict[str, Any]:
     """Returns what `check` compares.
@@ -165,7 +161,8 @@ def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Cal
         draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
         call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
     elif name == "sample":
-        call = jax_call(functools.partial(by_sample, filters=filters), key, given)
+        sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
+        call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
     elif name == "jax":
         call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
     else:
@@ -204,9 +201,7 @@ BENCHMARK = driver.Benchmark("verify", make_steps, _run, VIEW, lambda cases: ("r
 def define_flags() -> None:
     flags.define("vocab", "dtype", "implementations", "seed", "repeats", batch="How many sequences.")
     flags.define_list("drafts", flags.INTEGERS, "5", "How many drafts each sequence has.")
-    flags.define_list(
-        "filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the target."
-    )
+    flags.define_words("filters", FILTERS, "Which filters restrict the target.")
     flags.define_peers(PEERS, default=("sample", "jax"))
 
 
