@@ -98,23 +98,6 @@ def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
     return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
 
 
-def _torch(case: Router, x: Any, bias: Any) -> tuple[Any, Any]:
-    """Returns weights and indices by torch."""
-    x = x.float()
-    if case.gate == "softmax":
-        return x.softmax(-1).topk(case.k, -1)
-    score = x.sigmoid()
-    steered = score.detach() + bias
-    if case.gate == "groups":
-        of_groups = steered.view(len(x), GROUPS, -1)
-        best = of_groups.topk(2, -1)[0].sum(-1).topk(TOP_GROUPS, -1)[1]
-        out = of_groups.new_ones(of_groups.shape[:-1]).bool().scatter(1, best, False)
-        steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
-    indices = steered.topk(case.k, -1)[1]
-    weights = score.gather(1, indices)
-    return weights / weights.sum(-1, keepdim=True) * SCALE, indices
-
-
 _FUNCTIONS: dict[str, Any] = {"fused_topk": _topk, "jax": _jax, "jax_dense": _jax_dense}
 
 
@@ -137,16 +120,32 @@ def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
 
 def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
     torch, wait = torch_and_wait()
+    case: Router = record.case
     leaf, steer = torch.from_dlpack(x), torch.from_dlpack(bias)
-    function = functools.partial(_torch, record.case)
+
+    def function(x: Any) -> tuple[Any, Any]:
+        x = x.float()
+        if case.gate == "softmax":
+            return x.softmax(-1).topk(case.k, -1)
+        score = x.sigmoid()
+        steered = score.detach() + steer
+        if case.gate == "groups":
+            of_groups = steered.view(len(x), GROUPS, -1)
+            best = of_groups.topk(2, -1)[0].sum(-1).topk(TOP_GROUPS, -1)[1]
+            out = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+            steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
+        indices = steered.topk(case.k, -1)[1]
+        weights = score.gather(1, indices)
+        return weights / weights.sum(-1, keepdim=True) * SCALE, indices
+
     function = torch.compile(function) if record.contender == "torch_compile" else function
 
     def run() -> dict[str, Any]:
-        if record.case.direction == "forward":
-            weights, indices = function(leaf, steer)
+        if case.direction == "forward":
+            weights, indices = function(leaf)
             return {"weights": weights, "indices": indices}
         own = leaf.detach().requires_grad_()
-        weights, indices = function(own, steer)
+        weights, indices = function(own)
         dx = torch.autograd.grad(weights, own, weights.detach())[0]
         return {"weights": weights.detach(), "indices": indices, "dx": dx}
 
