@@ -127,7 +127,8 @@ def _plain(x: jax.Array, w: jax.Array, target: Any, dtype: Any, function: str, b
     """
     z = _logits(x, w, dtype)
     if function == "kl_divergence":
-        return _divergence(z, _logits(*target, dtype), beta)
+        teacher_x, teacher_w = target
+        return _divergence(z, _logits(teacher_x, teacher_w, dtype), beta)
     logsumexp = jax.nn.logsumexp(z, -1)
     losses = logsumexp - jnp.take_along_axis(z, target[:, None], -1)[:, 0]
     if function == "cross_entropy":

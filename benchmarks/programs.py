@@ -91,7 +91,8 @@ def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], quer
     """Returns attention's mean squared output, as a loss. All arrays are (batch, sequence, heads, depth)."""
     keys, values = keys_and_values["keys"], keys_and_values["values"]
     if callable(nn):
-        return _mean_square(nn(queries, keys, values, is_causal=causal))
+        out: Any = nn(queries, keys, values, is_causal=causal)
+        return _mean_square(out)
     where = jnp.tri(queries.shape[1], dtype=bool) if causal else None
     p = nn.softmax(_scores(queries, keys), where=where)
     return _mean_square(jnp.einsum("bhqk,bkhd->bqhd", p, values))

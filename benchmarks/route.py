@@ -60,14 +60,15 @@ class Router:
     direction: str  # forward or both
 
 
-def _ours(case: Router, name: str, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _ours(name: str, case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     gate: Any = GATES[case.gate].keywords(bias)
     found = pallas_softmax.route(x, case.k, **gate, implementation=named(name))
     return found.weights, found.indices
 
 
 def _topk(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return tuple(pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32))
+    weights, indices = pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32)
+    return weights, indices
 
 
 def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +104,7 @@ _FUNCTIONS: dict[str, Any] = {"fused_topk": _topk, "jax": _jax, "jax_dense": _ja
 
 def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
     name, case = record.contender, record.case
-    function = functools.partial(*(_ours, case, name) if record.ours else (_FUNCTIONS[name], case))
+    function = functools.partial(functools.partial(_ours, name) if record.ours else _FUNCTIONS[name], case)
 
     def forward(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
         weights, indices = function(x, bias)

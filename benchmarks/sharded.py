@@ -81,12 +81,12 @@ def make_layouts(chosen: Any) -> list[Layout]:
 
 def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
     """Returns the contenders by name: ours, for top-k its peer, and jax.nn.softmax."""
-    softmax = {SOFTMAX: lambda x: jax.nn.softmax(x)}
-    if case.k is None:
+    k, softmax = case.k, {SOFTMAX: lambda x: jax.nn.softmax(x)}
+    if k is None:
         return {OURS: lambda x: pallas_softmax.softmax(x)} | softmax
     of_topk = {
-        OURS: lambda x: pallas_softmax.fused_topk(x, case.k),
-        JAX: lambda x: lax.top_k(jax.nn.softmax(x), case.k),
+        OURS: lambda x: pallas_softmax.fused_topk(x, k),
+        JAX: lambda x: lax.top_k(jax.nn.softmax(x), k),
     }
     return of_topk | softmax
 

@@ -83,7 +83,7 @@ def adam(loss: Callable[..., jax.Array], rate: Any) -> tuple[Callable, Callable,
     """
     init, update, weights_of = optimizers.adam(rate, b2=0.99)
 
-    def step(state: Any, i: jax.Array, batch: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, i: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(weights_of(state), batch)
         return update(i, grads, state), value
 
