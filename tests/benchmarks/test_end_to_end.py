@@ -103,7 +103,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("command", "count"), first(1, [*RUNS.items()]))
+@pytest.mark.parametrize(("command", "count"), first(1, [*RUNS.items()]), ids=lambda value: str(value)[:60])
 def test_every_benchmark_runs_and_rejects_a_wrong_result(
     run_benchmark, monkeypatch, capsys, titles, tmp_path, command, count
 ):
