@@ -42,8 +42,8 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
     arrays, g, answer = question(case, everything)
 
     def ulps_of(contender: Any) -> tuple[str, dict[str, float]]:
-        call = contender.prepare(contender, case.direction, arrays, g)
-        result = call.run()
+        call = contender.call(case.direction, arrays, g)
+        result = call.result()
         got = {output: rows_of(result[output], case, everything) for output in outputs}
         expected = {"y": lambda: answer.output, "dx": lambda: answer.gradient}
         return call.ran, {output: expected[output]().ulps(got[output]) for output in outputs}

@@ -52,48 +52,49 @@ class Search:
     sequence: int
 
 
+def log_probs(logits: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
 def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
-    return scores[..., None] + jax.nn.log_softmax(logits.astype(jnp.float32))
+    """Returns the scores of all beams * V candidates of each prompt."""
+    return (scores[..., None] + log_probs(logits)).reshape(len(scores), -1)
 
 
 def select_at_once(scores: jax.Array, logits: jax.Array) -> Arrays:
-    """Selects the best of all beams * V candidates of each prompt."""
-    batch, beams, vocab = logits.shape
-    scores, best = lax.top_k(all_scores(scores, logits).reshape(batch, -1), beams)
+    """Selects the best of all candidates of each prompt."""
+    _, beams, vocab = logits.shape
+    scores, best = lax.top_k(all_scores(scores, logits), beams)
     return scores, best // vocab, best % vocab
 
 
-def select_by_rows(winners: Callable[[jax.Array, int], Arrays]) -> Select:
-    """Returns a selection in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
+def select_by_rows(
+    winners: Callable[[jax.Array, int], Arrays], scores: jax.Array, logits: jax.Array
+) -> Arrays:
+    """Selects in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
 
-    Args:
-      winners: maps the logits and k to the k best entries of every row, as float32 log p and tokens.
+    `winners` maps the logits and k to the k best entries of every row, as float32 log p and tokens.
     """
-
-    def select(scores: jax.Array, logits: jax.Array) -> Arrays:
-        batch, beams, _ = logits.shape
-        log_p, tokens = winners(logits, beams)
-        scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
-        return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
-
-    return select
+    batch, beams, _ = logits.shape
+    log_p, tokens = winners(logits, beams)
+    scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
+    return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
 
 
 def _jax_rows(logits: jax.Array, k: int) -> Any:
-    return lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
+    return lax.top_k(log_probs(logits), k)
 
 
-def _ours(logits: jax.Array, k: int, **options: Any) -> Any:
-    return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, **options)
+def _ours(name: str, logits: jax.Array, k: int) -> Any:
+    return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, implementation=named(name))
 
 
 def selection(contender: str) -> Select:
     """Returns the selection of a contender: jax, jax_rows, or one of our implementations."""
     if contender == "jax":
         return select_at_once
-    if contender == "jax_rows":
-        return select_by_rows(_jax_rows)
-    return select_by_rows(functools.partial(_ours, implementation=named(contender)))
+    winners = _jax_rows if contender == "jax_rows" else functools.partial(_ours, contender)
+    return functools.partial(select_by_rows, winners)
 
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
@@ -142,14 +143,13 @@ def replay(
     def step(carry: Any, chosen: Arrays) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
         hidden, logits = language_model.model(weights, hidden, token)
-        scores = all_scores(scores, logits).reshape(search.batch, -1)
+        scores = all_scores(scores, logits)
         token, parents = chosen
         best, _ = lax.top_k(scores, search.beams)
         scores = jnp.take_along_axis(scores, parents * search.vocab + token, -1)
         return (_of(hidden, parents), token, scores), (scores, best)
 
-    _, (scores, best) = lax.scan(step, _start(weights, prompts, search.beams), (tokens, parents))
-    return scores, best
+    return lax.scan(step, _start(weights, prompts, search.beams), (tokens, parents))[1]
 
 
 def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> tuple[float, float, str]:
@@ -189,63 +189,44 @@ def make_searches(chosen: Any) -> list[Search]:
     ]
 
 
-def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str, np.ndarray]) -> Call:
-    """Compiles and checks a contender's search, and describes it in its record.
-
-    Args:
-      record: the contender's record.
-      weights: the model's weights. The output layer is in the dtype of the search.
-      starts: the prompts, (batch, PROMPT).
-      jaxs: receives jax's hypotheses. The others are compared with them.
-    """
-    search, name = record.case, record.contender
-    program = functools.partial(decode, selection(name), search)
-    call = jax_call(program, weights, starts, ran="" if record.ours else "jax")
-    logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
-    ours = functools.partial(_ours, implementation=named(name))
-    driver.describe(record, call, ours, logits, search.beams)
-    found = call.run()
-    hypotheses = np.asarray(found["hypotheses"])
-    if name == "jax":
-        jaxs["hypotheses"] = hypotheses
-    record.add(hypotheses=search.batch * search.beams)
-    if jaxs:
-        record.add(same=int(np.sum(np.all(hypotheses == jaxs["hypotheses"], axis=0))))
-    replayed = replay(search, weights, starts, found["tokens"], found["parents"])
-    error, gap, reason = check(search, found, *replayed)
-    if np.isfinite(error) and np.isfinite(gap):
-        record.add(score_error=error, gap=gap)
-    if reason:
-        raise driver.Wrong(reason)  # timing a wrong search would be pointless
-    return call
-
-
 def run_search(search: Search, chosen: Any) -> list[Record]:
     """Checks all contenders in one search, then times them together."""
-    weights, training_loss = language_model.trained(search.vocab, chosen)
-    records = [
-        Record(search, name, ours=name in chosen.implementations, required=True)
-        for name in ["jax", "jax_rows", *chosen.implementations]
-    ]
-    for record in records:
-        record.add(training_loss=training_loss)
-    weights = weights | {"embed": weights["embed"].astype(search.dtype)}
-    starts = jnp.asarray(language_model.choose_prompts(search.vocab, search.batch))
-    jaxs: dict[str, np.ndarray] = {}
-    language_model.measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen)
+    weights, prompts, training_loss = language_model.trained(search, chosen)
+    peers = ["jax", "jax_rows"]
+    names = [*peers, *chosen.implementations]
+    records = driver.records_of(search, names, required=peers, training_loss=training_loss)
+    jaxs: list[np.ndarray] = []  # the hypotheses of jax, which the others are compared with
+
+    def prepare(record: Record) -> Call:
+        name = record.contender
+        program = functools.partial(decode, selection(name), search)
+        call = jax_call(program, weights, prompts, ran="" if record.ours else "jax")
+        logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
+        driver.describe(record, call, functools.partial(_ours, name), logits, search.beams)
+        found = call.result()
+        hypotheses = np.asarray(found["hypotheses"])
+        jaxs.extend([hypotheses] * (name == "jax"))
+        record.add(hypotheses=search.batch * search.beams)
+        if jaxs:
+            record.add(same=int(np.sum(np.all(hypotheses == jaxs[0], axis=0))))
+        replayed = replay(search, weights, prompts, found["tokens"], found["parents"])
+        error, gap, reason = check(search, found, *replayed)
+        if np.isfinite(error) and np.isfinite(gap):
+            record.add(score_error=error, gap=gap)
+        if reason:
+            raise driver.Wrong(reason)  # timing a wrong search would be pointless
+        return call
+
+    language_model.measure_decoding(records, prepare, chosen)
     return records
 
 
-BENCHMARK = driver.Benchmark(
-    "beam_search",
-    make_searches,
-    run_search,
-    View(
-        ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
-        baselines=("jax",),
-        derive=language_model.add_tokens_per_s,
-    ),
+VIEW = View(
+    ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
+    baselines=("jax",),
+    derive=language_model.add_tokens_per_s,
 )
+BENCHMARK = driver.Benchmark("beam_search", make_searches, run_search, VIEW)
 
 
 def define_flags() -> None:

@@ -54,7 +54,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
-from benchmarks.support.contenders import Call, jax_call, named, torch_and_wait
+from benchmarks.support.contenders import Call, from_torch, jax_call, named, need_gpu, torch_and_wait
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
 from benchmarks.support.result import Record, View, case_columns
@@ -120,18 +120,18 @@ def _divergence(z: jax.Array, u: jax.Array, beta: float) -> jax.Array:
     return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 
-def _plain(x: jax.Array, w: jax.Array, labels: Any, dtype: Any, stats: bool = False, beta=0.0) -> jax.Array:
+def _plain(x: jax.Array, w: jax.Array, target: Any, dtype: Any, function: str, beta: float) -> jax.Array:
     """Returns one loss per token, or what `_stacked` returns. The logits are in memory, in `dtype`.
 
-    For a divergence, `labels` are teacher_x and teacher_w.
+    For a divergence, `target` is (teacher_x, teacher_w), otherwise the labels.
     """
     z = _logits(x, w, dtype)
-    if isinstance(labels, tuple):
-        teacher_x, teacher_w = labels
+    if function == "kl_divergence":
+        teacher_x, teacher_w = target
         return _divergence(z, _logits(teacher_x, teacher_w, dtype), beta)
     logsumexp = jax.nn.logsumexp(z, -1)
-    losses = logsumexp - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
-    if not stats:
+    losses = logsumexp - jnp.take_along_axis(z, target[:, None], -1)[:, 0]
+    if function == "cross_entropy":
         return losses
     entropy = logsumexp - jnp.sum(jnp.exp(z - logsumexp[:, None]) * z, -1)
     return _stacked(-losses, entropy, logsumexp, jnp.argmax(z, -1))
@@ -142,15 +142,15 @@ def _stacked(log_probs: Any, entropy: jax.Array, logsumexp: jax.Array, argmax: j
     return jnp.stack([-log_probs, entropy, logsumexp, argmax.astype(jnp.float32)], -1)
 
 
-def _scanned(x: jax.Array, w: jax.Array, labels: Any, stats: bool, beta: float) -> jax.Array:
+def _scanned(x: jax.Array, w: jax.Array, target: Any, **what: Any) -> jax.Array:
     """Returns what `_plain` returns, from float32 logits of a few tokens at a time. dw is summed in float32."""
     wide = w.astype(jnp.float32)
-    of_tokens, *teacher_w = labels if isinstance(labels, tuple) else (labels,)
+    of_tokens, *teacher_w = target if isinstance(target, tuple) else (target,)
 
     @jax.checkpoint
     def step(tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
-        others = (tokens[1], *teacher_w) if teacher_w else tokens[1]
-        return _plain(tokens[0], wide.astype(w.dtype), others, jnp.float32, stats, beta)
+        target = (tokens[1], *teacher_w) if teacher_w else tokens[1]
+        return _plain(tokens[0], wide.astype(w.dtype), target, jnp.float32, **what)
 
     size = min(_SCANNED, len(x))
     whole = len(x) // size * size
@@ -161,74 +161,55 @@ def _scanned(x: jax.Array, w: jax.Array, labels: Any, stats: bool, beta: float) 
 
 
 def _losses(contender: str, loss: Loss) -> Callable:
-    """Returns the function (x, w, labels) -> mean, one loss per token, or `_stacked`, of a JAX contender."""
-    mean = jnp.mean if loss.reduction == "mean" else lambda losses: losses
-    transposed = loss.w_shape == "VxD"
-    columns = (lambda w: w.T) if transposed else (lambda w: w)
-    if loss.function == "kl_divergence" and contender not in ("matmul", "logsumexp", "log_probs"):
-        return _divergences(contender, loss, mean, columns)
+    """Returns the function (x, w, target) -> mean, one loss per token, or `_stacked`, of a JAX contender."""
+    transposed, mean = loss.w_shape == "VxD", loss.reduction == "mean"
+    what: dict[str, Any] = {"function": loss.function, "beta": loss.beta}
+    plain = {
+        "jax_scan": functools.partial(_scanned, **what),
+        "jax_float32": functools.partial(_plain, dtype=jnp.float32, **what),
+        "jax_inexact": functools.partial(_plain, dtype=jnp.dtype(loss.dtype), **what),
+    }
+
+    def of_plain(x: jax.Array, w: jax.Array, target: Any) -> jax.Array:
+        if transposed:
+            w, target = w.T, (target[0], target[1].T) if isinstance(target, tuple) else target
+        if contender == "matmul":
+            return x @ w
+        losses = plain[contender](x, w, target)
+        return jnp.mean(losses) if mean else losses
+
+    if contender == "matmul" or contender in plain:
+        return of_plain
     options: dict[str, Any] = {"transpose_w": transposed, "workspace_bytes": loss.workspace_mib * 2**20}
-    match contender:
-        case "matmul":
-            return lambda x, w, labels: x @ columns(w)
-        case "jax_scan":
-            return lambda x, w, labels: mean(_scanned(x, columns(w), labels, loss.stats, 0.0))
-        case "jax_float32":
-            return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32, loss.stats))
-        case "jax_inexact":
-            return lambda x, w, labels: mean(_plain(x, columns(w), labels, x.dtype, loss.stats))
-        case "logsumexp":
-            return lambda x, w, labels: pallas_softmax.linear_logsumexp(x, w, **options)
-        case "log_probs":
-            return functools.partial(pallas_softmax.linear_log_probs, **options)
+    if contender == "logsumexp":
+        return lambda x, w, labels: pallas_softmax.linear_logsumexp(x, w, **options)
+    if contender == "log_probs":
+        return functools.partial(pallas_softmax.linear_log_probs, **options)
     options["implementation"] = named(contender)
     if loss.stats:
         return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options)[:4])
-    reduction = "mean" if loss.reduction == "mean" else None
-    return functools.partial(pallas_softmax.linear_cross_entropy, reduction=reduction, **options)
-
-
-def _divergences(contender: str, loss: Loss, mean: Callable, columns: Callable) -> Callable:
-    """Does what `_losses` does, for a divergence: the function takes (teacher_x, teacher_w) in place of labels."""
-
-    def stored(x: jax.Array, w: jax.Array, teacher: tuple, dtype: Any) -> jax.Array:
-        return mean(_plain(x, columns(w), (teacher[0], columns(teacher[1])), dtype, beta=loss.beta))
-
-    match contender:
-        case "jax_scan":
-            return lambda x, w, teacher: mean(
-                _scanned(x, columns(w), (teacher[0], columns(teacher[1])), False, loss.beta)
-            )
-        case "jax_float32":
-            return functools.partial(stored, dtype=jnp.float32)
-        case "jax_inexact":
-            return lambda x, w, teacher: stored(x, w, teacher, x.dtype)
-    ours = functools.partial(
-        pallas_softmax.linear_kl_divergence,
-        beta=loss.beta,
-        reduction="mean" if loss.reduction == "mean" else None,
-        transpose_w=loss.w_shape == "VxD",
-        workspace_bytes=loss.workspace_mib * 2**20,
-        implementation=named(contender),
-    )
-    return lambda x, w, teacher: ours(x, w, *teacher)
+    options["reduction"] = "mean" if mean else None
+    if loss.function == "kl_divergence":
+        divergence = functools.partial(pallas_softmax.linear_kl_divergence, beta=loss.beta, **options)
+        return lambda x, w, teacher: divergence(x, w, *teacher)
+    return functools.partial(pallas_softmax.linear_cross_entropy, **options)
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a JAX contender, and writes into its record the memory that XLA plans."""
-    function = _losses(record.contender, record.case)
+    function, is_matmul = _losses(record.contender, record.case), record.contender == "matmul"
 
-    def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
-        y = function(x, w, labels)
-        return {"y": y} if record.contender == "matmul" else _by_name(y)
+    def forward(x: jax.Array, w: jax.Array, target: Any) -> dict[str, Any]:
+        y = function(x, w, target)
+        return {"y": y} if is_matmul else _by_name(y)
 
-    def both(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
-        y, pull = jax.vjp(lambda x, w: function(x, w, labels), x, w)
+    def both(x: jax.Array, w: jax.Array, target: Any) -> dict[str, Any]:
+        y, pull = jax.vjp(lambda x, w: function(x, w, target), x, w)
         g = jnp.full_like(y, 1 / (len(y) if y.ndim else 1))
         dx, dw = pull(g if y.ndim < 2 else g.at[:, 2:].set(0))
         return _by_name(y) | {"dx": dx, "dw": dw}
 
-    run = forward if record.contender == "matmul" or record.case.direction == "forward" else both
+    run = forward if is_matmul or record.case.direction == "forward" else both
     call = jax_call(run, *arrays, ran="" if record.ours else "jax")
     if call.extra_mb is not None:  # it includes the results
         results = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(run, *arrays)))
@@ -245,58 +226,53 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
     """Returns the function (x, w, labels) of a torch contender. Its w is (V, D). Statistics are loss and entropy."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    reduction = loss.reduction
     if loss.function == "kl_divergence":
         raise NotImplementedError(f"{contender} has no divergence")
     if loss.stats and contender != "liger":
         raise NotImplementedError(f"{contender} has no entropy")
+    reduction = {"reduction": loss.reduction}
     match contender:
-        case "liger" if loss.stats:
-            from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
-                LigerFusedLinearScaledCrossEntropyFunction,
-            )
-
-            options = (1.0, -100, 1, True)  # temperature, ignored label, tiles per cluster, with the entropy
-            function = LigerFusedLinearScaledCrossEntropyFunction.apply
-            return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
         case "liger":
-            from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
-                LigerFusedLinearCrossEntropyFunction,
-            )
+            from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
-            options = (None, None, -100, 0.0, 0.0, reduction, None, False, torch.float32)
-            return lambda x, w, labels: LigerFusedLinearCrossEntropyFunction.apply(x, w, labels, *options)[0]
+            if loss.stats:
+                options = (
+                    1.0,
+                    -100,
+                    1,
+                    True,
+                )  # temperature, ignored label, tiles per cluster, with the entropy
+                function = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
+                return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
+            options = (None, None, -100, 0.0, 0.0, loss.reduction, None, False, torch.float32)
+            function = ops.LigerFusedLinearCrossEntropyFunction.apply
+            return lambda x, w, labels: function(x, w, labels, *options)[0]
         case "cce":
             from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-            return functools.partial(linear_cross_entropy, reduction=reduction)
+            return functools.partial(linear_cross_entropy, **reduction)
         case "quack" | "quack_exp":
-            return _quack(contender == "quack_exp", reduction)
+            return functools.partial(_quack, scaled_exp=contender == "quack_exp", **reduction)
 
     def losses(x: Any, w: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(x @ w.T, labels, reduction=reduction)
+        return torch.nn.functional.cross_entropy(x @ w.T, labels, **reduction)
 
     return torch.compile(losses) if contender == "torch_compile" else losses
 
 
-def _quack(scaled_exp: bool, reduction: str) -> Callable:
-    """Returns the loss (x, w, labels) of QuACK. It raises NotImplementedError for what QuACK does not take."""
+def _quack(x: Any, w: Any, labels: Any, scaled_exp: bool, reduction: str) -> Any:
+    """Returns the loss of QuACK. It raises NotImplementedError for what QuACK does not take."""
     from quack import linear_cross_entropy as quack  # pyright: ignore[reportMissingImports]
 
+    need_gpu("QuACK")
+    if reduction == "none" or len(x) % 8 or len(w) % 8:
+        raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
     chunk = {"chunk_size": 4096, "reduction": reduction}
-
-    def losses(x: Any, w: Any, labels: Any) -> Any:
-        if not x.is_cuda:
-            raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
-        if reduction == "none" or len(x) % 8 or len(w) % 8:
-            raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
-        if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
-            raise NotImplementedError(
-                "QuACK's scaled exp takes bfloat16, V a multiple of 128, and an H100 or H200"
-            )
-        return quack.chunked_linear_cross_entropy(x, w, labels, **chunk, use_scaled_exp=scaled_exp)
-
-    return losses
+    if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
+        raise NotImplementedError(
+            "QuACK's scaled exp takes bfloat16, V a multiple of 128, and an H100 or H200"
+        )
+    return quack.chunked_linear_cross_entropy(x, w, labels, **chunk, use_scaled_exp=scaled_exp)
 
 
 def _torch_call(record: Record, arrays: tuple) -> Call:
@@ -308,28 +284,25 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
     if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
+    leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
             return _by_name(function(x, w, labels))
-
-    leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def both() -> dict[str, Any]:
         y = function(*leaves, labels)
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / (len(y) if y.ndim else 1)))
         return _by_name(y.detach()) | {"dx": dx, "dw": dw if transposed else dw.T}
 
-    run = forward if record.case.direction == "forward" else both
+    call = Call(forward if record.case.direction == "forward" else both, "torch", wait)
     if timing.on_gpu():
-        run()  # compiles, and allocates what stays, such as cuBLAS's workspace
+        call.run()  # compiles, and allocates what stays, such as cuBLAS's workspace
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        result = run()
-        torch.cuda.synchronize()
-        kept = sum(a.numel() * a.element_size() for a in result.values())
+        kept = sum(a.nbytes for a in call.result().values())
         record.add(memory_mib=(torch.cuda.max_memory_allocated() - before - kept) / 2**20)
-    return Call(run, "torch", wait)
+    return call
 
 
 def make_losses(chosen: Any) -> list[Loss]:
@@ -357,11 +330,8 @@ def _teachers(function: str, head: str, chosen: Any) -> list[tuple[int, float]]:
     """Returns the teacher's width and beta of each divergence; one pair for another function."""
     if function != "kl_divergence":
         return [(0, 0.0)]
-    return [
-        (width or HEADS[head][0], float(beta))
-        for width in chosen.teacher_width or (0,)
-        for beta in chosen.beta
-    ]
+    widths = chosen.teacher_width or (HEADS[head][0],)
+    return [(width, float(beta)) for width in widths for beta in chosen.beta]
 
 
 def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, Any]:
@@ -384,29 +354,26 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
 
     A failure of a torch library does not fail the run.
     """
-    names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
-    records = [Record(loss, name, ours=name not in PEERS, required=name not in TORCH) for name in names]
+    names = [REFERENCE, "matmul", *chosen.peers, *chosen.implementations]
+    records = driver.records_of(loss, names, set(PEERS) - set(TORCH))
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
 
     def prepare(record: Record) -> Call:
-        name, allowed = record.contender, TOLERANCE[loss.dtype]
+        name = record.contender
         call = (_torch_call if name in TORCH else _jax_call)(record, arrays())
         driver.describe(record, call)
-        got = call.run()
-        call.wait(got)
+        got = call.result()
         if name in YARDSTICKS:
             return call
-        if name in TORCH:
-            got = {key: jnp.from_dlpack(a.contiguous()) for key, a in got.items()}
-        wanted.update(wanted or got)
-        error = driver.largest_error(got, {key: wanted[key] for key in got})
-        record.add(value=float(jnp.mean(got["y"])), error=error)
-        if not error <= allowed:
-            reason = f"{error:.3g} off {REFERENCE}'s, more than {allowed:.3g}"
+        got = from_torch(got) if name in TORCH else got
+        record.add(value=float(jnp.mean(got["y"])))
+        try:
+            driver.compare(record, got, wanted, TOLERANCE[loss.dtype], REFERENCE)
+        except driver.Wrong as wrong:
             if name not in INEXACT:
-                raise driver.Wrong(reason)
-            record.status, record.reason = "differs", reason
+                raise
+            record.status, record.reason = "differs", str(wrong)
         if record is records[-1]:
             wanted.clear()
         return call
@@ -419,14 +386,18 @@ def _derive(rows: Any, of: Callable) -> None:
     rows["products"] = rows.p50_us / of("p50_us", "matmul")
 
 
-def _beside_fastest(losses: list[Any]) -> str:
-    """Returns our speed relative to the fastest other code that computes the same, such as "0.8 to 1.1 times"."""
-    found = []
-    for own in losses:
-        others = own[~own.ours.astype(bool) & ~own.contender.isin(YARDSTICKS)]
-        found += list(others.p50_us.min() / own.p50_us[own.contender == "auto"])
-    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
-    return f"{low} times" if low == high else f"{low} to {high} times"
+def _panel(loss: Any) -> str:
+    """Returns the title of a loss: what is computed, and its size."""
+    function, workspace = loss.get("function"), loss.get("workspace_mib", 512)
+    what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
+    what = "statistics of each token" if function == "token_stats" else what
+    passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
+    width, vocab = HEADS[loss["head"]]
+    size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
+    if function == "kl_divergence":
+        size += f", teacher of {loss.teacher_width:,}, beta = {loss.beta:g}"
+    size += ", w as (V, D)" * (loss.get("w_shape") == "VxD") + f", {workspace:,} MiB" * (workspace != 512)
+    return f"{what}, {passes}: {size}"
 
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
@@ -436,34 +407,26 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         return
     baseline = rows[rows.speedup == 1].contender.iloc[0]
     losses = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
-    plt = plot.pyplot()
     height = 1.4 + sum(0.9 + 0.28 * len(own) for own in losses)
-    figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
+    figure, axes = plot.pyplot().subplots(
+        len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height)
+    )
     for (speed, memory), own in zip(axes, losses):
         own = own.sort_values("speedup", ascending=False)
         plot.bars(speed, own, own.speedup, f"speed-up over {plot.words(baseline)}, times")
         plot.bars(memory, own, own.memory_mib / 1024, "temporaries, GiB")
         memory.tick_params(axis="y", labelleft=False)
-        loss = own.iloc[0]
-        what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
-        what = "statistics of each token" if loss.get("function") == "token_stats" else what
-        passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
-        width, vocab = HEADS[loss["head"]]
-        size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
-        if loss.get("function") == "kl_divergence":
-            size += f", teacher of {loss.teacher_width:,}, beta = {loss.beta:g}"
-        size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
-        workspace = loss.get("workspace_mib", 512)
-        size += f", {workspace:,} MiB" * (workspace != 512)
-        speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
-    ours = rows[rows.contender == "auto"]
-    peak = rows.memory_mib[rows.contender == "jax_float32"].max()
+        speed.set_title(_panel(own.iloc[0]), loc="left", fontsize=10)
+    ours, others = rows[rows.contender == "auto"], rows[~rows.ours.astype(bool)]
+    others = others[~others.contender.isin(YARDSTICKS)]
     functions = rows.function.unique() if "function" in rows else ("cross_entropy",)
     title = ", ".join(f"linear_{name}" for name in functions)
     title += f": {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
-    has_others = set(rows.contender[~rows.ours.astype(bool)]) - {*YARDSTICKS, baseline}
-    if has_others and len(ours):  # a wrong result of ours has no time
-        title += f", {_beside_fastest(losses)} as fast as the fastest other code"
+    if set(others.contender) - {baseline} and len(ours):  # a wrong result of ours has no time
+        fastest = others.groupby(case_columns(rows), dropna=False).p50_us.min()
+        ratios = fastest / ours.set_index(case_columns(rows)).p50_us
+        title += f", {plot.span(ratios, digits=2)} as fast as the fastest other code"
+    peak = rows.memory_mib[rows.contender == "jax_float32"].max()
     if peak == peak:
         title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
     plot.finish(figure, file, document, title)
@@ -477,6 +440,8 @@ VIEW = View(
 )
 BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
 
+
+# --- Training
 
 _CONTEXT = 8  # previous tokens that the model sees
 _LAST = 10  # the final loss is the mean over this many steps
@@ -493,21 +458,21 @@ class Training:
     steps: int
 
 
-def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarray, float, float]:
+def train(contender: str, training: Training, seed: int) -> tuple[np.ndarray, float, float]:
     """Trains a perceptron over the last tokens with Adam. Its embedding is also its output layer.
 
     Returns:
       The losses, the seconds of a step, and the MiB of its temporaries.
     """
-    width, steps = chosen.width, chosen.training_steps
+    vocab, width, dtype, tokens, steps = dataclasses.astuple(training)
     ids = jnp.asarray(token_ids(vocab))
-    keys = jax.random.split(jax.random.key(chosen.seed), 4)
+    keys = jax.random.split(jax.random.key(seed), 4)
     weights = {
         "embed": width**-0.5 * jax.random.normal(keys[0], (vocab, width)),
         "input": (_CONTEXT * width) ** -0.5 * jax.random.normal(keys[1], (_CONTEXT * width, width)),
         "hidden": width**-0.5 * jax.random.normal(keys[2], (width, width)),
     }
-    starts = jax.random.randint(keys[3], (steps, chosen.tokens), 0, len(ids) - _CONTEXT)
+    starts = jax.random.randint(keys[3], (steps, tokens), 0, len(ids) - _CONTEXT)
 
     def loss(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
         text = ids[start[:, None] + jnp.arange(_CONTEXT + 1)]
@@ -515,16 +480,13 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
         x = embed[text[:, :-1]].reshape(len(text), -1)
         x = jax.nn.gelu(x @ weights["input"].astype(dtype)) @ weights["hidden"].astype(dtype)
         if contender == "jax":
-            return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32))
+            return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32, "cross_entropy", 0.0))
         ours: Any = pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
         return ours
 
-    state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)))
-    step = (
-        jax.jit(adam(loss, lambda i: 2e-3), donate_argnums=0)
-        .lower(state, jnp.float32(0), starts[0])
-        .compile()
-    )
+    init, step, _ = adam(loss, 2e-3)
+    state = init(weights)
+    step = jax.jit(step, donate_argnums=0).lower(state, jnp.float32(0), starts[0]).compile()
     memory = step.memory_analysis()
     values, begin = [], 0.0
     for i, start in enumerate(starts):
@@ -539,18 +501,18 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
 
 
 def run_training(training: Training, chosen: Any) -> list[Record]:
-    records, reference = [], np.zeros(0)
+    records, reference = [], None
     for contender in ("jax", "ours"):
-        losses, seconds, memory = train(contender, training.vocab, training.dtype, chosen)
-        reference = losses if contender == "jax" else reference
-        records.append(Record(training, contender, contender == "ours"))
-        records[-1].add(
-            first_loss=float(losses[0]),
-            last_loss=float(np.mean(losses[-_LAST:])),
-            largest_gap=float(np.abs(losses - reference).max()),
-            step_us=1e6 * seconds,
-            memory_mib=memory,
-        )
+        losses, seconds, memory = train(contender, training, chosen.seed)
+        reference = losses if reference is None else reference
+        found = {
+            "first_loss": float(losses[0]),
+            "last_loss": float(np.mean(losses[-_LAST:])),
+            "largest_gap": float(np.abs(losses - reference).max()),
+            "step_us": 1e6 * seconds,
+            "memory_mib": memory,
+        }
+        records.append(Record(training, contender, contender == "ours", found=found))
     return records
 
 
@@ -575,22 +537,19 @@ def define_flags() -> None:
         width="Width of the language model.",
         vocab="Columns of the language model's head.",
     )
-    flags.define_list(
-        "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
-    )
-    flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
-    flags.define_list("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB.")
-    functions = flags.words(("cross_entropy", "token_stats", "kl_divergence"))
-    flags.define_list("function", functions, "cross_entropy", "The function of the projection.")
     of_head = flags.Items(flags.INTEGERS.pattern.pattern, "positive integers", int, empty=True)
-    flags.define_list("teacher_width", of_head, "", "Widths of teachers; by default the width of the head.")
-    flags.define_list(
-        "beta", flags.words(("0", "0.1", "0.5", "0.9", "1")), "0", "Divergences from a teacher."
-    )
-    flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
-    flags.define_list(
-        "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."
-    )
+    functions, passes = ("cross_entropy", "token_stats", "kl_divergence"), ("forward", "both")
+    for name, parser, default, text in (
+        ("head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."),
+        ("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored."),
+        ("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB."),
+        ("function", flags.words(functions), "cross_entropy", "The function of the projection."),
+        ("teacher_width", of_head, "", "Widths of teachers; by default the width of the head."),
+        ("beta", flags.words(("0", "0.1", "0.5", "0.9", "1")), "0", "Divergences from a teacher."),
+        ("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token."),
+        ("direction", flags.words(passes), "forward", "The loss alone, or with its gradients."),
+    ):
+        flags.define_list(name, parser, default, text)
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[3:6])
     absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 

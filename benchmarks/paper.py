@@ -17,7 +17,7 @@ from benchmarks import softmax, topk
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, prepare_jax
+from benchmarks.support.contenders import Contender
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Frame, Record, View
 from pallas_softmax import paper
@@ -32,9 +32,8 @@ def _algorithm(name: str, case: Case) -> Contender:
     function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
     return Contender(
         name,
+        (lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
         ours=True,
-        function=(lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
-        prepare=prepare_jax,
         stable=name != "safe_unfused",  # different logits tie if their probabilities round to one number
         of_logits=name == "topk",
         asked="mosaic_gpu" if timing.on_gpu() else "xla",
@@ -94,12 +93,8 @@ def _not_mixed(algorithms: tuple[str, ...]) -> bool:
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "implementations", "logits", "seed", "repeats")
-    flags.define_list(
-        "algorithms",
-        flags.words(_ALGORITHMS),
-        ",".join(paper.SOFTMAX),
-        "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only.",
-    )
+    text = "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only."
+    flags.define_words("algorithms", _ALGORITHMS, text, ",".join(paper.SOFTMAX))
     register_validator("algorithms", _not_mixed)
     flags.define_peers(softmax.PEERS, topk.PEERS)
 

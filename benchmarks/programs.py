@@ -63,20 +63,28 @@ def _normed(x: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns (batch, heads, queries, keys)."""
+    depth = np.sqrt(queries.shape[-1]).astype(queries.dtype)
+    return jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / depth
+
+
 def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Returns a block's mean squared output, as a loss. x is (batch, sequence, width)."""
-    batch, sequence, width = x.shape
+    batch, sequence, _ = x.shape
     qkv = (_normed(x) @ weights["qkv"]).reshape(batch, sequence, 3, heads, -1)
     q, k, v = jnp.moveaxis(qkv, 2, 0)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
-    causal = jnp.tri(sequence, dtype=bool)
+    scores, causal = _scores(q, k), jnp.tri(sequence, dtype=bool)
     if mask_by_where:
         p = nn.softmax(scores, where=causal)
     else:
         p = nn.softmax(jnp.where(causal, scores, -jnp.inf))
-    x = x + jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(batch, sequence, width) @ weights["out"]
-    x = x + jax.nn.gelu(_normed(x) @ weights["up"]) @ weights["down"]
-    return jnp.mean(x.astype(jnp.float32) ** 2)
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(x.shape) @ weights["out"]
+    return _mean_square(x + jax.nn.gelu(_normed(x) @ weights["up"]) @ weights["down"])
 
 
 def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], queries: jax.Array) -> jax.Array:
@@ -84,17 +92,14 @@ def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], quer
     keys, values = keys_and_values["keys"], keys_and_values["values"]
     if callable(nn):
         out: Any = nn(queries, keys, values, is_causal=causal)
-    else:
-        scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / np.sqrt(queries.shape[-1]).astype(
-            queries.dtype
-        )
-        where = jnp.tri(queries.shape[1], dtype=bool) if causal else None
-        out = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores, where=where), values)
-    return jnp.mean(out.astype(jnp.float32) ** 2)
+        return _mean_square(out)
+    where = jnp.tri(queries.shape[1], dtype=bool) if causal else None
+    p = nn.softmax(_scores(queries, keys), where=where)
+    return _mean_square(jnp.einsum("bhqk,bkhd->bqhd", p, values))
 
 
 def loss(
-    nn: Any, by_logsumexp: bool, labels: jax.Array, weights: dict[str, jax.Array], hidden: jax.Array
+    nn: Any, by_logsumexp: bool, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array
 ) -> jax.Array:
     """Returns the mean cross entropy of the logits hidden @ head against the labels."""
     logits = hidden @ weights["head"]
@@ -125,39 +130,38 @@ def make_programs(chosen: Any) -> list[Program]:
 
 def build(program: Program, chosen: Any) -> tuple[Callable[[str], Callable], tuple]:
     """Returns (implementation's name) -> program, and the program's arguments: weights, inputs and maybe labels."""
+    kind, size = program.program, program.size
     width, tokens = chosen.width, chosen.tokens
+    batch = max(1, tokens // size)
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 8))
 
-    def normal(shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
         return (scale * jax.random.normal(next(keys), shape)).astype(program.dtype)
 
     def matrix(rows: int, columns: int) -> jax.Array:
-        return normal((rows, columns), rows**-0.5)
+        return normal(rows, columns, scale=rows**-0.5)
 
-    if program.program.startswith("block"):
-        weights = {
-            "qkv": matrix(width, 3 * width),
-            "out": matrix(width, width),
-            "up": matrix(width, 4 * width),
-            "down": matrix(4 * width, width),
-        }
-        args = (weights, normal((max(1, tokens // program.size), program.size, width)))
-    elif program.program.startswith("attention"):
-        shape = (max(1, tokens // program.size), program.size, chosen.heads, width // chosen.heads)
-        args = ({"keys": normal(shape), "values": normal(shape)}, normal(shape))
+    if kind.startswith("block"):
+        sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+        weights = {name: matrix(rows * width, columns * width) for name, (rows, columns) in sizes.items()}
+        args = weights, normal(batch, size, width)
+        body: tuple = block, chosen.heads, kind == "block_where"
+    elif kind.startswith("attention"):
+        shape = batch, size, chosen.heads, width // chosen.heads
+        args = {"keys": normal(*shape), "values": normal(*shape)}, normal(*shape)
+        body = attention, kind == "attention_causal"
     else:
-        labels = jax.random.randint(next(keys), (tokens,), 0, program.size)
-        args = ({"head": matrix(width, program.size)}, normal((tokens, width)), labels)
+        labels = jax.random.randint(next(keys), (tokens,), 0, size)
+        args = {"head": matrix(width, size)}, normal(tokens, width), labels
+        body = loss, kind == "loss_lse"
+
+    compute, *options = body
 
     def with_implementation(name: str) -> Callable:
         nn = FUSED[name] if name in FUSED else functions(name)
 
         def function(weights: dict[str, jax.Array], x: jax.Array, *labels: jax.Array) -> jax.Array:
-            if labels:
-                return loss(nn, program.program == "loss_lse", labels[0], weights, x)
-            if program.program.startswith("attention"):
-                return attention(nn, program.program == "attention_causal", weights, x)
-            return block(nn, chosen.heads, program.program == "block_where", weights, x)
+            return compute(nn, *options, weights, x, *labels)
 
         function = jax.checkpoint(function) if program.remat else function
         differentiated = jax.value_and_grad(function, argnums=(0, 1))
@@ -171,28 +175,21 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
 
     A fused attention need not support every case, so its failure does not fail the run.
     """
-    peers = ["jax", *(FUSED if program.program.startswith("attention") else ())]
-    if not timing.on_gpu() and "cudnn" in peers:
-        peers.remove("cudnn")
-    records = [
-        Record(program, name, ours=name not in peers, required=name not in FUSED)
-        for name in [*peers, *chosen.implementations]
-    ]
+    fused = FUSED if program.program.startswith("attention") else ()
+    peers = ["jax", *(name for name in fused if name != "cudnn" or timing.on_gpu())]
+    records = driver.records_of(program, [*peers, *chosen.implementations], required=["jax"])
     wanted: dict[str, Any] = {}
     built = functools.cache(lambda: build(program, chosen))
 
     def prepare(record: Record) -> Call:
-        name = record.contender
         with_implementation, args = built()
+        name = record.contender
         call = jax_call(with_implementation(name), *args, ran="" if record.ours else name)
         # jax runs first, so that its first_result_s includes XLA's tuning of the matrix products
         driver.describe(record, call)
-        got = call.run()["y"]
-        want = wanted.setdefault("y", got)
-        record.add(loss=float(got[0]), error=driver.largest_error(got, want))
-        allowed = TOLERANCE[program.dtype]
-        if not record.found["error"] <= allowed:  # true for a NaN
-            raise driver.Wrong(f"{record.found['error']:.3g} off jax.nn's, more than {allowed:.3g}")
+        got = call.result()
+        record.add(loss=float(got["y"][0]))
+        driver.compare(record, got, wanted, TOLERANCE[program.dtype], "jax.nn")
         return call
 
     driver.measure(records, prepare, chosen)
@@ -215,7 +212,7 @@ def define_flags() -> None:
         tokens="Tokens per batch: rows of the classifier's logits, or the total over the sequences of block and"
         " attention (which have at least one sequence).",
     )
-    flags.define_list("programs", flags.words(PROGRAMS), ",".join(PROGRAMS), "Which programs to run.")
+    flags.define_words("programs", PROGRAMS, "Which programs to run.")
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 

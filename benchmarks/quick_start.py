@@ -39,84 +39,74 @@ class Quick:
     case: Any
     peer: str  # the contender of that benchmark that is plain JAX
     function: Callable[..., Any]
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    arrays: tuple[Any, ...]
 
 
 def make_calls(chosen: Any) -> list[Quick]:
     """Returns the five calls."""
     if timing.on_gpu():
-        rows = [(4096, 128256, "bfloat16"), (4000, 25000, "float32"), (64, 128256, "float32")]
-        return [*_calls_on_rows(rows, chosen.seed), _gate(131072), _loss(8192, "llama3")]
-    rows = [(64, 50257, "float32"), (64, 50257, "float32"), (16, 50257, "float32")]
-    return [*_calls_on_rows(rows, chosen.seed), _gate(4096), _loss(128, "gpt2")]
+        rows = (4096, 128256, "bfloat16"), (4000, 25000, "float32"), (64, 128256, "float32")
+        tokens, (loss_tokens, head) = 131072, (8192, "llama3")
+    else:
+        rows = (64, 50257, "float32"), (64, 50257, "float32"), (16, 50257, "float32")
+        tokens, (loss_tokens, head) = 4096, (128, "gpt2")
 
-
-def _calls_on_rows(rows: list[tuple[int, int, str]], seed: int) -> list[Quick]:
-    """Returns the softmax, the top-k and the draw, each of logits (batch, V) of a dtype."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    calls = (
-        ("softmax", softmax.BENCHMARK.run, "softmax", None, "jax", ps.softmax, ()),
-        ("fused_topk, k = 5", topk.BENCHMARK.run, "softmax", 5, "jax_stable", _best, ()),
-        ("sample, top_p = 0.9", sample.BENCHMARK.run, "top_p", None, "jax", _nucleus, (key,)),
-    )
-    found = []
-    for (name, run, function, k, peer, explained, first), (batch, vocab, dtype) in zip(calls, rows):
-        case = Case(batch, vocab, dtype, function, "none", -1, k, "forward", "normal", seed)
-        logits = jax.ShapeDtypeStruct((batch, vocab), dtype)
+    def on_rows(
+        size: tuple, name: str, of: Any, what: str, k: int | None, peer: str, call: Callable
+    ) -> Quick:
+        batch, vocab, dtype = size
+        case = Case(batch, vocab, dtype, what, "none", -1, k, "forward", "normal", chosen.seed)
         line = Line(name, f"{batch:,} x {vocab:,}", dtype)
-        found.append(Quick(line, run, case, peer, explained, (*first, logits)))
-    return found
+        return Quick(line, of.BENCHMARK.run, case, peer, call, (_array(batch, vocab, dtype=dtype),))
+
+    softmax_rows, topk_rows, sample_rows = rows
+    width, vocab = linear.HEADS[head]
+    of_loss = _array(loss_tokens, width, dtype="bfloat16"), _array(width, vocab, dtype="bfloat16")
+    return [
+        on_rows(softmax_rows, "softmax", softmax, "softmax", None, "jax", ps.softmax),
+        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, "jax_stable", _best),
+        on_rows(sample_rows, "sample, top_p = 0.9", sample, "top_p", None, "jax", _nucleus),
+        Quick(  # DeepSeek-V3's gate
+            Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
+            route.BENCHMARK.run,
+            route.Router(tokens, 256, 8, "float32", "groups", "forward"),
+            "jax",
+            lambda x, bias: ps.route(x, 8, **route.GATES["groups"].keywords(bias)),
+            (_array(tokens, 256), _array(256)),
+        ),
+        Quick(  # the mean loss of a language model's head
+            Line("linear_cross_entropy, gradients", f"{loss_tokens:,} x {width:,} x {vocab:,}", "bfloat16"),
+            linear.BENCHMARK.run,
+            linear.Loss(loss_tokens, head, "bfloat16", "mean", "both"),
+            "jax_float32",
+            ps.linear_cross_entropy,
+            (*of_loss, _array(loss_tokens, dtype="int32")),
+        ),
+    ]
+
+
+def _array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _best(logits: jax.Array) -> Any:
     return ps.fused_topk(logits, 5)
 
 
-def _nucleus(key: jax.Array, logits: jax.Array) -> Any:
-    return ps.sample(key, logits, top_p=0.9)
-
-
-def _gate(tokens: int) -> Quick:
-    """Returns DeepSeek-V3's gate."""
-    case = route.Router(tokens, 256, 8, "float32", "groups", "forward")
-    logits, bias = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((tokens, 256), (256,)))
-    gate = lambda x, bias: ps.route(x, 8, **route.GATES["groups"].keywords(bias))  # noqa: E731
-    return Quick(
-        Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
-        route.run_router,
-        case,
-        "jax",
-        gate,
-        (logits, bias),
-    )
-
-
-def _loss(tokens: int, head: str) -> Quick:
-    """Returns the mean loss of a language model's head, with its gradients."""
-    width, vocab = linear.HEADS[head]
-    case = linear.Loss(tokens, head, "bfloat16", "mean", "both")
-    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((tokens, width), (width, vocab)))
-    labels = jax.ShapeDtypeStruct((tokens,), "int32")
-    line = Line("linear_cross_entropy, gradients", f"{tokens:,} x {width:,} x {vocab:,}", "bfloat16")
-    return Quick(line, linear.run_loss, case, "jax_float32", ps.linear_cross_entropy, (x, w, labels))
+def _nucleus(logits: jax.Array) -> Any:
+    return ps.sample(jax.random.key(0), logits, top_p=0.9)
 
 
 def run_call(quick: Quick, chosen: Any) -> list[Record]:
     """Measures one call. Returns a record of plain JAX and one of this package."""
-    options = SimpleNamespace(
-        implementations=("auto",),
-        peers=(quick.peer,),
-        seed=chosen.seed,
-        repeats=chosen.repeats,
-        seconds=chosen.seconds,
-    )
+    sampling = {name: getattr(chosen, name) for name in ("seed", "repeats", "seconds")}
+    options = SimpleNamespace(implementations=("auto",), peers=(quick.peer,), **sampling)
     measured = {record.contender: record for record in quick.run(quick.case, options)}
     records = []
     for name, contender in (("plain JAX", quick.peer), ("pallas_softmax", "auto")):
         of = measured[contender]
-        record = Record(quick.line, name, of.ours, of.ran, of.status, of.reason, required=of.required)
-        record.add(**{key: value for key, value in of.found.items() if key in _KEPT})
-        records.append(record)
+        found = {key: value for key, value in of.found.items() if key in _KEPT}
+        records.append(dataclasses.replace(of, case=quick.line, contender=name, found=found))
     choices = ps.explain(quick.function, *quick.arrays)
     records[-1].add(explain="; ".join(map(str, choices)))
     return records

@@ -31,8 +31,8 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot
-from benchmarks.support.contenders import Call, fetch, jax_call, named, torch_and_wait
-from benchmarks.support.driver import Benchmark
+from benchmarks.support.contenders import Call, fetch, from_torch, jax_call, named, torch_and_wait
+from benchmarks.support.driver import Benchmark, records_of
 from benchmarks.support.result import Record, View
 from tests.support import oracle, routing
 from tests.support.routing import Gate
@@ -60,10 +60,15 @@ class Router:
     direction: str  # forward or both
 
 
-def _ours(case: Router, name: str, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _ours(name: str, case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     gate: Any = GATES[case.gate].keywords(bias)
     found = pallas_softmax.route(x, case.k, **gate, implementation=named(name))
     return found.weights, found.indices
+
+
+def _topk(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weights, indices = pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32)
+    return weights, indices
 
 
 def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,6 +88,10 @@ def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Ar
     return weights / weights.sum(-1, keepdims=True) * SCALE, indices
 
 
+def _jax_dense(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _dense(_jax(case, x, bias), case.experts), jnp.zeros(())
+
+
 def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
     """Returns the weights as an array (tokens, experts), 0 for experts that were not chosen."""
     weights, indices = found
@@ -90,20 +99,12 @@ def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
     return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
 
 
-def _function(record: Record) -> Callable:
-    """Returns a JAX contender: (x, bias) -> (weights, indices)."""
-    case: Router = record.case
-    if record.ours:
-        return functools.partial(_ours, case, record.contender)
-    if record.contender == "fused_topk":
-        return lambda x, bias: tuple(pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32))
-    if record.contender == "jax":
-        return functools.partial(_jax, case)
-    return lambda x, bias: (_dense(_jax(case, x, bias), case.experts), jnp.zeros(()))
+_FUNCTIONS: dict[str, Any] = {"fused_topk": _topk, "jax": _jax, "jax_dense": _jax_dense}
 
 
 def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
-    function = _function(record)
+    name, case = record.contender, record.case
+    function = functools.partial(functools.partial(_ours, name) if record.ours else _FUNCTIONS[name], case)
 
     def forward(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
         weights, indices = function(x, bias)
@@ -113,8 +114,9 @@ def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
         weights, pull, indices = jax.vjp(lambda x: function(x, bias), x, has_aux=True)
         return {"weights": weights, "indices": indices, "dx": pull(weights)[0]}
 
-    run = forward if record.case.direction == "forward" else both
-    return jax_call(run, x, bias, ran="" if record.ours else "jax")
+    return jax_call(
+        forward if case.direction == "forward" else both, x, bias, ran="" if record.ours else "jax"
+    )
 
 
 def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
@@ -164,10 +166,10 @@ def check(case: Router, result: dict[str, Any], x: jax.Array, bias: jax.Array) -
 
 def make_routers(chosen: Any) -> list[Router]:
     """Returns every gate of every shape."""
-    shapes = [(*shape, gate) for shape in chosen.shapes for gate in chosen.gates]
     return [
         Router(tokens, experts, k, dtype, gate, direction)
-        for tokens, experts, k, gate in shapes
+        for tokens, experts, k in chosen.shapes
+        for gate in chosen.gates
         if gate != "groups" or (experts % GROUPS == 0 and k <= experts // GROUPS * TOP_GROUPS)
         for dtype in chosen.dtype
         for direction in chosen.direction
@@ -176,8 +178,8 @@ def make_routers(chosen: Any) -> list[Router]:
 
 def run_router(case: Router, chosen: Any) -> list[Record]:
     """Compares all contenders of a gate with plain JAX, then times them together."""
-    names = dict.fromkeys(["jax", *chosen.peers, *chosen.implementations])
-    records = [Record(case, name, ours=name not in PEERS, required="torch" not in name) for name in names]
+    names = ["jax", *chosen.peers, *chosen.implementations]
+    records = records_of(case, names, required=_FUNCTIONS)
     keys = jax.random.split(jax.random.key(chosen.seed))
     x = jax.random.normal(keys[0], (case.tokens, case.experts), case.dtype)
     bias = 0.1 * jax.random.normal(keys[1], (case.experts,))
@@ -187,25 +189,17 @@ def run_router(case: Router, chosen: Any) -> list[Record]:
         by_torch = record.contender.startswith("torch")
         call = (_torch_call if by_torch else _jax_call)(record, x, bias)
         driver.describe(record, call)
-        result = call.run()
-        call.wait(result)
+        got = call.result()
         if record.contender == "fused_topk":
             return call
         if record.ours:
-            try:
-                record.add(rows_checked=check(case, result, x, bias))
-            except AssertionError as wrong:
-                raise driver.Wrong(str(wrong)) from None
-        got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()} if by_torch else result
-        dense = got["weights"]
+            with driver.wrong_if_refuted():
+                record.add(rows_checked=check(case, got, x, bias))
+        got = from_torch(got) if by_torch else got
+        indices = got.pop("indices")
         if record.contender != "jax_dense":
-            dense = _dense((dense, got["indices"]), case.experts)
-        got = {"weights": dense} | {key: a for key, a in got.items() if key == "dx"}
-        wanted.update(wanted or got)
-        error = driver.largest_error(got, wanted)
-        record.add(error=error)
-        if not error <= TOLERANCE:
-            raise driver.Wrong(f"{error:.3g} off jax's, more than {TOLERANCE:.3g}")
+            got["weights"] = _dense((got["weights"], indices), case.experts)
+        driver.compare(record, got, wanted, TOLERANCE, "jax")
         return call
 
     driver.measure(records, prepare, chosen)
@@ -224,11 +218,10 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         return
     ours["down"] = [f"{a.gate}: {a.k} of {a.experts}" for a in ours.itertuples()]
     ours["across"] = ours["dtype"] + "\n" + ours.direction
-    tables = {
-        name: ours.pivot_table(index="down", columns="across", values=name, sort=False)
-        for name in ("speedup", "of_topk")
-    }
     titles = {"speedup": "speed-up over plain JAX, times", "of_topk": "time relative to fused_topk, times"}
+    tables = {
+        name: ours.pivot_table(index="down", columns="across", values=name, sort=False) for name in titles
+    }
     figure, width = plot.heat_maps(tables, titles, "gate: k of E experts")
     claim = f"route is {plot.span(ours.speedup)} as fast as plain JAX"
     claim += f", and takes {plot.span(ours.of_topk)} the time of fused_topk"
@@ -246,7 +239,7 @@ BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
 
 def define_flags() -> None:
     flags.define("k", "shapes", "dtype", "direction", "implementations", "seed", "repeats")
-    flags.define_list("gates", flags.words(GATES), ",".join(GATES), "How the experts are chosen.")
+    flags.define_words("gates", GATES, "How the experts are chosen.")
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
 
 

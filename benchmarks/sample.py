@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import cases, driver, flags, plot, timing
+from benchmarks.support import cases, driver, flags, plot
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, prepare_jax, prepare_torch
-from benchmarks.support.driver import Benchmark, Wrong, describe
+from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, need_gpu, torch_and_wait
+from benchmarks.support.driver import Benchmark, describe, measure, records_of, wrong_if_refuted
 from benchmarks.support.result import Record, View
 from tests.support import bounds, draws, oracle
 
@@ -62,6 +62,13 @@ def parameters(case: Case) -> dict[str, Any]:
     return {"temperature": jnp.linspace(0.7, 1.3, rows), **filters}
 
 
+def within_top_p(x: jax.Array, best_first: jax.Array, top_p: Any) -> jax.Array:
+    """Returns the logits, with -inf for those that top_p leaves out."""
+    p = jax.nn.softmax(best_first)
+    count = jnp.sum(jnp.cumsum(p, -1) - p < top_p, -1, keepdims=True)
+    return jnp.where(x >= jnp.take_along_axis(best_first, count - 1, -1), x, -jnp.inf)
+
+
 def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
     """Returns the draws of the usual JAX code: `jax.random.categorical`, after `lax.top_k` or a sort."""
     x = x.astype(jnp.float32) / given["temperature"][:, None]
@@ -70,9 +77,7 @@ def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
         x, tokens = lax.top_k(x, min(K, x.shape[-1]))
     if "top_p" in given:
         best_first = x if tokens is not None else jnp.sort(x, -1, descending=True)
-        p = jax.nn.softmax(best_first)
-        count = jnp.sum(jnp.cumsum(p, -1) - p < given["top_p"][:, None], -1, keepdims=True)
-        x = jnp.where(x >= jnp.take_along_axis(best_first, count - 1, -1), x, -jnp.inf)
+        x = within_top_p(x, best_first, given["top_p"][:, None])
     if "min_p" in given:
         x = jnp.where(x >= jnp.max(x, -1, keepdims=True) + jnp.log(given["min_p"])[:, None], x, -jnp.inf)
     drawn = jax.random.categorical(key, x)
@@ -121,28 +126,22 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
     """Makes the call of a contender and checks it. Ours returns {"sample": Sample}, a peer {"y": indices}."""
     name = record.contender
-    if name == "flashinfer" and not timing.on_gpu():
-        raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
     if name == "jax":
-        peer = Contender(name, False, lambda x: (by_jax(key, x, given), None), prepare_jax)
-        call = prepare_jax(peer, "forward", (x,), None)
+        call = Contender(name, lambda x: (by_jax(key, x, given), None)).call("forward", (x,), None)
     elif name in PEERS:
-        import torch  # pyright: ignore[reportMissingImports]
-
+        if name == "flashinfer":
+            need_gpu("FlashInfer")
+        torch, _ = torch_and_wait()
         draw = by_torch if name == "torch" else by_flashinfer
         shared = {of: torch.from_dlpack(a) for of, a in given.items()}
-        peer = Contender(name, False, functools.partial(draw, given=shared), prepare_torch)
-        call = prepare_torch(peer, "forward", (x,), None)
+        peer = Contender(name, functools.partial(draw, given=shared), torch=True)
+        call = peer.call("forward", (x,), None)
     else:
         call = jax_call(functools.partial(ours, name), key, x, given)
     describe(record, call, functools.partial(ours, name), key, x, given)
     record.add(extra_mb=call.extra_mb)
-    result = call.run()
-    call.wait(result)
-    try:
-        record.add(rows_checked=check(result, record.case, key, x, given))
-    except AssertionError as error:
-        raise Wrong(str(error)) from None
+    with wrong_if_refuted():
+        record.add(rows_checked=check(call.result(), record.case, key, x, given))
     return call
 
 
@@ -174,11 +173,8 @@ def check(result: dict[str, Any], case: Case, key, x, given) -> int:
 
 def _run(case: Case, chosen: Any) -> list[Record]:
     key, x, given = jax.random.key(case.seed), cases.logits(case), parameters(case)
-    records = [Record(case, name, ours=True) for name in chosen.implementations]
-    records += [Record(case, name, ours=False) for name in chosen.peers]
-    for record in records:
-        record.add(bytes=x.nbytes)
-    driver.measure(records, lambda record: _prepare(record, key, x, given), chosen)
+    records = records_of(case, [*chosen.implementations, *chosen.peers], bytes=x.nbytes)
+    measure(records, lambda record: _prepare(record, key, x, given), chosen)
     return records
 
 
@@ -192,7 +188,7 @@ BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "shapes", "dtype", "implementations", "logits", "seed", "repeats")
-    flags.define_list("filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the draw.")
+    flags.define_words("filters", FILTERS, "Which filters restrict the draw.")
     flags.define_peers(PEERS)
 
 

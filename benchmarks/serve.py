@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, language_model
@@ -90,14 +89,11 @@ def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.
       seeds, asked: the key and the parameters of each request.
     """
 
-    def step(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
-        hidden, token = carry
-        hidden, logits = language_model.model(weights, hidden, token)
+    def choose(logits: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
         drawn = draw(keys_of(seeds, i), logits, asked)
-        return (hidden, drawn[0]), drawn
+        return drawn[0], drawn
 
-    start = language_model.prefill(weights, prompts), prompts[:, -1]
-    return {"drawn": lax.scan(step, start, jnp.arange(length))[1]}
+    return {"drawn": language_model.generate(choose, weights, prompts, jnp.arange(length))}
 
 
 @jax.jit
@@ -107,13 +103,8 @@ def replay(weights: Any, prompts: jax.Array, tokens: jax.Array) -> jax.Array:
     The model runs on all requests, because a matrix product with fewer rows may run another kernel, which would
     round differently.
     """
-
-    def step(carry: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-        hidden, logits = language_model.model(weights, *carry)
-        return (hidden, token), logits[:_CHECKED]
-
-    _, logits = lax.scan(step, (language_model.prefill(weights, prompts), prompts[:, -1]), tokens)
-    return logits
+    choose = lambda logits, token: (token, logits[:_CHECKED])  # noqa: E731
+    return language_model.generate(choose, weights, prompts, tokens)
 
 
 def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> int:
@@ -129,34 +120,25 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
     return logits.shape[0] * logits.shape[1]
 
 
-def _prepare(record: Record, *arguments: Any) -> Call:
-    """Compiles a contender's program, describes it in its record, and checks ours against the oracle."""
-    service, name = record.case, record.contender
-    draw = functools.partial(ours, name) if record.ours else by_sort
-    program = functools.partial(decode, draw, service.sequence)
-    call = jax_call(program, *arguments, ran="" if record.ours else "jax")
-    _, _, seeds, asked = arguments
-    logits = jax.ShapeDtypeStruct((service.batch, service.vocab), service.dtype)
-    driver.describe(record, call, functools.partial(ours, name), seeds, logits, asked)
-    if record.ours:
-        try:
-            record.add(draws_checked=check(call.run()["drawn"], *arguments))
-        except AssertionError as error:
-            raise driver.Wrong(str(error)) from None
-    return call
-
-
 def run_service(service: Service, chosen: Any) -> list[Record]:
-    records = [
-        Record(service, name, ours=name != "sort", required=True)
-        for name in ["sort", *chosen.implementations]
-    ]
-    weights, _ = language_model.trained(service.vocab, chosen)
-    weights = weights | {"embed": weights["embed"].astype(service.dtype)}
-    prompts = jnp.asarray(language_model.choose_prompts(service.vocab, service.batch))
+    """Checks ours against the oracle, then times both contenders together."""
+    records = driver.records_of(service, ["sort", *chosen.implementations], required=["sort"])
+    weights, prompts, _ = language_model.trained(service, chosen)
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
-    arguments = weights, prompts, seeds, requests(service.batch)
-    language_model.measure_decoding(records, lambda record: _prepare(record, *arguments), chosen)
+    asked = requests(service.batch)
+
+    def prepare(record: Record) -> Call:
+        own = functools.partial(ours, record.contender)
+        program = functools.partial(decode, own if record.ours else by_sort, service.sequence)
+        call = jax_call(program, weights, prompts, seeds, asked, ran="" if record.ours else "jax")
+        logits = jax.ShapeDtypeStruct((service.batch, service.vocab), service.dtype)
+        driver.describe(record, call, own, seeds, logits, asked)
+        if record.ours:
+            with driver.wrong_if_refuted():
+                record.add(draws_checked=check(call.result()["drawn"], weights, prompts, seeds, asked))
+        return call
+
+    language_model.measure_decoding(records, prepare, chosen)
     return records
 
 
@@ -167,16 +149,12 @@ def make_services(chosen: Any) -> list[Service]:
     ]
 
 
-BENCHMARK = driver.Benchmark(
-    "serve",
-    make_services,
-    run_service,
-    View(
-        ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
-        baselines=("sort",),
-        derive=language_model.add_tokens_per_s,
-    ),
+VIEW = View(
+    ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
+    baselines=("sort",),
+    derive=language_model.add_tokens_per_s,
 )
+BENCHMARK = driver.Benchmark("serve", make_services, run_service, VIEW)
 
 
 def define_flags() -> None:

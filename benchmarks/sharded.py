@@ -22,6 +22,7 @@ The traffic on the links comes from the compiled program of one call (support/li
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -58,17 +59,15 @@ class Layout:
 
 def make_layouts(chosen: Any) -> list[Layout]:
     """Returns every case in every layout that the present devices allow."""
-    if skipped := [str(n) for n in chosen.devices if n > jax.device_count()]:
+    present = [n for n in chosen.devices if n <= jax.device_count()]
+    if skipped := [str(n) for n in chosen.devices if n not in present]:
         print(f"--devices={','.join(skipped)}: passed over, there are {jax.device_count()}")
-    found = []
-    for shape in chosen.shapes or [(b, v, k) for b in chosen.batch for v in chosen.vocab for k in chosen.k]:
-        ks = chosen.k if len(shape) == 3 else (None,)
-        found += cases.make_cases(chosen, ks, shapes=[shape])
+    shapes = chosen.shapes or itertools.product(chosen.batch, chosen.vocab, chosen.k)
     layouts = [
         Layout(case, sharding, devices)
-        for case in found
-        for devices in chosen.devices
-        if devices <= jax.device_count()
+        for shape in shapes
+        for case in cases.make_cases(chosen, chosen.k if len(shape) == 3 else (None,), shapes=[shape])
+        for devices in present
         for sharding in (chosen.sharding if devices > 1 else (ALONE,))
     ]
     for layout in layouts:
@@ -82,14 +81,14 @@ def make_layouts(chosen: Any) -> list[Layout]:
 
 def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
     """Returns the contenders by name: ours, for top-k its peer, and jax.nn.softmax."""
-    k = case.k
+    k, softmax = case.k, {SOFTMAX: lambda x: jax.nn.softmax(x)}
     if k is None:
-        return {OURS: lambda x: pallas_softmax.softmax(x), SOFTMAX: lambda x: jax.nn.softmax(x)}
-    return {
+        return {OURS: lambda x: pallas_softmax.softmax(x)} | softmax
+    of_topk = {
         OURS: lambda x: pallas_softmax.fused_topk(x, k),
         JAX: lambda x: lax.top_k(jax.nn.softmax(x), k),
-        SOFTMAX: lambda x: jax.nn.softmax(x),
     }
+    return of_topk | softmax
 
 
 def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
@@ -219,13 +218,8 @@ def run_layout(layout: Layout, chosen: Any) -> list[Record]:
     records = [Record(layout, name, ours=name == OURS) for name in contenders]
     present = max(n for n in chosen.devices if n <= jax.device_count())
     drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
-    driver.measure(
-        records,
-        lambda record: _prepare(record, contenders[record.contender], drawn(), present),
-        chosen,
-        timing.wall_times,
-        prefix="wall_",
-    )
+    prepare = lambda record: _prepare(record, contenders[record.contender], drawn(), present)  # noqa: E731
+    driver.measure(records, prepare, chosen, timing.wall_times, prefix="wall_")
     return records
 
 
@@ -248,31 +242,23 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     rows = rows[every == (PICTURED if PICTURED in set(every) else every.iloc[0])]
     rows = rows[rows.device_us.notna()]
     case = rows.iloc[0]
-    plt = plot.pyplot()
-    figure, axes = plt.subplots(1, 2, layout="constrained", figsize=(12, 5), sharey=True)
-    for axis, sharding in zip(axes, SHARDINGS):
-        own = rows[rows.sharding.isin((ALONE, sharding))].assign(
-            contender=rows.contender.replace({JAX: "jax_stable"})
-        )
-        plot.lines(axis, own, "devices", "device_us")
-        axis.set_title(
-            {"batch": "rows over devices (batch)", "vocab": "each row over devices (vocab)"}[sharding]
-        )
+    figure, axes = plot.pyplot().subplots(1, 2, layout="constrained", figsize=(12, 5), sharey=True)
+    titles = {"batch": "rows over devices (batch)", "vocab": "each row over devices (vocab)"}
+    for axis, (sharding, title) in zip(axes, titles.items()):
+        own = rows[rows.sharding.isin((ALONE, sharding))]
+        plot.lines(axis, own.replace({"contender": {JAX: "jax_stable"}}), "devices", "device_us")
         ours = own[own.contender == OURS].set_index("devices").device_us
-        n = np.array(sorted(own.devices.unique()), float)
+        n = np.array(sorted(own.devices.unique()))
         if 1 in ours.index:
             axis.plot(n, ours[1] / n, ":", color="#777777", label="linear scaling of pallas_softmax")
-        ticks = [int(each) for each in n]
-        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axis.set_xlabel("number of devices")
+        axis.set_xticks(n, [f"{each:,}" for each in n])
+        axis.set(title=title, xlabel="number of devices")
     axes[0].set_ylabel("device time of a call, µs")
     plot.legend(figure, axes[1], rows)
     spread = rows[(rows.contender == OURS) & (rows.sharding != ALONE)].speedup_device.dropna()
     what, over = ("fused_topk", f", k = {case.k}") if case.k else ("softmax", "")
-    title = f"{what}: device time on several GPUs"
-    if len(spread):
-        title = f"{what}: {plot.span(spread)} less device time than plain JAX on several GPUs"
-    title += f" ({case.batch:,} × {case.vocab:,} {case['dtype']}{over})"
+    found = f"{plot.span(spread)} less device time than plain JAX" if len(spread) else "device time"
+    title = f"{what}: {found} on several GPUs ({case.batch:,} × {case.vocab:,} {case['dtype']}{over})"
     plot.finish(figure, file, document, title)
 
 
@@ -287,12 +273,8 @@ BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "dtype", "seed", "repeats")
-    flags.define_list(
-        "sharding",
-        flags.words(SHARDINGS),
-        ",".join(SHARDINGS),
-        "How the logits are sharded over the devices: by rows (batch), or along each row (vocab).",
-    )
+    text = "How the logits are sharded over the devices: by rows (batch), or along each row (vocab)."
+    flags.define_words("sharding", SHARDINGS, text)
     text = "How many devices to use; numbers above the available count are skipped."
     flags.define_list("devices", flags.INTEGERS, "1,2,4,8", text)
     text = "Type of the mesh axis, a jax.sharding.AxisType."

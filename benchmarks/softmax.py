@@ -14,7 +14,7 @@ import pallas_softmax
 from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_torch
+from benchmarks.support.contenders import Contender, need_gpu, ours
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Record, View
 
@@ -54,25 +54,24 @@ def _torch(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
 def _quack(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
     if function != "softmax" or axis != -1:
         raise NotImplementedError("QuACK has only softmax, and only along the last axis")
-    if not x.is_cuda:
-        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
+    need_gpu("QuACK")
     from quack import softmax  # pyright: ignore[reportMissingImports]
 
     return softmax(x), None
 
 
 PEERS = {"jax": "jax.nn's function", "torch": "the function of torch", "quack": "QuACK's softmax"}
+_FUNCTIONS: dict[str, Any] = {"jax": _jax, "torch": _torch, "quack": _quack}
 
 
 def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, ...]) -> list[Contender]:
     """Returns implementations and peers of softmax, ours first."""
     what = {"function": case.function, "axis": case.axis}
-    every = {
-        "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),
-        "torch": Contender("torch", False, functools.partial(_torch, **what), prepare_torch),
-        "quack": Contender("quack", False, functools.partial(_quack, **what), prepare_torch),
-    }
-    return ours(functools.partial(_ours, **what), implementations) + [every[p] for p in peers if p in every]
+    return ours(functools.partial(_ours, **what), implementations) + [
+        Contender(name, functools.partial(_FUNCTIONS[name], **what), torch=name != "jax")
+        for name in peers
+        if name in PEERS
+    ]
 
 
 def _run(case: Case, chosen: Any) -> list[Record]:
@@ -96,8 +95,7 @@ BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",)
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "shapes", "dtype", "where", "axis", "direction")
-    functions = flags.words((*flags.FUNCTIONS, "token_stats"))
-    flags.define_list("function", functions, "softmax", "The function to compute.")
+    flags.define_words("function", (*flags.FUNCTIONS, "token_stats"), "The function to compute.", "softmax")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)
 

@@ -15,10 +15,10 @@ from absl.flags import DEFINE_boolean
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags, plot, timing
+from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_torch
+from benchmarks.support.contenders import Contender, need_gpu, ours
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Record, View
 
@@ -31,18 +31,20 @@ def _jax_stable(x: jax.Array, k: int) -> Any:
     return lax.top_k(jax.nn.softmax(x), k)
 
 
-def _jax_unstable(x: jax.Array, k: int) -> Any:
-    return _lax_unstable(jax.nn.softmax(x), k=k)
-
-
 def _jax_raft(x: jax.Array, k: int) -> Any:
-    if not timing.on_gpu():  # elsewhere XLA accepts the option and ignores it
-        raise NotImplementedError("XLA has RAFT's kernels on GPUs only")
+    need_gpu("RAFT")  # elsewhere XLA accepts the option and ignores it
     return _jax_stable(x, k)
 
 
-def _torch(x: Any, k: int) -> Any:
-    return x.softmax(dim=-1).topk(k, dim=-1)
+def _quack(x: Any, k: int) -> Any:
+    v = x.shape[-1]
+    if v > 4096 or k > 128 or v & (v - 1) or k & (k - 1):
+        raise NotImplementedError("QuACK's top-k takes V up to 4096 and k up to 128, both powers of 2")
+    need_gpu("QuACK")
+    from quack import softmax  # pyright: ignore[reportMissingImports]
+    from quack.topk import topk  # pyright: ignore[reportMissingImports]
+
+    return topk(softmax(x), k)  # QuACK's topk has a softmax too, but over the winners only
 
 
 # --- top_k, without a softmax
@@ -74,28 +76,11 @@ def _lax_unstable(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> 
     return lax.top_k(_within(x, lengths), k, is_stable=False)
 
 
-def _torch_topk(x: Any, k: int, *, ordered: bool) -> Any:
-    return x.topk(k, dim=-1, sorted=ordered)
-
-
-def _flashinfer(x: Any, k: int, *, ordered: bool) -> Any:
-    if not x.is_cuda:
-        raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
+def _flashinfer(x: Any, k: int, *, sorted: bool) -> Any:
+    need_gpu("FlashInfer")
     from flashinfer import top_k  # pyright: ignore[reportMissingImports]
 
-    return top_k(x, k, sorted=ordered)
-
-
-def _quack(x: Any, k: int) -> Any:
-    v = x.shape[-1]
-    if v > 4096 or k > 128 or v & (v - 1) or k & (k - 1):
-        raise NotImplementedError("QuACK's top-k takes V up to 4096 and k up to 128, both powers of 2")
-    if not x.is_cuda:
-        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
-    from quack import softmax  # pyright: ignore[reportMissingImports]
-    from quack.topk import topk  # pyright: ignore[reportMissingImports]
-
-    return topk(softmax(x), k)  # QuACK's topk has a softmax too, but over the winners only
+    return top_k(x, k, sorted=sorted)
 
 
 PEERS_OF_FUSED_TOPK = {
@@ -114,18 +99,20 @@ PEERS_OF_TOP_K = {
 }
 PEERS = PEERS_OF_FUSED_TOPK | PEERS_OF_TOP_K
 _RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
-# peer: its function, how to call it, and whether it promises the order of ties
-_FUNCTIONS: dict[str, tuple[Any, Any, bool]] = {
-    "jax_stable": (_jax_stable, prepare_jax, True),
-    "jax_unstable": (_jax_unstable, prepare_jax, False),
-    "jax_raft": (_jax_raft, functools.partial(prepare_jax, options=_RAFT), True),
-    "torch": (_torch, prepare_torch, False),
-    "quack": (_quack, prepare_torch, False),
-    "lax_stable": (_lax_stable, prepare_jax, True),
-    "lax_unstable": (_lax_unstable, prepare_jax, False),
-    "fused_topk": (_fused, prepare_jax, True),
-    "torch_topk": (_torch_topk, prepare_torch, False),
-    "flashinfer": (_flashinfer, prepare_torch, False),
+_CONTENDERS = {
+    peer.name: peer
+    for peer in (
+        Contender("jax_stable", _jax_stable),
+        Contender("jax_unstable", lambda x, k: _lax_unstable(jax.nn.softmax(x), k=k), stable=False),
+        Contender("jax_raft", _jax_raft, options=_RAFT),
+        Contender("torch", lambda x, k: x.softmax(-1).topk(k, -1), torch=True, stable=False),
+        Contender("quack", _quack, torch=True, stable=False),
+        Contender("lax_stable", _lax_stable),
+        Contender("lax_unstable", _lax_unstable, stable=False),
+        Contender("fused_topk", _fused),
+        Contender("torch_topk", lambda x, k, sorted: x.topk(k, -1, sorted=sorted), torch=True, stable=False),
+        Contender("flashinfer", _flashinfer, torch=True, stable=False),
+    )
 }
 
 
@@ -140,10 +127,9 @@ def contenders(
     found = ours(functools.partial(own, k=case.k), implementations)
     for name in peers:
         if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):
-            function, prepare, stable = _FUNCTIONS[name]
-            options = {"ordered": ordered} if name in ("torch_topk", "flashinfer") else {}
-            function = functools.partial(function, k=case.k, **options)
-            found.append(Contender(name, False, function, prepare, stable=stable))
+            options = {"sorted": ordered} if name in ("torch_topk", "flashinfer") else {}
+            function = functools.partial(_CONTENDERS[name].function, k=case.k, **options)
+            found.append(dataclasses.replace(_CONTENDERS[name], function=function))
     return [dataclasses.replace(each, of_logits=of_logits, ordered=ordered) for each in found]
 
 
@@ -193,12 +179,8 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
     DEFINE_boolean("top_k", False, "Time top_k and its peers, without a softmax, instead of fused_topk.")
     DEFINE_boolean("sorted", True, "With --top_k: whether the winners must be in order.")
-    flags.define_list(
-        "lengths",
-        flags.words(("none", "even")),
-        "none",
-        "With --top_k: none, or a length for each row, drawn evenly from 0 to V.",
-    )
+    text = "With --top_k: none, or a length for each row, drawn evenly from 0 to V."
+    flags.define_words("lengths", ("none", "even"), text, "none")
 
 
 main = driver.program(__name__, BENCHMARK, define_flags)

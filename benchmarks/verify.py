@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax
-from benchmarks.support import driver, flags, timing
-from benchmarks.support.contenders import Call, Contender, jax_call, named, prepare_torch
+from benchmarks.sample import within_top_p
+from benchmarks.support import driver, flags
+from benchmarks.support.contenders import Call, Contender, jax_call, named, need_gpu, torch_and_wait
 from benchmarks.support.result import Record, View
 
 TEMPERATURE, TOP_P = 0.8, 0.9
@@ -60,11 +61,7 @@ def inputs(step: Step) -> dict[str, jax.Array]:
 def plain_log_p(x: jax.Array, top_p: float = 1.0) -> jax.Array:
     """Returns log p of the filtered target, in plain JAX."""
     x = x.astype(jnp.float32) / TEMPERATURE
-    if top_p < 1:
-        best_first = jnp.sort(x, -1, descending=True)
-        p = jax.nn.softmax(best_first)
-        count = jnp.sum(jnp.cumsum(p, -1) - p < top_p, -1, keepdims=True)
-        x = jnp.where(x >= jnp.take_along_axis(best_first, count - 1, -1), x, -jnp.inf)
+    x = within_top_p(x, jnp.sort(x, -1, descending=True), top_p) if top_p < 1 else x
     return jax.nn.log_softmax(x)
 
 
@@ -105,10 +102,6 @@ def ours(name: str, key: jax.Array, given: dict[str, jax.Array], filters: dict[s
     return pallas_softmax.verify(key, **given, **filters, **options).tokens
 
 
-def by_sample(key: jax.Array, given: dict[str, jax.Array], filters: dict[str, Any]) -> Any:
-    return pallas_softmax.sample(key, given["logits"], temperature=TEMPERATURE, **filters)
-
-
 @functools.partial(jax.jit, static_argnames="top_p")
 def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> dict[str, Any]:
     """Returns what `check` compares.
@@ -119,19 +112,20 @@ def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float
     log_p = plain_log_p(logits, top_p)
     ratio = at_tokens(log_p[:, :-1], draft_tokens) - at_tokens(draft_log_probs, draft_tokens)
     accepted = jnp.sum(tokens >= 0, -1) - 1
-    lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # rounding may move the cutoff of a contender
     here = jnp.maximum(accepted, 0)[:, None]
     new = jnp.take_along_axis(tokens, here, 1)
-    log_p, log_q = (
-        jnp.take_along_axis(a, jnp.minimum(here, a.shape[1] - 1)[..., None], 1)[:, 0]
-        for a in (lenient, draft_log_probs)
-    )
-    picked = [jnp.take_along_axis(a, jnp.maximum(new, 0), -1)[:, 0] for a in (log_p, log_q)]
+
+    def of_new(a: jax.Array) -> jax.Array:
+        row = jnp.take_along_axis(a, jnp.minimum(here, a.shape[1] - 1)[..., None], 1)[:, 0]
+        return jnp.take_along_axis(row, jnp.maximum(new, 0), -1)[:, 0]
+
+    lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # rounding may move the cutoff of a contender
+    accept = jnp.exp(jnp.minimum(ratio, 0))
     return {
-        "accept": jnp.exp(jnp.minimum(ratio, 0)),
+        "accept": accept,
         "accepted": accepted,
-        "log_p": picked[0],
-        "log_q": picked[1],
+        "log_p": of_new(lenient),
+        "log_q": of_new(draft_log_probs),
     }
 
 
@@ -140,9 +134,8 @@ def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -
     found = {name: np.asarray(a, float) for name, a in facts(jnp.asarray(tokens), **given, **filters).items()}
     tokens, drafts, accepted = np.asarray(tokens), np.asarray(given["draft_tokens"]), found["accepted"]
     place = np.arange(tokens.shape[1])
-    assert (accepted >= 0).all() and ((tokens >= 0) == (place <= accepted[:, None])).all(), (
-        "-1 before the end"
-    )
+    padded = (tokens >= 0) == (place <= accepted[:, None])
+    assert (accepted >= 0).all() and padded.all(), "-1 before the end"
     assert (tokens < given["logits"].shape[-1]).all(), "a token of V or more"
     same = (tokens[:, :-1] == drafts) | (place[:-1] >= accepted[:, None])
     assert same.all(), "an accepted draft changed"
@@ -162,40 +155,33 @@ def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Cal
     """Makes the call of a contender and checks its tokens."""
     name, filters = record.contender, FILTERS[record.case.function]
     if name == "flashinfer":
-        if not timing.on_gpu():
-            raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
-        import torch  # pyright: ignore[reportMissingImports]
-
+        need_gpu("FlashInfer")
+        torch, _ = torch_and_wait()
         drafts, q = (torch.from_dlpack(a) for a in (given["draft_tokens"], jnp.exp(given["draft_log_probs"])))
         draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
-        call = prepare_torch(Contender(name, False, draw, prepare_torch), "forward", (given["logits"],), None)
+        call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
     elif name == "sample":
-        call = jax_call(functools.partial(by_sample, filters=filters), key, given)
+        sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
+        call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
     elif name == "jax":
         call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
     else:
         call = jax_call(functools.partial(ours, name, filters=filters), key, given)
     driver.describe(record, call)
     record.add(extra_mb=call.extra_mb)
-    result = call.run()
-    call.wait(result)
-    if name == "sample":
-        return call
-    tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
-    try:
-        check(tokens, given, filters)
-    except AssertionError as error:
-        raise driver.Wrong(str(error)) from None
-    record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
+    result = call.result()
+    if name != "sample":
+        tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
+        with driver.wrong_if_refuted():
+            check(tokens, given, filters)
+        record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
     return call
 
 
 def _run(step: Step, chosen: Any) -> list[Record]:
     key, given = jax.random.key(step.seed + 1), inputs(step)
-    records = [Record(step, name, ours=True) for name in chosen.implementations]
-    records += [Record(step, name, ours=False) for name in chosen.peers]
-    for record in records:
-        record.add(bytes=given["logits"].nbytes)
+    names = [*chosen.implementations, *chosen.peers]
+    records = driver.records_of(step, names, bytes=given["logits"].nbytes)
     driver.measure(records, lambda record: _prepare(record, key, given), chosen)
     return records
 
@@ -215,9 +201,7 @@ BENCHMARK = driver.Benchmark("verify", make_steps, _run, VIEW, lambda cases: ("r
 def define_flags() -> None:
     flags.define("vocab", "dtype", "implementations", "seed", "repeats", batch="How many sequences.")
     flags.define_list("drafts", flags.INTEGERS, "5", "How many drafts each sequence has.")
-    flags.define_list(
-        "filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the target."
-    )
+    flags.define_words("filters", FILTERS, "Which filters restrict the target.")
     flags.define_peers(PEERS, default=("sample", "jax"))
 
 

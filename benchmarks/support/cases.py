@@ -35,23 +35,15 @@ class Case:
     @property
     def mask_shape(self) -> tuple[int, ...]:
         """The shape of the mask, rows first, or of the lengths; () without either."""
-        shapes = {
-            "none": (),
-            "full": (self.batch, self.vocab),
-            "vocab": (self.vocab,),
-            "rows": (self.batch, 1),
-            "lengths": (self.batch,),
-        }
-        return shapes[self.where]
+        batch, vocab = self.batch, self.vocab
+        shapes = {"full": (batch, vocab), "vocab": (vocab,), "rows": (batch, 1), "lengths": (batch,)}
+        return shapes.get(self.where, ())
 
     @property
     def output_shape(self) -> tuple[int, ...]:
         """The shape of the output, rows first: y, one number per row, four of them, or the k values."""
-        if self.function == "token_stats":
-            return (self.batch, 4)
-        if self.function == "logsumexp":
-            return (self.batch,)
-        return (self.batch, self.vocab if self.k is None else self.k)
+        of_row = {"token_stats": (4,), "logsumexp": ()}.get(self.function, (self.k or self.vocab,))
+        return (self.batch, *of_row)
 
     @property
     def least_bytes(self) -> int:
@@ -115,34 +107,31 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
       ks: every k to run for a shape that names none. (None,) means that the function is not top-k.
       shapes: in place of --shapes.
     """
-    usual = {"dtype": ("float32",), "function": ("softmax",), "where": ("none",), "axis": (-1,)}
-    others = {"direction": ("forward",), "logits": ("normal",)}
+    is_topk = ks != (None,)
+    kinds = {"function": "softmax", "where": "none", "axis": -1}
+    defaults = {"dtype": "float32", **kinds, "direction": "forward", "logits": "normal"}
     lists: dict[str, Any] = {
-        name: getattr(chosen, name, default) for name, default in (usual | others).items()
+        name: (value,) if is_topk and name in kinds else getattr(chosen, name, (value,))
+        for name, value in defaults.items()
     }
-    if ks != (None,):
-        lists |= {name: usual[name] for name in ("function", "where", "axis")}
     cases = []
     for logits in lists["logits"]:
-        found = [
-            (batch, vocab, (own or ks) if ks != (None,) else ks)
-            for batch, vocab, *own in shapes or chosen.shapes or itertools.product(chosen.batch, chosen.vocab)
-        ]
+        found = shapes or chosen.shapes or itertools.product(chosen.batch, chosen.vocab)
         if logits not in LOGITS:
             rows, vocab = _open(logits).shape
-            found = [(min(batch, rows), vocab, ks) for batch, _, ks in found]
+            found = [(min(batch, rows), vocab) for batch, *_ in found]
         cases += [
             Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
-            for batch, vocab, ks in found
-            for dtype, function, where, axis in itertools.product(*(lists[name] for name in usual))
-            for k, direction in itertools.product(ks, lists["direction"])
+            for batch, vocab, *own in found
+            for dtype, function, where, axis in itertools.product(
+                *(lists[name] for name in ("dtype", *kinds))
+            )
+            for k, direction in itertools.product((own or ks) if is_topk else ks, lists["direction"])
         ]
     for case in cases:
         if case.k is not None and case.k > case.vocab:
-            raise ValueError(
-                f"k={case.k}, from --k or --shapes, is more than the row length V={case.vocab}"
-                f" ({case.logits} logits)"
-            )
+            of = f"the row length V={case.vocab} ({case.logits} logits)"
+            raise ValueError(f"k={case.k}, from --k or --shapes, is more than {of}")
     return list(dict.fromkeys(cases))
 
 

@@ -1,5 +1,6 @@
 """One case of softmax, topk or paper: every contender is compared with the float64 oracle, then all are timed."""
 
+import functools
 import os
 from typing import Any
 
@@ -17,20 +18,17 @@ from benchmarks.support.result import Record
 def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Record]:
     """Checks every contender of a case, then times them together."""
     cache, cache_bytes = timing.cache()
+    named = {contender.name: contender for contender in contenders}
     records = [Record(case, contender.name, contender.ours) for contender in contenders]
     for record in records:
         record.add(bytes=case.least_bytes, fits_cache=cache if case.least_bytes <= cache_bytes else "")
-    try:
+
+    @functools.cache
+    def asked() -> Any:
         _require_memory(case)
-        arrays, g, answer = question(case, case.checked_rows)
-    except Exception as error:
-        for record in records:
-            driver.note(record, error)
-        return records
-    named = {contender.name: contender for contender in contenders}
-    driver.measure(
-        records, lambda record: _prepare(record, named[record.contender], arrays, g, answer), chosen
-    )
+        return question(case, case.checked_rows)
+
+    driver.measure(records, lambda record: _prepare(record, named[record.contender], *asked()), chosen)
     return records
 
 
@@ -71,7 +69,7 @@ def _prepare(
     """
     case = record.case
     # explain comes later: it would do part of the tracing, which first_result_s should include.
-    call = contender.prepare(contender, case.direction, arrays, g)
+    call = contender.call(case.direction, arrays, g)
     record.ran = call.ran
     record.add(first_result_s=call.first_result_s, extra_mb=call.extra_mb)
     if contender.ours:
@@ -91,9 +89,7 @@ def _check(
     call: Call, contender: Contender, case: Case, answer: answers.Answer, rows: np.ndarray
 ) -> answers.Check:
     """Runs the call once and compares the result with the answer."""
-    result = call.run()
-    call.wait(result)
-    checks = []
+    result, checks = call.result(), []
     found = {name: fetch(result[name], rows, 0) for name in ("y", "indices") if name in result and case.k}
     if not contender.ordered:
         found = answer.in_order(found)

@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax import ImplementationName
@@ -34,19 +35,30 @@ class Call:
     extra_mb: float | None = None  # device memory that the program needs beyond its arguments
     indices: Any = None  # the winners, if a backward call starts from them
 
+    def result(self) -> Any:
+        """Runs the call once, and returns its result when it has finished."""
+        result = self.run()
+        self.wait(result)
+        return result
+
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A named function, and how to turn it into calls."""
+    """A named function, and what its calls promise."""
 
     name: str
-    ours: bool
     function: Callable[..., tuple[Any, Any]]
-    prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array | None], Call]
+    ours: bool = False
+    torch: bool = False  # whether it takes arrays of torch
     stable: bool = True  # whether ties are guaranteed to be in order of their indices
     of_logits: bool = False  # whether it is a top-k without softmax, so that its values are logits
     ordered: bool = True  # whether its winners are in order
     asked: str = ""  # the implementation that ours must run; empty if ours may choose
+    options: dict[str, bool] | None = None  # XLA's
+
+    def call(self, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None) -> Call:
+        """Returns its call for one direction, from x, any mask and the cotangent g."""
+        return (_torch_call if self.torch else _jax_call)(self, direction, arrays, g)
 
 
 def named(name: str) -> ImplementationName | None:
@@ -59,9 +71,8 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
     return [
         Contender(
             name,
+            functools.partial(function, implementation=named(name)),
             ours=True,
-            function=functools.partial(function, implementation=named(name)),
-            prepare=prepare_jax,
             asked="" if name == "auto" else name,
         )
         for name in names
@@ -110,38 +121,41 @@ def _lowered_to(text: str) -> str:
     return "+".join(found) or "xla"
 
 
-def prepare_jax(
-    contender: Contender,
-    direction: str,
-    arrays: tuple[jax.Array, ...],
-    g: jax.Array | None,
-    options: dict[str, bool] | None = None,
+def _jax_call(
+    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """Returns the call of a JAX contender for one direction, with all its inputs on the device."""
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
-        y, indices = function(x, *mask)
-        return {name: a for name, a in (("y", y), ("indices", indices)) if a is not None}
+        return _present(zip(("y", "indices"), function(x, *mask)))
 
     def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
         return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)
 
     def both(g: jax.Array, *arrays: jax.Array) -> dict[str, Any]:
         y, pull, indices = pullback(*arrays)
-        result = {"y": y, "dx": pull(g)[0]}
-        return result if indices is None else result | {"indices": indices}
+        return _present({"y": y, "dx": pull(g)[0], "indices": indices}.items())
 
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
 
-    call = functools.partial(jax_call, ran="" if contender.ours else "jax", options=options)
+    call = functools.partial(jax_call, ran="" if contender.ours else "jax", options=contender.options)
     if direction == "forward":
         return call(forward, *arrays)
     if direction == "both":
         return call(both, g, *arrays)
     pull, indices = jax.jit(lambda *arrays: pullback(*arrays)[1:])(*arrays)
     return dataclasses.replace(call(backward, pull, g), indices=indices)
+
+
+def _present(results: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: a for name, a in results if a is not None}
+
+
+def need_gpu(library: str) -> None:
+    """Raises if there is no GPU, because the library has no other kernels."""
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"{library} has kernels for NVIDIA GPUs only")
 
 
 def torch_and_wait() -> tuple[Any, Callable[[Any], None]]:
@@ -154,10 +168,14 @@ def torch_and_wait() -> tuple[Any, Callable[[Any], None]]:
     return torch, lambda result: torch.cuda.synchronize() if on_gpu else None
 
 
-def prepare_torch(
+def from_torch(result: dict[str, Any]) -> dict[str, jax.Array]:
+    return {name: jnp.from_dlpack(a.contiguous()) for name, a in result.items()}
+
+
+def _torch_call(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """Returns the call of a torch function. DLPack shares the JAX arrays' memory with torch."""
+    """DLPack shares the JAX arrays' memory with torch."""
     x, *mask = arrays
     if mask:
         raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
@@ -166,8 +184,7 @@ def prepare_torch(
     gradient = None if g is None else torch.from_dlpack(g)
 
     def forward() -> dict[str, Any]:
-        y, indices = contender.function(leaf)
-        return {"y": y} if indices is None else {"y": y, "indices": indices}
+        return _present(zip(("y", "indices"), contender.function(leaf)))
 
     def both() -> dict[str, Any]:
         result = forward()
@@ -177,6 +194,5 @@ def prepare_torch(
         return {"dx": torch.autograd.grad(kept["y"], leaf, gradient, retain_graph=True)[0]}
 
     kept = forward() if direction == "backward" else {}
-
     run = {"forward": forward, "backward": backward, "both": both}[direction]
     return Call(run, contender.name, wait, indices=kept.get("indices"))

@@ -4,6 +4,7 @@
 pandas, so that a GPU machine can measure without it: see `benchmarks.support.result`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -21,7 +22,7 @@ from absl import app
 import pallas_softmax
 from benchmarks.support import result, timing
 from benchmarks.support.contenders import Call
-from benchmarks.support.flags import FLAGS
+from benchmarks.support.flags import FLAGS, IMPLEMENTATIONS
 from benchmarks.support.result import Record
 
 
@@ -41,6 +42,27 @@ class Wrong(Exception):
     """A result is wrong. The contender is not timed."""
 
 
+@contextlib.contextmanager
+def wrong_if_refuted() -> Iterator[None]:
+    """Makes a failed assertion, by which an oracle refutes a result, into Wrong."""
+    try:
+        yield
+    except AssertionError as error:
+        raise Wrong(str(error)) from None
+
+
+def records_of(case: Any, names: Iterable[str], required: Iterable[str] = (), **found: Any) -> list[Record]:
+    """Returns a record per contender of a case. Contenders with the name of an implementation are ours.
+
+    A repeated name counts once. `required` has the peers that may not fail either, `found` what all records share.
+    """
+    required = {*IMPLEMENTATIONS, *required}
+    return [
+        Record(case, name, name in IMPLEMENTATIONS, found={**found}, required=name in required)
+        for name in dict.fromkeys(names)
+    ]
+
+
 def measure(
     records: Iterable[Record],
     prepare: Callable[[Record], Call | None],
@@ -48,7 +70,7 @@ def measure(
     sample: Callable[[Call], list[float]] | None = None,
     prefix: str = "",
 ) -> dict[str, Call]:
-    """Prepares every contender of a case, then times them together.
+    """Prepares every contender of a case, then times them together. Returns the timed calls, by contender.
 
     Args:
       records: one per contender. They receive what is found.
@@ -57,9 +79,6 @@ def measure(
       chosen: the parsed flags, which say how long to time.
       sample: how to time a call; the default is device times on a GPU, wall times on a CPU.
       prefix: of the names of the percentiles.
-
-    Returns:
-      The timed calls, by contender.
     """
     found = {record.contender: record for record in records}
     calls = {}
@@ -79,14 +98,8 @@ def measure(
 def describe(record: Record, call: Call, *explained: Any) -> None:
     """Writes into a record what its call ran, and how long that took the first time.
 
-    Args:
-      record: the record of the contender.
-      call: its call.
-      *explained: a function of ours and its arguments, if the call is one call of ours and `explain` can name what
-        it runs. Without them, the call is a whole program.
-
-    Raises:
-      AssertionError: ours ran another implementation than its name asks for, or than `explain` says.
+    `explained` is a function of ours and its arguments, if the call is one call of ours. Without it, the call is a
+    whole program. Raises if ours ran another implementation than its name asks for, or than `explain` says.
     """
     record.ran = call.ran
     record.add(first_result_s=call.first_result_s)
@@ -100,6 +113,25 @@ def describe(record: Record, call: Call, *explained: Any) -> None:
         accepted = {"auto", call.ran}
     if said != {call.ran} or record.contender not in accepted:
         raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {call.ran}")
+
+
+def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed: float, whose: str) -> None:
+    """Compares a result with the first contender's, which `wanted` keeps, and records the largest relative error.
+
+    The error of an array is the norm of the difference over the norm. Raises Wrong if it is not at most `allowed`.
+    """
+    wanted.update(wanted or got)
+    errors = jax.tree.map(_relative_error, got, {name: wanted[name] for name in got})
+    error = float(np.max(jax.tree.leaves(errors)))  # a NaN is the largest
+    record.add(error=error)
+    if not error <= allowed:
+        raise Wrong(f"{error:.3g} off {whose}'s, more than {allowed:.3g}")
+
+
+@jax.jit
+def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
+    return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
 
 
 def note(record: Record, error: Exception) -> None:
@@ -118,25 +150,10 @@ def note(record: Record, error: Exception) -> None:
 
 def _cannot_run(error: Exception) -> bool:
     """Tells whether the error means that this contender cannot run here, as opposed to a fault."""
-    if isinstance(error, NotImplementedError | ImportError | MemoryError):
-        return True
     if isinstance(error, jax.errors.JaxRuntimeError):
         return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "No such compile option"))
-    return type(error).__name__ == "OutOfMemoryError"  # torch's
-
-
-@jax.jit
-def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
-    return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
-
-
-def largest_error(got: Any, want: Any) -> float:
-    """Returns the largest relative error of the arrays of two trees: the norm of the difference over the norm.
-
-    A NaN is the largest.
-    """
-    return float(np.max(jax.tree.leaves(jax.tree.map(_relative_error, got, want))))
+    is_torchs = type(error).__name__ == "OutOfMemoryError"
+    return is_torchs or isinstance(error, NotImplementedError | ImportError | MemoryError)
 
 
 def program(
@@ -152,31 +169,30 @@ def program(
 
 def main(benchmark: Benchmark, argv: list[str]) -> int:
     """Runs one benchmark as its flags say, writes its files and prints its table. Returns the exit code."""
-    chosen = FLAGS
+    chosen, directory = FLAGS, Path(FLAGS.output_dir)
     if argv[1:]:
         raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(
-            f"the benchmarks need {' and '.join(missing)}; install the extra bench: pip install '.[bench]'"
-        )
+        needed = " and ".join(missing)
+        raise SystemExit(f"the benchmarks need {needed}; install the extra bench: pip install '.[bench]'")
     try:
         todo = benchmark.cases(chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     run = result.provenance(chosen.commit, jax.device_count() if benchmark.several else 1)
+    measured = {"copy": timing.copy_bandwidth, "read": timing.read_bandwidth}
     try:
-        measured = {"copy": timing.copy_bandwidth, "read": timing.read_bandwidth}
-        limits = {f"{name}_tb_per_s": measured[name]() / 1e12 for name in benchmark.bandwidths(todo)}
+        run |= {f"{name}_tb_per_s": measured[name]() / 1e12 for name in benchmark.bandwidths(todo)}
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []
     for case in progress(todo, benchmark.name):
         records += benchmark.run(case, chosen)
         if benchmark.several:
-            result.write(chosen.output_dir, benchmark.name, records, run | limits)
-    result.write(chosen.output_dir, benchmark.name, records, run | limits)
-    show(benchmark, Path(chosen.output_dir))
+            result.write(directory, benchmark.name, records, run)
+    result.write(directory, benchmark.name, records, run)
+    show(benchmark, directory)
     failed = sum(record.fails for record in records)
     if failed:
         print(f"{benchmark.name}: {failed} of {len(records)} records failed", file=sys.stderr)
@@ -201,9 +217,8 @@ def show(benchmark: Benchmark, directory: Path) -> None:
     """Prints the table of a result that was written, and writes its CSV and its picture."""
     file = directory / f"{benchmark.name}.json"
     if importlib.util.find_spec("pandas") is None:
-        print(
-            f"without pandas there is only {file}; elsewhere: python -m benchmarks.support.redraw {directory}"
-        )
+        again = f"python -m benchmarks.support.redraw {directory}"
+        print(f"without pandas there is only {file}; elsewhere: {again}")
         return
     document = result.read(file)
     run = document["runs"][0]

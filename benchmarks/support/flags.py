@@ -121,6 +121,11 @@ def define_list(name: str, parser: Items, default: str, text: str) -> None:
     flags.DEFINE(parser, name, default, text, serializer=flags.ListSerializer(","))
 
 
+def define_words(name: str, names: Any, text: str, default: str | None = None) -> None:
+    """Defines a list of some of these names. The default is all of them."""
+    define_list(name, words(names), ",".join(names) if default is None else default, text)
+
+
 def define(*names: str, **texts: str) -> None:
     """Defines shared flags, and the flags of the output. `texts` defines flags with another help."""
     for name in (*names, *texts):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.example_libraries import optimizers
 
 from benchmarks.support import driver, timing
 from benchmarks.support.contenders import Call
@@ -73,24 +74,20 @@ def model(weights: Weights, hidden: jax.Array, token: jax.Array) -> tuple[jax.Ar
     return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
 
 
-def adam(loss: Callable[..., jax.Array], rate: Callable[[Any], Any]) -> Callable[..., tuple[Any, jax.Array]]:
-    """Returns a step of Adam: ((weights, mean, square), i, batch) -> (the next ones, the loss).
+def adam(loss: Callable[..., jax.Array], rate: Any) -> tuple[Callable, Callable, Callable]:
+    """Returns Adam: weights -> state; (state, i, batch) -> (the next state, the loss); state -> weights.
 
     Args:
       loss: maps weights and a batch to a number.
-      rate: maps the number of the step to the learning rate.
+      rate: the learning rate, or a function that maps the number of the step to it.
     """
+    init, update, weights_of = optimizers.adam(rate, b2=0.99)
 
-    def step(state: Any, i: jax.Array, batch: jax.Array) -> tuple[Any, jax.Array]:
-        weights, mean, square = state
-        value, grads = jax.value_and_grad(loss)(weights, batch)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
-        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
-        size = rate(i) * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
-        weights = jax.tree.map(lambda w, m, s: w - size * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
-        return (weights, mean, square), value
+    def step(state: Any, i: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(weights_of(state), batch)
+        return update(i, grads, state), value
 
-    return step
+    return init, step, weights_of
 
 
 @functools.cache  # the same model is trained once
@@ -115,22 +112,46 @@ def _trained(vocab: int, width: int, steps: int, tokens: int, seed: int) -> tupl
         at_label = jnp.take_along_axis(logits, text[1:, :, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
 
-    step = adam(loss, lambda i: 5e-3 * (1 - i / steps))
-    zeros = jax.tree.map(jnp.zeros_like, weights)
+    init, step, weights_of = adam(loss, lambda i: 5e-3 * (1 - i / steps))
     scanned = jax.jit(lambda state, over: lax.scan(lambda state, now: step(state, *now), state, over))
-    (weights, _, _), losses = scanned((weights, zeros, zeros), (jnp.arange(steps), starts))
-    return weights, float(jnp.mean(losses[-20:]))
+    state, losses = scanned(init(weights), (jnp.arange(steps), starts))
+    return weights_of(state), float(jnp.mean(losses[-20:]))
 
 
-def trained(vocab: int, chosen: Any) -> tuple[Weights, float]:
-    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
-    return _trained(vocab, chosen.width, chosen.training_steps, chosen.tokens, chosen.seed)
+def trained(case: Any, chosen: Any) -> tuple[Weights, jax.Array, float]:
+    """Trains with Adam for --training_steps, for a case with batch, vocab and dtype.
+
+    Returns:
+      The weights, with the output layer in the dtype of the case, the prompts (batch, PROMPT), and the mean of the
+      last losses.
+    """
+    sizes = chosen.width, chosen.training_steps, chosen.tokens
+    weights, loss = _trained(case.vocab, *sizes, chosen.seed)
+    weights = weights | {"embed": weights["embed"].astype(case.dtype)}
+    return weights, jnp.asarray(choose_prompts(case.vocab, case.batch)), loss
 
 
 def prefill(weights: Weights, prompts: jax.Array) -> jax.Array:
     """Returns the hidden state before the last token of each prompt, (batch, width)."""
     hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
     return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
+
+
+def generate(choose: Callable, weights: Weights, prompts: jax.Array, given: jax.Array) -> Any:
+    """Continues the prompts by a token for each entry of `given`.
+
+    Args:
+      choose: (logits, entry of given) -> the next token of each prompt, and what to return of the step.
+      weights, prompts: the model, and (batch, PROMPT) tokens.
+      given: the input of each step.
+    """
+
+    def step(carry: Any, now: jax.Array) -> tuple[Any, Any]:
+        hidden, logits = model(weights, *carry)
+        token, found = choose(logits, now)
+        return (hidden, token), found
+
+    return lax.scan(step, (prefill(weights, prompts), prompts[:, -1]), given)[1]
 
 
 def measure_decoding(records: list[Record], prepare: Callable[[Record], Call], chosen: Any) -> None:

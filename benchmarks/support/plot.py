@@ -87,11 +87,9 @@ def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letter
     pyplot().close(figure)
 
 
-def span(values: Frame) -> str:
+def span(values: Frame, digits: int = 1) -> str:
     """Returns the smallest and the largest value in words: "1.0 to 2.6 times"."""
-    low, high = (
-        f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in (values.min(), values.max())
-    )
+    low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.{digits}f}" for v in (values.min(), values.max()))
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
@@ -108,39 +106,37 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     of the speed-up, and nothing is drawn without either.
     """
     ours = ours_of(rows)
-    measure = next(
-        (name for name in ("speedup", "slowdown") if name in ours and ours[name].notna().any()), ""
-    )
-    if not measure:
+    present = [name for name in ("speedup", "slowdown") if name in ours and ours[name].notna().any()]
+    if not present:
         return
+    measure = present[0]
     ours = (ours[ours.slowdown.notna()] if measure == "slowdown" else ours).copy()
-    shapes = ours[["batch", "vocab"]].drop_duplicates()
-    many = len(shapes) > 1 or ours.logits.nunique() == 1
+    many = len(ours[["batch", "vocab"]].drop_duplicates()) > 1 or ours.logits.nunique() == 1
     kind = lambda row: f"{row.logits} ({LOGITS.get(row.logits, 'a file')})"  # noqa: E731
     ours["down"] = ours.apply(_shape if many else kind, axis=1)
-    across = [name for name in case_columns(rows) if ours[name].map(str).nunique() > 1]
-    across = [name for name in across if name not in (("batch", "vocab", "k") if many else ("logits",))]
+    named_by_row = ("batch", "vocab", "k") if many else ("logits",)
+    across = [
+        name for name in case_columns(rows) if ours[name].map(str).nunique() > 1 and name not in named_by_row
+    ]
     ours["across"] = ours.apply(lambda row: "\n".join(_value(name, row[name]) for name in across), axis=1)
-    across_order, down_order = (list(dict.fromkeys(ours[name])) for name in ("across", "down"))
-    share = "share_of_read" if "share_of_read" in ours else "share_of_copy"
-    tables = {
-        name: ours.pivot_table(index="down", columns="across", values=name, aggfunc="last")
-        .reindex(index=down_order, columns=across_order)
-        .astype(float)
-        for name in (measure, share)
-    }
     caches = ours.fits_cache.fillna("") if "fits_cache" in ours else ours.dtype.map(lambda _: "")
     ours["cached"] = caches.ne("")
-    cached = ours.pivot_table(index="down", columns="across", values="cached", aggfunc="last")
-    cached = cached.reindex(index=down_order, columns=across_order).to_numpy() == 1
+    order = {"index": ours.down.unique(), "columns": ours.across.unique()}
+
+    def over_cases(name: str) -> Frame:
+        table = ours.pivot_table(index="down", columns="across", values=name, aggfunc="last")
+        return table.reindex(**order).astype(float)
+
+    share = "share_of_read" if "share_of_read" in ours else "share_of_copy"
+    cached = over_cases("cached").to_numpy() == 1
+    of_cache = f" (*: fits the {caches.max()} cache)" * bool(cached.any())
     titles = {
         "speedup": textwrap.fill(f"speed-up over {baseline}, times", 50),
         "slowdown": "time relative to normal logits, times",
-        share: f"share of a plain {share.removeprefix('share_of_')}'s bandwidth, %"
-        + f" (*: fits the {caches.max()} cache)" * bool(cached.any()),
+        share: f"share of a plain {share.removeprefix('share_of_')}'s bandwidth, %{of_cache}",
     }
-    down = "rows × elements of a row" if many else "logits"
-    figure, width = heat_maps(tables, titles, down, cached)
+    tables = {name: over_cases(name) for name in (measure, share)}
+    figure, width = heat_maps(tables, titles, "rows × elements of a row" if many else "logits", cached)
     if ours.contender.iloc[0] != "auto":
         what = f"{words(ours.contender.iloc[0])}: {what}"
     if measure == "speedup":
@@ -187,23 +183,18 @@ def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", [ORANGE, "#ffffff", BLUE])
-    values = table.to_numpy()
-    shade = values if measure.startswith("share") else np.log2(values) * (1 if measure == "speedup" else -1)
+    values, is_share = table.to_numpy(), measure.startswith("share")
+    shade = values if is_share else np.log2(values) * (1 if measure == "speedup" else -1)
     most = np.nanmax(np.abs(shade))
-    if not measure.startswith("share"):
-        most = max(most, 0.3)  # a difference of less than a fifth is pale
+    most = most if is_share else max(most, 0.3)  # a difference of less than a fifth is pale
     axis.imshow(shade, cmap=colors, vmin=-most, vmax=most, aspect="auto")
     for (i, j), value in np.ndenumerate(values):
-        if np.isnan(value):
-            axis.text(j, i, "peer did not run", ha="center", va="center", fontsize=8, color="#555555")
-        else:
-            text = (
-                f"{100 * value:.0f}" + " *" * bool(cached[i, j])
-                if measure.startswith("share")
-                else number(value, 3 if measure == "of_topk" else 2)
-            )
-            dark = shade[i, j] > 0.65 * most
-            axis.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
+        text, color, size = "peer did not run", "#555555", 8
+        if not np.isnan(value):
+            text = f"{100 * value:.0f}" + " *" * bool(cached[i, j])
+            text = text if is_share else number(value, 3 if measure == "of_topk" else 2)
+            color, size = "white" if shade[i, j] > 0.65 * most else "black", 9
+        axis.text(j, i, text, ha="center", va="center", fontsize=size, color=color)
     axis.set_xticks(range(len(table.columns)), table.columns, fontsize=8)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -220,6 +211,8 @@ def _value(name: str, value: Any) -> str:
 
 def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
     """Draws a line for each contender over logarithmic axes. A hollow point's result differs from the oracle's."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for name, own in rows[rows[y].notna()].groupby("contender", sort=False):
         text, color, style = STYLES.get(str(name), (str(name), PINK, "-"))
         own = own.sort_values(x)
@@ -227,12 +220,9 @@ def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
         axis.plot(own[x], own[y], style, color=color, label=text, linewidth=wide, marker="o", markersize=4)
         wrong = own[own.status == "differs"]
         axis.plot(wrong[x], wrong[y], "o", color=color, markerfacecolor="white", markersize=4)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    for of in (axis.xaxis, axis.yaxis):
-        of.set_major_locator(LogLocator(subs=(1, 2, 5) if of is axis.yaxis else (1,)))
+    axis.set(xscale="log", yscale="log")
+    for of, ticks in ((axis.xaxis, (1,)), (axis.yaxis, (1, 2, 5))):
+        of.set_major_locator(LogLocator(subs=ticks))
         of.set_minor_locator(NullLocator())
         of.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.grid(color="#dddddd", linewidth=0.5)
@@ -241,18 +231,15 @@ def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
 def legend(figure: Any, axis: Any, rows: Frame) -> None:
     """Draws the legend of lines next to the figure, with the reason for hollow points."""
     handles, labels = axis.get_legend_handles_labels()
-    if (rows.status == "differs").any():
+    dtypes = set(rows["dtype"][rows.status == "differs"])
+    if dtypes:
         handles += axis.plot([], [], "o", color="black", markerfacecolor="white")
-        labels.append(hollow(rows))
+        rounded = "it was rounded to 16 bits between steps"
+        is_rounded = dtypes <= {"bfloat16", "float16"}
+        why = f", {rounded}" if is_rounded else " by more than rounding may, or in its order"
+        labels.append(f"hollow: the result differs{why}")
     labels = [textwrap.fill(label, 30) for label in labels]
     figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
-
-
-def hollow(rows: Frame) -> str:
-    """Returns the legend of hollow points: why a peer's result differs."""
-    if set(rows["dtype"][rows.status == "differs"]) <= {"bfloat16", "float16"}:
-        return "hollow: the result differs, it was rounded to 16 bits between steps"
-    return "hollow: the result differs by more than rounding may, or in its order"
 
 
 def over_sizes(rows: Frame, document: dict[str, Any], file: Path, x: str, baseline: str, title: str) -> None:

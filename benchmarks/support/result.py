@@ -154,15 +154,13 @@ def provenance(commit: str = "", devices: int = 1) -> dict[str, Any]:
     }
 
 
-def write(directory: str, name: str, records: list[Record], run: dict[str, Any]) -> None:
-    rows = []
-    for record in records:
-        columns = {"contender": record.contender, "ours": record.ours, "ran": record.ran}
-        columns |= {"status": record.status, "reason": record.reason}
-        rows.append({**flat(record.case), **columns, **record.found})
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    document = {"benchmark": name, "runs": [run], "rows": rows}
-    (Path(directory) / f"{name}.json").write_text(as_text(document))
+def write(directory: Path, name: str, records: list[Record], run: dict[str, Any]) -> None:
+    described = ("contender", "ours", "ran", "status", "reason")
+    rows = [
+        flat(record.case) | {of: getattr(record, of) for of in described} | record.found for record in records
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(as_text({"benchmark": name, "runs": [run], "rows": rows}))
 
 
 def as_text(document: dict[str, Any]) -> str:

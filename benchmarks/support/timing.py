@@ -1,5 +1,6 @@
 """Times of calls: kernel times on a GPU, wall times on a CPU."""
 
+import contextlib
 import ctypes
 import functools
 import time
@@ -83,7 +84,8 @@ def interleave(
     sample = sample or (_device_times if on_gpu() else wall_times)
     times: dict[Name, list[float]] = {name: [] for name in calls}
     deadline = time.monotonic() + seconds
-    while times:
+    least = 0
+    while times and least < repeats and (least < _LEAST_SAMPLES or time.monotonic() <= deadline):
         for name in list(times):
             try:
                 times[name] += sample(calls[name])
@@ -91,25 +93,21 @@ def interleave(
                 failed(name, error)
                 del times[name]
         least = min(map(len, times.values()), default=0)
-        if least >= repeats or (least >= _LEAST_SAMPLES and time.monotonic() > deadline):
-            break
     return times
 
 
 def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
     """Returns what a further call adds to the wall time of a program of `calls` calls. The dispatch does not count.
 
-    Args:
-      one: a program of one call. It has run before.
-      many: a program of `calls` calls.
+    `one` is a program of one call, which has run before, and `many` a program of `calls` calls.
     """
-
-    def failed(name: int, error: Exception) -> None:
-        raise error
-
     wall_times(many)
-    times = interleave({1: one, calls: many}, 10, 2.0, failed, wall_times)
+    times = interleave({1: one, calls: many}, 10, 2.0, _reraise, wall_times)
     return float(np.median(times[calls]) - np.median(times[1])) / (calls - 1)
+
+
+def _reraise(name: object, error: Exception) -> None:
+    raise error
 
 
 def _gigabyte() -> jax.Array:
@@ -125,10 +123,10 @@ def copy_bandwidth() -> float:
     x = _gigabyte()
     bytes_moved = 2 * x.nbytes
 
-    def run() -> dict[str, jax.Array]:
+    def run() -> jax.Array:
         nonlocal x
         x = add(x)
-        return {"y": x}
+        return x
 
     return bytes_moved / _median_seconds(run)
 
@@ -137,37 +135,29 @@ def copy_bandwidth() -> float:
 def read_bandwidth() -> float:
     """Returns the bytes per second of a jitted sum over a gigabyte: the fastest possible read."""
     total, x = jax.jit(jnp.sum), _gigabyte()
-    return x.nbytes / _median_seconds(lambda: {"y": total(x)})
+    return x.nbytes / _median_seconds(lambda: total(x))
 
 
-def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
+def _median_seconds(run: Callable[[], jax.Array]) -> float:
     """Returns the median of about twenty samples of a JAX function without arguments."""
     run()  # compiles
-    call = Call(run, "jax")
-
-    def failed(name: str, error: Exception) -> None:
+    try:
+        return float(np.median(interleave({"bandwidth": Call(run, "jax")}, 20, 2.0, _reraise)["bandwidth"]))
+    except Exception as error:
         raise RuntimeError(
             "timing on a GPU needs CUPTI, through JAX's CUDA plugin (jax[cuda12] or jax[cuda13])"
             " and without another profiler in the process"
         ) from error
 
-    return float(np.median(interleave({"bandwidth": call}, 20, 2.0, failed)["bandwidth"]))
-
 
 def cache() -> tuple[str, int]:
     """Returns the name and the size in bytes of the last cache before the memory. An unknown size is 0."""
-    if not on_gpu():
-        try:
-            text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        except OSError:
-            text = "0K"
-        return "L3", int(text.removesuffix("K")) * 1024
     size = ctypes.c_int(0)
-    attribute = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-    try:
+    with contextlib.suppress(OSError):
+        if not on_gpu():
+            text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+            return "L3", int(text.removesuffix("K")) * 1024
+        attribute = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         driver = ctypes.CDLL("libcuda.so.1")
-        ordinal = jax.devices()[0].local_hardware_id
-        driver.cuDeviceGetAttribute(ctypes.byref(size), attribute, ordinal)
-    except OSError:
-        pass
-    return "L2", size.value
+        driver.cuDeviceGetAttribute(ctypes.byref(size), attribute, jax.devices()[0].local_hardware_id)
+    return "L2" if on_gpu() else "L3", size.value

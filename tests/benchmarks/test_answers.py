@@ -1,6 +1,6 @@
 """The inputs and expected results of the benchmarks: logits, masks, the oracle's answers, and byte counts."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,47 +33,44 @@ def test_large_cases_are_checked_on_first_last_and_random_rows():
     assert len(rows) == len(set(rows)) == 32 and rows[0] == 0 and rows[-1] == 4095
 
 
-def test_masks_have_their_shapes_and_share():
-    shapes = {("full", 0): (500, 100), ("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", 0): (1, 100)}
-    for (where, axis), shape in shapes.items():
-        found = np.asarray(cases.mask(case_of(batch=100, vocab=500, where=where, axis=axis)))
-        assert found.shape == shape and (where != "full" or 0.68 < found.mean() < 0.72)
-
-
-@pytest.mark.parametrize(
-    ("function", "k", "logits"),
-    [(function, None, "peaked") for function in flags.FUNCTIONS] + [("softmax", 7, "ties")],
-)
-def test_the_oracle_agrees_with_jax(function, k, logits):
+def test_the_oracle_agrees_with_jax():
     """Softmax has a mask, and top-k has ties."""
-    case = case_of(batch=5, vocab=300, function=function, direction="both", logits=logits, k=k)
-    case = dataclasses.replace(case, where="none" if k else "full")
-    x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
-    kept = None if mask is None else np.asarray(mask)
-    answer = answers.Answer(np.asarray(x), np.asarray(g), function, k, kept)
+    rng, dtype = np.random.default_rng(0), np.float32
+    x, gs = rng.standard_normal((5, 300)).astype(dtype), rng.standard_normal((5, 300)).astype(dtype)
+    peaked, ties, mask = np.where(rng.random(x.shape) < 0.01, 20 * x, x), np.round(x) + 0, gs < 0.5
+    asked = [(peaked, mask, function, None) for function in flags.FUNCTIONS] + [(ties, None, "softmax", 7)]
 
     @jax.jit  # one compilation instead of one per operation
-    def reference(x, g):
-        def of(x):
-            y = getattr(jax.nn, function)(x, axis=-1, where=mask)
-            return y if k is None else jnp.take_along_axis(y, lax.top_k(x, k)[1], -1)
+    def references():
+        """Returns for each case y, its gradient, y without the mask, and the winners."""
+        found = []
+        for x, mask, function, k in asked:
+            winners = lax.top_k(x, 7)[1]
 
-        y, pull = jax.vjp(of, x)
-        return y, pull(g)[0], getattr(jax.nn, function)(x, axis=-1), lax.top_k(x, 7)[1]
+            def of(x, where, function=function, winners=winners if k else None):
+                y = getattr(jax.nn, function)(x, axis=-1, where=where)
+                return y if winners is None else jnp.take_along_axis(y, winners, -1)
 
-    y, dx, unmasked, indices = map(np.asarray, reference(x, g))
-    assert answer.check_output(y).ok and answer.check_gradient(dx).ok
-    for wrong in (1.001 * y, np.full_like(y, np.nan), *([] if k else [unmasked])):
-        assert not answer.check_output(wrong).ok
-    assert not answer.check_gradient(1.001 * dx).ok
-    assert k is None or answer.check_indices(indices).ok
+            y, pull = jax.vjp(functools.partial(of, where=mask), x)
+            g = gs[:, 0] if y.ndim < 2 else gs[:, : y.shape[-1]]
+            found.append((y, g, pull(g)[0], of(x, None), winners))
+        return found
+
+    for (x, mask, function, k), found in zip(asked, references()):
+        y, g, dx, unmasked, winners = map(np.asarray, found)
+        answer = answers.Answer(x, g, function, k, mask)
+        assert answer.check_output(y).ok and answer.check_gradient(dx).ok
+        for wrong in (1.001 * y, np.full_like(y, np.nan), *([] if k else [unmasked])):
+            assert not answer.check_output(wrong).ok
+        assert not answer.check_gradient(1.001 * dx).ok
+        assert k is None or answer.check_indices(winners).ok
 
 
 def test_ulps():
     for dtype, least in (("float32", 2.0**-126), ("float16", 2.0**-24)):
         size = np.array([0.3, 1.0, 7.0, 1000.0])
-        spacing = [float(jnp.nextafter(v, jnp.inf) - v) for v in jnp.asarray(size, dtype)]
-        np.testing.assert_array_equal(answers.ulp([*size, 0.0], jnp.dtype(dtype)), [*spacing, least])
+        spacing = np.spacing(size.astype(dtype))
+        np.testing.assert_array_equal(answers.ulp([*size, 0.0], np.dtype(dtype)), [*spacing, least])
 
 
 def test_the_oracle_allows_ties():
@@ -92,15 +89,18 @@ def test_the_oracle_allows_ties():
     assert answer.check_logits(x[:, [4, 1, 0]]).ok and not answer.check_logits(x[:, [1, 1, 0]]).ok
 
 
-def drawn(logits, dtype="float32"):
-    """Returns four rows of a kind of logits, as float32."""
-    return np.asarray(cases.logits(case_of(batch=4, vocab=50_000, dtype=dtype, logits=logits)), np.float32)
-
-
-def test_logits_have_the_promised_distributions():
-    normal = drawn("normal")
-    np.testing.assert_allclose(drawn("normal", "bfloat16"), normal, rtol=2**-8)  # not another draw
+def test_logits_and_masks_have_the_promised_distributions():
+    kinds = ("normal", "float32"), ("normal", "bfloat16"), ("peaked", "float32"), ("ties", "float32")
+    drawn = [case_of(batch=4, vocab=50_000, dtype=dtype, logits=logits) for logits, dtype in kinds]
+    drawn.append(case_of(batch=4, vocab=50, logits="one_finite"))
+    shapes = {("full", 0): (500, 100), ("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", 0): (1, 100)}
+    masked = [case_of(batch=100, vocab=500, where=where, axis=axis) for where, axis in shapes]
+    assert [jax.eval_shape(lambda case=case: cases.mask(case)).shape for case in masked] == [*shapes.values()]
+    found, mask = jax.jit(lambda: ([*map(cases.logits, drawn)], cases.mask(masked[0])))()
+    normal, rounded, peaked, ties, one_finite = (np.asarray(x, np.float32) for x in found)
+    np.testing.assert_allclose(rounded, normal, rtol=2**-8)  # not another draw
     assert len(np.unique(normal)) > 100_000
-    assert 40 < np.abs(drawn("peaked")).max() < 120
-    assert len(np.unique(drawn("ties"))) < 15
-    assert (np.isfinite(drawn("one_finite")).sum(axis=1) == 1).all()
+    assert 40 < np.abs(peaked).max() < 120
+    assert len(np.unique(ties)) < 15
+    assert (np.isfinite(one_finite).sum(axis=1) == 1).all()
+    assert 0.68 < mask.mean() < 0.72

@@ -1,5 +1,7 @@
 """Beam search and serving on the CPU: the check of a search can fail, and peers draw what they should."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,41 +15,34 @@ from tests.support import oracle
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def decoded(search: Search, starts: np.ndarray):
-    """Returns the weights of an untrained model, and what a search with fused_topk finds."""
-    normal = np.random.default_rng(0).standard_normal
-    weights = {"embed": normal((search.vocab, 16)), "bias": np.zeros(48)}
-    weights |= {name: normal((16, 48)) for name in ("input", "hidden")}
-    weights = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
-    select = beam_search.selection("auto")
-    found = jax.jit(lambda *args: beam_search.decode(select, search, *args))(weights, jnp.asarray(starts))
-    return weights, {name: np.asarray(value) for name, value in found.items()}
-
-
 def test_near_ties_may_swap_but_no_others():
-    search = Search(3, 3, 90, "float32", 6)
-    starts = language_model.choose_prompts(90, 3)
-    weights, found = decoded(search, starts)
-    replayed = beam_search.replay(search, weights, jnp.asarray(starts), found["tokens"], found["parents"])
-    scores, best = map(np.asarray, replayed)
+    search, shape = Search(3, 3, 90, "float32", 6), (6, 3, 3)
+    best = -np.cumsum(np.full(shape, 4.0, np.float32), 0)
+    found = {"tokens": np.zeros(shape, int), "parents": np.zeros(shape, int), "scores": best}
+
+    def check(replayed=best, best=best, **changed):
+        return beam_search.check(search, found | changed, replayed, best)
+
     near, far = best.copy(), best.copy()
-    near[4, 2, 1] += 1e-6
+    near[4, 2, 1] += 1e-5
     far[4, 2, 1] += 1e-2
-    error, gap, reason = beam_search.check(search, found, scores, near)
-    assert error < 1e-5 and 0 < gap < 1e-5 and not reason
-    assert "at step 4, prompt 2, beam 1" in beam_search.check(search, found, scores, far)[2]
-    wrong = {"scores": found["scores"] * np.nan}
-    assert "score off by nan" in beam_search.check(search, found | wrong, scores, best)[2]
-    assert "score off by 0.001" in beam_search.check(search, found, scores + 1e-3, best)[2]
-    wrong = {"tokens": found["tokens"] + 90}
-    assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
+    error, gap, reason = check(best=near)
+    assert error == 0 and 0 < gap < 2e-5 and not reason
+    assert "at step 4, prompt 2, beam 1" in check(best=far)[2]
+    assert "score off by nan" in check(scores=best * np.nan)[2]
+    assert "score off by 0.001" in check(best + 1e-3)[2]
+    assert "a token is not from 0 to 89" in check(tokens=found["tokens"] + 90)[2]
 
 
 @pytest.mark.slow
 def test_hypotheses_are_the_best_of_all():
     # with as many beams as tokens, the first two steps lose nothing, and the search is exhaustive
-    ids = language_model.choose_prompts(7, 2)
-    weights, found = decoded(Search(2, 7, 7, "float32", 2), ids)
+    search, ids = Search(2, 7, 7, "float32", 2), language_model.choose_prompts(7, 2)
+    shapes = {"embed": (7, 16), "bias": 48, "input": (16, 48), "hidden": (16, 48)}
+    normal = np.random.default_rng(0).standard_normal
+    weights = {name: jnp.asarray(normal(shape), jnp.float32) for name, shape in shapes.items()}
+    decode = functools.partial(beam_search.decode, beam_search.selection("auto"), search)
+    found = jax.jit(decode)(weights, jnp.asarray(ids))
 
     @jax.jit
     def log_p(texts):
@@ -62,6 +57,7 @@ def test_hypotheses_are_the_best_of_all():
     np.testing.assert_allclose(found["scores"][-1], np.take_along_axis(every, ranked, -1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_sorted_draws_are_in_the_kept_set():
     x = np.random.default_rng(0).standard_normal((70, 200)).astype("float32") * 2
     asked = serve.requests(70)

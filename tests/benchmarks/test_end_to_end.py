@@ -1,15 +1,13 @@
 """Every benchmark end to end on the CPU, on tiny inputs: checks, output and failures."""
 
-import csv
-import dataclasses
 import functools
 import gc
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,34 +17,19 @@ import pytest
 from jax import lax
 
 import pallas_softmax
-from benchmarks import (
-    accuracy,
-    beam_search,
-    linear,
-    paper,
-    programs,
-    quick_start,
-    route,
-    sample,
-    serve,
-    softmax,
-    topk,
-    verify,
-)
+from benchmarks import accuracy, paper, quick_start, sample, softmax, topk
 from benchmarks.support import cases, checked, driver, result, timing
-from benchmarks.support.contenders import Call, Contender, jax_call, prepare_jax
+from benchmarks.support.contenders import Call, Contender, jax_call
 from benchmarks.support.result import Record
-from tests.benchmarks.conftest import case_of
-from tests.support.covering import first
+from tests.benchmarks.conftest import case_of, flags_of, parse
+from tests.support.covering import first, slow
 
 ROOT = Path(__file__).parents[2]
-CASE = (
-    "batch vocab dtype function where axis k direction logits seed contender ours ran status reason".split()
-)
-MEASURED = "rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes fits_cache".split()
-MEASURED += ["first_result_s", "extra_mb", "explain"]
-DERIVED = "elements_per_s tb_per_s share_of_copy share_of_read speedup".split()
-SIZES = "--vocab=90 --tokens=64 --width=16"
+# The columns of softmax and topk: of the JSON, and those that follow from it. share_of_read is of topk only.
+WRITTEN = """batch vocab dtype function where axis k direction logits seed contender ours ran status reason bytes
+    fits_cache first_result_s extra_mb explain rows_checked error_eps error_share_of_bound samples p20_us p50_us
+    p80_us""".split()
+DERIVED = "speedup elements_per_s tb_per_s share_of_copy share_of_read".split()
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,31 +43,22 @@ def test_softmax_and_topk_together(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "No kernels on this device" in done.stdout
-    for name, limits in (("softmax", {"copy"}), ("topk", {"copy", "read"})):
+    # top-k ignores --function
+    for name, functions, derived in (("softmax", {"logsumexp", "softmax"}, 4), ("topk", {"softmax"}, 5)):
         assert f"{name} on " in done.stdout
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        document = json.loads((tmp_path / f"{name}.json").read_text())
-        (run,) = document["runs"]
+        document = result.read(tmp_path / f"{name}.json")
+        (run,), rows = document["runs"], document["rows"]
         assert {"device", "jax", "commit", "date", "command"} <= set(run)
         assert run["flags"]["batch"] == [5] and "heads" not in run["flags"]
-        with open(tmp_path / f"{name}.csv", newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert list(rows[0])[: len(CASE)] == CASE
-        assert {*rows[0], "share_of_read"} == {*CASE, *MEASURED, *DERIVED}
-        assert not set(DERIVED) & set(document["rows"][0])  # the JSON has only what cannot be computed again
-        functions = {"softmax"} if name == "topk" else {"logsumexp", "softmax"}  # top-k ignores --function
-        assert {row["function"] for row in rows} == functions
-        ours = [row for row in rows if row["ours"] == "True"]
-        assert ours and all(row["status"] == "ok" and row["ran"] == "xla" and row["explain"] for row in ours)
+        head = (tmp_path / f"{name}.csv").read_text().partition("\n")[0]
+        assert head.split(",") == WRITTEN + DERIVED[:derived]
+        ours = [row for row in rows if row["ours"]]
+        assert {row["function"] for row in ours} == functions and list(ours[0]) == WRITTEN
         for row in ours:
-            of = {column: float(row[column]) for column in MEASURED[:8] + DERIVED if column in row}
-            assert of["p20_us"] <= of["p50_us"] <= of["p80_us"] and float(row["first_result_s"]) > 0
-            assert of["samples"] >= 3 and of["rows_checked"] == 5
-            np.testing.assert_allclose(of["tb_per_s"], of["bytes"] / of["p50_us"] / 1e6)
-            np.testing.assert_allclose(of["elements_per_s"], 5 * 60 / of["p50_us"] * 1e6)
-            for limit in limits:
-                want = of["tb_per_s"] / run[f"{limit}_tb_per_s"]
-                np.testing.assert_allclose(of[f"share_of_{limit}"], want)
+            assert row["status"] == "ok" and row["ran"] == "xla" and row["explain"]
+            assert row["p20_us"] <= row["p50_us"] <= row["p80_us"] and row["first_result_s"] > 0
+            assert row["samples"] >= 3 and row["rows_checked"] == 5
 
 
 def _best_left_out(found):
@@ -105,42 +79,33 @@ WRONG = {
     "linear_kl_divergence": lambda loss: 2 * loss - lax.stop_gradient(loss),
     "linear_token_stats": lambda found: found._replace(entropy=0 * found.entropy),
 }
-# A benchmark, its flags, and the number of its rows. Torch counts as not installed.
-RUNS = [
-    (softmax, "--function=softmax,log_softmax --where=full --direction=both --peers=jax", 2 * 3),
-    (
-        topk,
-        "--top_k --nosorted --lengths=even --implementations=auto,xla,triton --peers=lax_stable,torch_topk",
-        5,
-    ),
-    (topk, "--direction=backward --dtype=bfloat16 --peers=jax_stable,jax_raft,torch", 5),
-    (softmax, "--function=token_stats --axis=0 --logits=peaked --peers=jax,quack", 4),
-    (sample, "--shapes=3x60 --filters=all --peers=jax,torch,flashinfer", 5),
-    (verify, "--batch=20 --vocab=60 --drafts=4 --filters=top_p --peers=jax,flashinfer", 4),
-    (serve, f"{SIZES} --sequence=4 --training_steps=2 --batch=9", 3),
-    (beam_search, f"{SIZES} --sequence=4 --training_steps=2 --batch=3 --k=3", 4),
-    (accuracy, "--shapes=20x300", 2),
-    (route, "--shapes=9x64x6 --gates=groups --direction=both --peers=fused_topk,jax_dense,torch", 6),
-    (linear, f"{SIZES} --training_steps=5 --batch=40 --direction=both --peers=torch", 5),
-    (
-        linear,
-        f"{SIZES} --training_steps=0 --batch=40 --function=token_stats --w_shape=VxD --peers=log_probs",
-        5,
-    ),
-    (
-        linear,
-        f"{SIZES} --training_steps=0 --batch=40 --function=kl_divergence --direction=both --teacher_width=32"
-        " --beta=0.5 --peers=jax_inexact,torch",
-        6,
-    ),
-    (programs, f"{SIZES} --sequence=4 --heads=2 --programs=block_where,loss_lse,attention_causal", 3 + 3 + 4),
-    (paper, "--k=5,7 --algorithms=safe_unfused,online_fused --peers=jax_stable", 2 * 5),
-]
+# A benchmark with its flags, and the number of its rows. Torch counts as not installed.
+MODEL = "--vocab=90 --tokens=64 --width=16"
+DECODING = f"{MODEL} --sequence=4 --training_steps=2"
+LOSS = f"linear {MODEL} --batch=40"
+RUNS = {
+    "topk --top_k --nosorted --lengths=even --implementations=auto,xla,triton --peers=lax_stable,torch_topk": 5,
+    "softmax --function=softmax,log_softmax --where=full --direction=both --peers=jax": 2 * 3,
+    "topk --direction=backward --dtype=bfloat16 --peers=jax_stable,jax_raft,torch": 5,
+    "softmax --function=token_stats --axis=0 --logits=peaked --peers=jax,quack": 4,
+    "sample --shapes=3x60 --filters=all --peers=jax,torch,flashinfer": 5,
+    "verify --batch=20 --vocab=60 --drafts=4 --filters=top_p --peers=jax,flashinfer": 4,
+    f"serve {DECODING} --batch=9": 3,
+    f"beam_search {DECODING} --batch=3 --k=3": 4,
+    "accuracy --shapes=20x300": 2,
+    "route --shapes=9x64x6 --gates=groups --direction=both --peers=fused_topk,jax_dense,torch": 6,
+    f"{LOSS} --training_steps=5 --direction=both --peers=torch": 5,
+    f"{LOSS} --training_steps=0 --function=token_stats --w_shape=VxD --peers=log_probs": 5,
+    f"{LOSS} --training_steps=0 --function=kl_divergence --direction=both --teacher_width=32 --beta=0.5"
+    " --peers=jax_inexact,torch": 6,
+    f"programs {MODEL} --sequence=4 --heads=2 --programs=block_where,loss_lse,attention_causal": 3 + 3 + 4,
+    "paper --k=5,7 --algorithms=safe_unfused,online_fused --peers=jax_stable": 2 * 5,
+}
 
 
-@pytest.mark.parametrize(("benchmark", "args", "count"), first(2, RUNS))
+@pytest.mark.parametrize(("command", "count"), first(1, [*RUNS.items()]), ids=lambda value: str(value)[:60])
 def test_every_benchmark_runs_and_rejects_a_wrong_result(
-    run_benchmark, monkeypatch, capsys, titles, tmp_path, benchmark, args, count
+    run_benchmark, monkeypatch, capsys, titles, tmp_path, command, count
 ):
     """Every function of ours is wrong with implementation="xla". The other contenders are right."""
 
@@ -148,54 +113,58 @@ def test_every_benchmark_runs_and_rejects_a_wrong_result(
         found = function(*args, implementation=implementation, **options)
         return change(found) if implementation == "xla" else found
 
-    for name, change in WRONG.items():
-        monkeypatch.setattr(
-            pallas_softmax, name, functools.partial(breakable, getattr(pallas_softmax, name), change)
-        )
+    for function, change in WRONG.items():
+        broken = functools.partial(breakable, getattr(pallas_softmax, function), change)
+        monkeypatch.setattr(pallas_softmax, function, broken)
     monkeypatch.setitem(sys.modules, "torch", None)
+    name, *args = command.split()
+    benchmark = importlib.import_module(f"benchmarks.{name}")
     without_remat = lambda found: [case for case in found if not case.remat]  # noqa: E731
-    choose = without_remat if benchmark is programs else None
-    code, rows = run_benchmark(benchmark, "--implementations=auto,xla", *args.split(), choose=choose)
+    choose = without_remat if name == "programs" else None
+    code, rows = run_benchmark(benchmark, "--implementations=auto,xla", *args, choose=choose)
     printed, view = capsys.readouterr(), benchmark.BENCHMARK.view
     assert code == 1 and "records failed" in printed.err and len(rows) == count
-    assert f"{benchmark.BENCHMARK.name} on " in printed.out and bool(titles) == (view.draw is not None)
-    header = (tmp_path / f"{benchmark.BENCHMARK.name}.csv").read_text().partition("\n")[0].split(",")
+    assert f"{name} on " in printed.out and bool(titles) == (view.draw is not None)
+    header = (tmp_path / f"{name}.csv").read_text().partition("\n")[0].split(",")
     assert set(view.columns) - set(header) <= {"slowdown", "device_us_per_step"}
     for row in rows:
         timed = row.get("p50_us", 0) > 0
         if row["contender"] == "xla":
-            assert row["status"] == ("WORSE" if benchmark is accuracy else "FAILED") and not timed, row
+            assert row["status"] == ("WORSE" if name == "accuracy" else "FAILED") and not timed, row
         elif row["contender"] in ("triton", "torch", "torch_topk", "quack", "flashinfer", "jax_raft"):
             assert row["status"] == "not run" and not timed and row["reason"], row
         else:
-            assert row["status"] == "ok" and timed == (benchmark is not accuracy), row
+            assert row["status"] == "ok" and timed == (name != "accuracy"), row
             assert row.get("same", 9) == 9 and row.get("draws_checked", 4 * 8) == 4 * 8
     if "--training_steps=5" in args:
         plain, ours = result.read(tmp_path / "linear_training.json")["rows"]
         np.testing.assert_allclose(plain["first_loss"], np.log(90), rtol=0.1)
         assert ours["largest_gap"] <= 1e-4 and ours["last_loss"] < ours["first_loss"]
-    if benchmark is paper:  # the title has the paper's speed-up at both ends of the axis
+    if name == "paper":  # the title has the paper's speed-up at both ends of the axis
         times = {(row["contender"], row["k"]): row["p50_us"] for row in rows if "p50_us" in row}
         at_5, at_7 = (f"{times['safe_unfused', k] / times['online_fused', k]:.1f} times" for k in (5, 7))
         assert titles[0].startswith("CPU figures") and f"is {at_7} as fast as safe softmax" in titles[0]
         assert f"{at_5} at k = 5" in titles[0]
 
 
-def test_the_quick_start(run_benchmark, capsys):
-    """It prints a line for each call, and its table has five calls of each contender."""
+@pytest.mark.parametrize("count", [1, slow(5)])
+def test_the_quick_start(run_benchmark, capsys, count):
+    """It prints a line for each call, and its table has every call of each contender."""
+    rows = {"batch": 4, "vocab": 60}
+    gate, loss = {"tokens": 8, "gate": "softmax"}, {"tokens": 8, "head": "small", "direction": "forward"}
+    sizes = rows, rows, rows | {"function": "none"}, gate, loss
 
     def smaller(calls):
-        of_loss = dataclasses.replace(calls[-1].case, tokens=8, head="small", direction="forward")
-        rows = {"batch": 4, "vocab": 60}
-        sizes = [rows, rows, rows | {"function": "none"}, {"tokens": 8, "gate": "softmax"}]
-        cases = [dataclasses.replace(call.case, **size) for call, size in zip(calls, sizes)]
-        return [dataclasses.replace(call, case=case) for call, case in zip(calls, [*cases, of_loss])]
+        assert len(calls) == len(sizes)
+        found = [replace(call, case=replace(call.case, **size)) for call, size in zip(calls, sizes)]
+        return found[:count]
 
     code, rows = run_benchmark(quick_start, choose=smaller)
     printed = capsys.readouterr()
-    assert code == 0 and "quick_start: case 1 of 5: softmax 64 x 50,257 float32" in printed.err
-    assert "No kernels on this device" in printed.out and "kernels run 5 of these 5 calls" in printed.out
-    assert [row["contender"] for row in rows] == ["plain JAX", "pallas_softmax"] * 5
+    assert code == 0 and f"quick_start: case 1 of {count}: softmax 64 x 50,257 float32" in printed.err
+    assert "No kernels on this device" in printed.out
+    assert f"kernels run {count} of these {count} calls" in " ".join(printed.out.split())
+    assert [row["contender"] for row in rows] == ["plain JAX", "pallas_softmax"] * count
     assert all(row["status"] == "ok" and row["p50_us"] > 0 for row in rows)
 
 
@@ -208,49 +177,40 @@ def test_without_pandas_the_json_is_written(tmp_path, run_benchmark, monkeypatch
     assert "benchmarks.support.redraw" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "function", "wrong", "args"),
-    [
-        (softmax, "_jax", lambda x, function, axis: (x, None), ()),
-        (sample, "by_jax", lambda key, x, given: x.argmin(-1), ("--shapes=3x60", "--filters=min_p")),
-    ],
-)
-def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(one, monkeypatch, benchmark, function, wrong, args):
-    monkeypatch.setattr(benchmark, function, wrong)
-    code, rows = one(benchmark, "--peers=jax", *args)
-    assert code == 0 and rows["jax"]["status"] == "differs" and rows["auto"]["status"] == "ok"
-    assert ("p50_us" in rows["jax"]) == (benchmark is softmax)
+def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(one, monkeypatch):
+    monkeypatch.setitem(softmax._FUNCTIONS, "jax", lambda x, function, axis: (x, None))
+    code, rows = one(softmax, "--peers=jax")
+    assert code == 0 and rows["auto"]["status"] == "ok"
+    assert rows["jax"]["status"] == "differs" and rows["jax"]["p50_us"] > 0
+    monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
+    code, rows = one(sample, "--peers=jax", "--shapes=3x60", "--filters=min_p", "--implementations=")
+    assert code == 0 and rows["jax"]["status"] == "differs" and "p50_us" not in rows["jax"]
 
 
 def test_a_wrong_algorithm_of_the_paper_fails_the_run(one, monkeypatch):
-    broken = dataclasses.replace(paper._ALGORITHMS["topk"], plain=lambda x, k: lax.top_k(x + 1, k))
+    broken = replace(paper._ALGORITHMS["topk"], plain=lambda x, k: lax.top_k(x + 1, k))
     monkeypatch.setitem(paper._ALGORITHMS, "topk", broken)
     code, rows = one(paper, "--algorithms=topk,safe_fused", "--implementations=")
     assert code == 1 and [row["status"] for row in rows.values()] == ["FAILED", "ok"]
 
 
-def _raises(x, **kwargs):
-    raise KeyError("no such kernel")
+def test_a_call_that_is_not_what_its_name_says_fails_the_run(one, monkeypatch):
+    plain = pallas_softmax.softmax
 
+    def raises(x, **options):
+        raise KeyError("no such kernel")
 
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (_raises, "KeyError: 'no such kernel'"),
-        (
-            lambda x, plain=pallas_softmax.softmax, **kwargs: plain(x),
-            "asked for triton, explained as {'xla'}, lowered to xla",
-        ),
-    ],
-)
-def test_a_call_that_is_not_what_its_name_says_fails_the_run(one, monkeypatch, wrong, reason):
-    monkeypatch.setattr(pallas_softmax, "softmax", wrong)
-    code, rows = one(softmax, "--implementations=triton")
-    assert code == 1 and rows["triton"]["status"] == "error" and reason in rows["triton"]["reason"]
+    for wrong, reason in (
+        (raises, "KeyError: 'no such kernel'"),
+        (lambda x, **options: plain(x), "asked for triton, explained as {'xla'}, lowered to xla"),
+    ):
+        monkeypatch.setattr(pallas_softmax, "softmax", wrong)
+        code, rows = one(softmax, "--implementations=triton")
+        assert code == 1 and rows["triton"]["status"] == "error" and reason in rows["triton"]["reason"]
 
 
 def test_a_gradient_without_a_kernel_is_not_timed_under_its_name():
-    contender = Contender("mosaic_gpu", True, pallas_softmax.logsumexp, prepare_jax, asked="mosaic_gpu")
+    contender = Contender("mosaic_gpu", pallas_softmax.logsumexp, ours=True, asked="mosaic_gpu")
     choices = pallas_softmax.explain(pallas_softmax.logsumexp, np.zeros((2, 3), np.float32))
     case = case_of(function="logsumexp", direction="backward")
     with pytest.raises(NotImplementedError, match="gradient of logsumexp is plain JAX"):
@@ -282,23 +242,23 @@ def test_a_call_that_raises_keeps_no_arrays_alive():
         gc.enable()
 
 
+@pytest.mark.slow
 def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp_path, capsys):
     code, (normal, *bad) = run_benchmark(topk, "--logits=normal,nan,neg_inf", "--k=30")
     assert code == 0 and "slowdown" in capsys.readouterr().out
     rows = result.frame(result.read(tmp_path / "topk.json"), topk.VIEW)
-    assert np.isnan(rows.slowdown[0])
-    np.testing.assert_allclose(rows.slowdown[1:], [row["p50_us"] / normal["p50_us"] for row in bad])
+    np.testing.assert_allclose(rows.slowdown, [np.nan, *(row["p50_us"] / normal["p50_us"] for row in bad)])
 
 
-def test_a_users_file_decides_the_result(run_benchmark, tmp_path):
+def test_a_users_file_decides_the_cases(tmp_path):
     logits, path = np.arange(60.0).reshape(2, 3, 10), tmp_path / "logits.npy"
     np.save(path, logits)
-    code, rows = run_benchmark(topk, "--batch=4,100", f"--logits={path}", "--k=2")
-    assert code == 0 and [(row["batch"], row["vocab"]) for row in rows] == [(4, 10), (6, 10)]
-    np.testing.assert_array_equal(cases.logits(case_of(logits=str(path))), logits.reshape(6, 10))
+    found = cases.make_cases(parse(topk, "--batch=4,100", f"--logits={path}", "--k=2"), (2,))
+    assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
+    np.testing.assert_array_equal(cases.logits(found[1]), logits.reshape(6, 10))
     np.save(path, logits.astype(int))
-    with pytest.raises(SystemExit, match="--logits=.*logits.npy holds int64"):
-        run_benchmark(softmax, f"--logits={path}")
+    with flags_of(softmax, f"--logits={path}"), pytest.raises(SystemExit, match="logits.npy holds int64"):
+        softmax.main(["softmax"])
 
 
 def test_worse_than_xla():

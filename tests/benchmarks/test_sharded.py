@@ -92,20 +92,14 @@ def test_the_device_time_is_the_period_of_a_kernel():
         traces.period([first, late[:3]], 4)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_a_record_says_how_its_device_time_was_found(kernels, monkeypatch):
+def test_a_record_says_how_its_device_time_was_found(monkeypatch):
     """Without kernels in the trace, it is what a further call adds to the wall time."""
-    x, sleep = np.zeros(1), 0.002
     monkeypatch.setattr(sharded, "CALLS", 8)
-
-    def seen(run):
-        run()
-        return [[1000.0 * i for i in range(8)]] if kernels else [[]]
-
-    monkeypatch.setattr(traces, "_kernel_starts", seen)
-    found = sharded.device_time(lambda x: x, lambda x: time.sleep(sleep * 7), x)
-    assert found["timed_by"] == ("trace" if kernels else "host's clock")
-    assert found["device_us"] == pytest.approx(1 if kernels else 1e6 * sleep, rel=0.5)
+    kernels, sleep = [1000.0 * i for i in range(8)], 0.002
+    for starts, timed_by, us in ((kernels, "trace", 1), ([], "host's clock", 1e6 * sleep)):
+        monkeypatch.setattr(traces, "_kernel_starts", lambda run, starts=starts: [starts])
+        found = sharded.device_time(lambda x: x, lambda x: time.sleep(sleep * 7), np.zeros(1))
+        assert found == {"device_us": pytest.approx(us, rel=0.5), "timed_by": timed_by}
 
 
 def test_how_rows_compare():

@@ -5,8 +5,8 @@ import io
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ DOCUMENTS = [
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
 ]
 RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).read_text()]
-RUNNABLE.remove("docs/recipes.md")  # its programs run one by one, in test_recipes.py
+RUNNABLE.remove("docs/recipes.md")  # its programs run one by one
+RECIPES = (ROOT / "docs/recipes.md").read_text()
+TITLES = re.findall(r"^## (.*)$", RECIPES, re.MULTILINE)
 HEAVY = ("triton", "jax_triton", "matplotlib", "tqdm", "absl", "torch", "jax.experimental.pallas")
 
 
@@ -30,16 +32,14 @@ def blocks(text: str, language: str = "") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def section(title: str, text: str = README) -> str:
-    return re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
-
-
 def anchors(text: str) -> set[str]:
     """Returns the anchors of the headings."""
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
-    )
+    headings = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def run(text: str) -> dict:
@@ -48,8 +48,21 @@ def run(text: str) -> dict:
     for block in blocks(text, "python"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(block, names)
-        assert printed.getvalue().splitlines() == re.findall(r"^# -> (.*)$", block, re.MULTILINE)
+        assert printed.getvalue().splitlines() == stated(block)
     return names
+
+
+def stated(code: str) -> list[str]:
+    """Returns the lines that a program prints, by its comments."""
+    return re.findall(r"^# -> (.*)$", code, re.MULTILINE)
+
+
+def output_of(program: str, **options: Any) -> str:
+    """Returns what a program prints in a new process."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -66,38 +79,36 @@ def lowered_for_hopper(monkeypatch):
     jax.clear_caches()  # explain does not list calls that jit traced before
 
 
-def heavy_modules(statement: str) -> set[str]:
-    """Returns the HEAVY modules that a new process loads in `statement`."""
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(HEAVY) & set(done.stdout.split())
-
-
-def seconds_of_import() -> float:
-    """Returns the CPU time of `import pallas_softmax` in addition to jax, in a new process."""
-    code = """if True:
-        import time, jax
-        start = time.process_time()
-        import pallas_softmax
-        print(time.process_time() - start)
-    """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("document", RUNNABLE)
 def test_python_blocks_give_the_stated_results(document, lowered_for_hopper):
     run((ROOT / document).read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("title", TITLES)
+def test_a_recipe_runs_by_itself(title, tmp_path):
+    program = blocks(RECIPES, "python")[TITLES.index(title)]
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    assert output_of(program, cwd=tmp_path, env=environment).splitlines() == stated(program)
+
+
+def test_every_recipe_has_one_program():
+    sections = re.split(r"^## ", RECIPES, flags=re.MULTILINE)[1:]
+    assert [len(blocks(section, "python")) for section in sections] == [1] * len(TITLES)
+
+
+def test_the_readme_can_be_traced(lowered_for_hopper):
+    jax.eval_shape(lambda: run(README) and None)  # compiles nothing
+
+
+@pytest.mark.slow
 def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_for_hopper, quick_compilation):
     names = run(README)
 
     def plain(w):
-        return -jnp.mean(
-            jax.nn.log_softmax(names["x"].astype("float32") @ w)[jnp.arange(64), names["labels"]]
-        )
+        logits = names["x"].astype("float32") @ w
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(64), names["labels"]])
 
     loss, dw = jax.value_and_grad(plain)(names["w"].astype("float32"))
     np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
@@ -114,29 +125,20 @@ def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_f
 def test_commands_and_links_exist(document):
     path = ROOT / document
     text = path.read_text()
-    missing = [
-        flagfile for flagfile in re.findall(r"configs/\w+\.flags", text) if not (ROOT / flagfile).is_file()
-    ]
-    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"(.*?)\"", text):
-        link = "".join(link)
-        if "://" in link:
-            continue
-        target, _, anchor = link.partition("#")
-        file = path.parent / target if target else path
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            missing.append(link)
+    missing = [name for name in re.findall(r"configs/\w+\.flags", text) if not (ROOT / name).is_file()]
+    for link in map("".join, re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"(.*?)\"", text)):
+        if "://" not in link:
+            target, _, anchor = link.partition("#")
+            file = path.parent / target if target else path
+            if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+                missing.append(link)
     assert not missing
-
-
-def test_install_names_every_extra():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    cells = re.findall(
-        r"^\| (`.*?) \|", section("Extras", (ROOT / "docs/install.md").read_text()), re.MULTILINE
-    )
-    assert re.findall(r"`(\w+)`", " ".join(cells)) == list(extras)
 
 
 @pytest.mark.slow
 def test_import_is_light():
-    assert heavy_modules("import pallas_softmax") <= heavy_modules("import jax")
-    assert min(seconds_of_import() for _ in range(3)) < 0.3
+    loaded = "\nimport sys\nprint(*sys.modules)"
+    ours, jaxs = (output_of(f"import {name}{loaded}").split() for name in ("pallas_softmax", "jax"))
+    assert set(HEAVY) & set(ours) <= set(jaxs)
+    timed = "import time, jax; t = time.process_time(); import pallas_softmax; print(time.process_time() - t)"
+    assert min(float(output_of(timed)) for _ in range(3)) < 0.3

@@ -31,25 +31,17 @@ def normalized(z):
     return e / e.sum()
 
 
-def best_first(z):
-    return np.argsort(-z, kind="stable")
-
-
 def top_k(z, k):
-    kept = np.full_like(z, -np.inf)
-    kept[best_first(z)[:k]] = z[best_first(z)[:k]]
-    return kept
+    return np.where(np.argsort(np.argsort(-z, kind="stable")) < k, z, -np.inf)
 
 
 def top_p(z, p, of=None):
     """Keeps an entry if its predecessors have less than p of the mass of `of`, or of z."""
-    mass = normalized(z if of is None else of)
-    order = best_first(z)
-    before = np.cumsum(mass[order]) - mass[order]
-    chosen = order[(before < p) | (np.arange(z.size) == 0)]
-    kept = np.full_like(z, -np.inf)
-    kept[chosen] = z[chosen]
-    return kept
+    mass, order = normalized(z if of is None else of), np.argsort(-z, kind="stable")
+    before = np.empty_like(z)
+    before[order] = np.cumsum(mass[order]) - mass[order]
+    before[order[0]] = -1  # the best entry stays
+    return np.where(before < p, z, -np.inf)
 
 
 def min_p(z, m):
@@ -57,63 +49,55 @@ def min_p(z, m):
     return np.where(mass >= m * mass.max(), z, -np.inf)
 
 
-def all_ties(rule, z, *arguments):
-    """Applies a rule that compares with a cutoff."""
-    cutoff = np.min(z[np.isfinite(rule(z, *arguments))])
-    return np.where(z >= cutoff, z, -np.inf)
+def with_ties(z, kept):
+    return np.where(z >= z[np.isfinite(kept)].min(), z, -np.inf)
 
 
+# Each rule, and how many of the settings k, p and m the composition takes.
 RULES = {
-    "hugging_face": lambda z, t, k, p, m: min_p(top_p(top_k(z / t, k), p), m),
-    "vllm": lambda z, t, k, p, m: top_p(top_k(min_p(z / t, m), k), p),
-    "flashinfer_joint": lambda z, t, k, p, m: top_p(top_k(z / t, k), p, of=z / t),
-    "llama_cpp": lambda z, t, k, p, m: min_p(top_p(top_k(z, k), p), m) / t,
-    "maxtext": lambda z, t, k, p, m: top_p(top_k(z, k), p) / t,
+    "hugging_face": (lambda z, t, k, p, m: min_p(top_p(top_k(z / t, k), p), m), "kpm"),
+    "vllm": (lambda z, t, k, p, m: top_p(top_k(min_p(z / t, m), k), p), "kpm"),
+    "flashinfer_joint": (lambda z, t, k, p, m: top_p(top_k(z / t, k), p, of=z / t), "kp"),
+    "llama_cpp": (lambda z, t, k, p, m: min_p(top_p(top_k(z, k), p), m) / t, "kpm"),
+    "maxtext": (lambda z, t, k, p, m: top_p(top_k(z, k), p) / t, "kp"),
     # EasyDeL applies min_p to logits; the page says that ours is of the probabilities
-    "easydel": lambda z, t, k, p, m: min_p(top_p(top_k(z, k), p) / t, m),
-    "gemma": lambda z, t, k, p, m: all_ties(top_p, z / t, p),
+    "easydel": (lambda z, t, k, p, m: min_p(top_p(top_k(z, k), p) / t, m), "kpm"),
+    "gemma": (lambda z, t, k, p, m: with_ties(z / t, top_p(z / t, p)), "p"),
 }
-ARGUMENTS = {"flashinfer_joint": 3, "maxtext": 3}
-
-
-def ours(name, x, t, k, p, m):
-    if name == "hugging_face":
-        return ps.filter_logits(x, temperature=t, top_k=k, top_p=p, min_p=m)
-    if name == "gemma":
-        return page()["gemma"](x, t, p)
-    return page()[name](x, *(t, k, p, m)[: ARGUMENTS.get(name, 4)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x", [ROWS, TIES], ids=["rows", "ties"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_composition_is_the_rule_of_the_library(name, x):
-    settings = np.array(SETTINGS, np.float32)
-    t, k, p, m = (
-        a[:, None] for a in (settings[:, 0], settings[:, 1].astype(int), settings[:, 2], settings[:, 3])
-    )
-    rows = np.broadcast_to(x, (len(SETTINGS), *x.shape))
-    got = np.asarray(ours(name, rows, *(np.broadcast_to(a, rows.shape[:2]) for a in (t, k, p, m))))
-    rule, other = RULES[name], 0
-    for i, row in enumerate(rows.reshape(-1, x.shape[-1])):
-        of_row = [float(a.ravel()[i // len(x)]) for a in (t, p, m)]
-        arguments = of_row[0], int(k.ravel()[i // len(x)]), *of_row[1:]
-        want = rule(row.astype(np.float64), *arguments)
-        mine = got.reshape(-1, x.shape[-1])[i]
-        if (np.isfinite(want) != np.isfinite(mine)).any():  # a sum on a boundary, to rounding
-            near = [rule(row.astype(np.float64), arguments[0], arguments[1], arguments[2] + e, arguments[3] * (1 + d))
-                    for e in (-1e-6, 1e-6) for d in (-1e-6, 1e-6)]  # fmt: skip
-            assert any((np.isfinite(n) == np.isfinite(mine)).all() for n in near), (name, arguments)
+    rule, names = RULES[name]
+    settings = [(*of, row) for of in SETTINGS for row in x]
+    t, k, p, m = (np.array(of, type(of[0])) for of in list(zip(*settings))[:4])
+    t, p, m = (of.astype(np.float32) for of in (t, p, m))
+    given = [{"k": k, "p": p, "m": m}[of] for of in names]
+    rows = np.tile(x, (len(SETTINGS), 1))
+    if name == "hugging_face":
+        got = ps.filter_logits(rows, temperature=t, top_k=k, top_p=p, min_p=m)
+    else:
+        got = page()[name](rows, t, *given)
+    other = 0
+    for i, mine in enumerate(np.asarray(got)):
+        z, kept = rows[i].astype(np.float64), np.isfinite(mine)
+        want = rule(z, t[i], k[i], p[i], m[i])
+        if (np.isfinite(want) != kept).any():  # a sum on a boundary, to rounding
+            near = itertools.product((-1e-6, 1e-6), repeat=2)
+            near = [rule(z, t[i], k[i], p[i] + e, m[i] * (1 + d)) for e, d in near]
+            assert any((np.isfinite(each) == kept).all() for each in near), (name, settings[i][:4])
             other += 1
         else:
-            np.testing.assert_allclose(mine[np.isfinite(mine)], want[np.isfinite(want)], rtol=1e-5, atol=1e-6)
-    assert other < 0.01 * len(got.reshape(-1, x.shape[-1]))
+            np.testing.assert_allclose(mine[kept], want[kept], rtol=1e-5, atol=1e-6)
+    assert other < 0.01 * len(rows)
 
 
 def test_the_orders_differ():
     """The libraries keep different tokens for the same settings: the test above can tell them apart."""
     kept = {
-        name: tuple(tuple(np.isfinite(rule(row.astype(np.float64), 1.7, 20, 0.9, 0.1))) for row in TIES)
-        for name, rule in RULES.items()
+        np.isfinite([rule(row.astype(np.float64), 1.7, 20, 0.9, 0.1) for row in TIES]).tobytes()
+        for rule, _ in RULES.values()
     }
-    assert len({*kept.values()}) == len(RULES)
+    assert len(kept) == len(RULES)

@@ -1,15 +1,18 @@
-"""The documents name only files, functions and results that exist."""
+"""The documents name only files, functions and results that exist, and the files of a release agree."""
 
 import functools
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import DOCUMENTS, ROOT
+import pallas_softmax as ps
+from tests.docs.test_docs import DOCUMENTS, ROOT, without_blocks
 
 RESULTS = ROOT / "benchmarks" / "results"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BUILDERS = [
     "CONTRIBUTING.md",
     *(f"docs/{name}.md" for name in ("dev/design", "dev/ptx", "dev/extending", "limits", "sharding")),
@@ -49,19 +52,47 @@ def test_each_file_exists_that_a_document_names(document):
 
 @pytest.mark.parametrize("document", BUILDERS)
 def test_each_name_exists_that_a_page_of_builders_has_in_code(document):
-    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = without_blocks((ROOT / document).read_text())
     named = {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[A-Za-z_]\w+", code)}
     assert {word for word in named - words() if not word.startswith("_ptx")} - OTHERS == set()
 
 
 def test_the_report_on_the_paper_has_the_dates_and_commits_of_its_results():
-    def run(folder: str) -> str:
-        [run] = json.loads((RESULTS / folder / "paper.json").read_text())["runs"]
-        return f"{run['date'][:10]}, commit {run['commit'][:7]}"
-
     text = " ".join((RESULTS / "README.md").read_text().split())
-    assert f"Figures 1 and 2 are of {run('figure1')}." in text and run("figure1") == run("figure2")
-    assert f"Figure 3 and the sweep over K are of {run('figure3')}." in text and run("figure3") == run(
-        "k_sweep"
-    )
-    assert f"Figure 4 is of {run('figure4')}." in text
+    for sentence, *folders in (
+        ("Figures 1 and 2 are of {}.", "figure1", "figure2"),
+        ("Figure 3 and the sweep over K are of {}.", "figure3", "k_sweep"),
+        ("Figure 4 is of {}.", "figure4"),
+    ):
+        for folder in folders:
+            [run] = json.loads((RESULTS / folder / "paper.json").read_text())["runs"]
+            assert sentence.format(f"{run['date'][:10]}, commit {run['commit'][:7]}") in text
+
+
+# --- A release -------------------------------------------------------------------------------------------
+
+
+def test_install_names_every_extra():
+    text = re.split(r"^## ", (ROOT / "docs/install.md").read_text().split("\n## Extras\n")[1], flags=re.M)[0]
+    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
+    assert re.findall(r"`(\w+)`", " ".join(cells)) == list(PYPROJECT["optional-dependencies"])
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\n## [{ps.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {ps.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_pre_commit_runs_the_ruff_of_the_developers():
+    [pinned] = re.findall(r"ruff==([\d.]+)", " ".join(PYPROJECT["optional-dependencies"]["dev"]))
+    assert f"rev: v{pinned} " in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_the_workflows_run_the_same_ci_and_pythons():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "run: bash .ci/run\n" in workflow
+    matrix = re.findall(r"^MATRIX=.*$", (ROOT / ".ci/run").read_text(), re.M)[0]
+    pythons = set(re.findall(r'"(3\.\d+)', matrix))
+    assert pythons == set(re.findall(r"^ +(3\.\d+)$", workflow, re.M))
+    classifiers = " ".join(PYPROJECT["classifiers"])
+    assert pythons == set(re.findall(r"Python :: (3\.\d+)", classifiers))

@@ -1,8 +1,9 @@
-"""The measured numbers of the README and of the FAQ equal the recorded results."""
+"""The measured numbers of the README, the FAQ and the performance pages are those of the recorded results."""
 
 import importlib.util
 import re
 
+from benchmarks.support.result import number
 from tests.docs.test_docs import README, ROOT
 
 
@@ -14,20 +15,22 @@ def load(name: str):
     return module
 
 
-overview = load("overview_picture")
+overview, pages = load("overview_picture"), load("performance_tables")
+PAGES = {name: path.read_text() for name, path in pages.PAGES.items()}
 
 
-def one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
+def missing(text: str, *sentences: str) -> list[str]:
+    """Returns the sentences that a text does not have."""
+    text = " ".join(text.split())
+    return [sentence for sentence in sentences if sentence not in text]
 
 
 def test_the_table_and_the_pictures_of_the_readme_are_those_of_the_results():
     rows = []
     for c in overview.COMPARISONS:
         jax, ours = overview.microseconds(c)
-        rows.append(
-            f"| {c.name} | {c.shape} | {c.dtype} | {jax:,.0f} | {ours:,.0f} | {overview.times(jax / ours)} |"
-        )
+        times = f"{jax:,.0f} | {ours:,.0f} | {overview.times(jax / ours)}"
+        rows.append(f"| {c.name} | {c.shape} | {c.dtype} | {times} |")
     assert re.findall(r"^\|.*\| [\d.]+ \|$", README, re.MULTILINE) == rows
     for picture in (overview.PICTURE, overview.NARROW):
         assert overview.description() in picture.read_text()
@@ -41,17 +44,16 @@ def test_the_sentences_of_the_readme_are_true():
         jax, ours = overview.microseconds(comparison(name))
         return overview.times(jax / ours)
 
-    def recorded(column, file, **case):
-        return float(overview.recorded(file, **case)[column])
+    def recorded(column, file, contender, case):
+        return float(overview.recorded(file, contender=contender, **case)[column])
 
-    copy = recorded("share_of_copy", "targets/softmax.csv", contender="auto", **comparison("softmax").case)
     loss = comparison("linear_cross_entropy").case
-    ours, rounded = (
-        recorded("error", "linear/linear.csv", contender=name, **loss) for name in ("auto", "jax_inexact")
-    )
+    copy = recorded("share_of_copy", "targets/softmax.csv", "auto", comparison("softmax").case)
+    ours, rounded = (recorded("error", "linear/linear.csv", name, loss) for name in ("auto", "jax_inexact"))
     case = {"batch": "4096", "vocab": "128256", "dtype": "float32", "k": "64"}
-    unstable = recorded("p50_us", "topk_targets/topk.csv", contender="jax_unstable", **case)
-    for sentence in (
+    unstable = recorded("p50_us", "topk_targets/topk.csv", "jax_unstable", case)
+    assert not missing(
+        README,
         f"softmax {speedup('softmax')} times as fast as plain JAX, top-k {speedup('fused_topk')} times",
         f"The loss is {speedup('linear_cross_entropy')} times as fast as with float32 logits in JAX, and needs "
         f"{overview.gibibytes('auto'):.1f} GiB of temporaries instead of"
@@ -60,8 +62,7 @@ def test_the_sentences_of_the_readme_are_true():
         f"its gradients are {100 * ours:.2f}% off, while JAX with bfloat16 logits rounds each logit and its"
         f" gradients are {100 * rounded:.2f}% off",
         f"moves data at {100 * copy:.0f}% of the speed of a plain copy",
-    ):
-        assert sentence in one_line(README)
+    )
 
 
 def test_the_times_to_a_first_result():
@@ -81,3 +82,43 @@ def test_the_times_to_a_first_result():
     ]
     faq = (ROOT / "docs/faq.md").read_text()
     assert re.findall(r"^\| `.* \| [\d.]+ \| [\d.]+ \|$", faq, re.MULTILINE) == rows
+
+
+def test_the_tables_of_the_performance_pages_are_those_of_the_results():
+    assert len(PAGES) >= 8
+    for name, text in PAGES.items():
+        assert text == pages.written(text), name
+        found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        numbers = [table for table in found if re.search(r"\| [\d.,%]+ \|", table)]
+        assert numbers == [table.partition("\n\n")[0].strip() + "\n" for table in pages.tables(text)], name
+
+
+def test_the_sentences_of_the_performance_overview_are_true():
+    def ours(name, column="p50_us", digits=3, contender="auto", **where):
+        return number(pages.value(name, column, contender=contender, **where), digits)
+
+    percent = "{:.0%}".format
+    linear, top_k = "linear/linear", {"batch": 4096, "vocab": 128256, "k": 5, "dtype": "float32"}
+    row = {"dtype": "float32", "batch": 1, "function": "none", "digits": 2}
+    memory = {"column": "memory_gib", "digits": 2, "reduction": "mean"}
+    ms = {"column": "p50_ms", "reduction": "none"}
+    long = pages.chosen("targets/softmax", "vocab >= 25000", contender="auto").share_of_copy
+    read = pages.value("topk_targets/topk", "share_of_read", contender="auto", **top_k)
+    block = pages.chosen("programs/programs", contender="auto", program="block").speedup.dropna()
+    attention = (
+        pages.chosen("attention/programs", contender=name, remat=False).p50_us for name in ("auto", "cudnn")
+    )
+    mine, cudnn = (times.to_numpy() for times in attention)
+    assert not missing(
+        PAGES["performance"],
+        f"`softmax` reaches {pages.span(long, percent)} of the speed of a plain copy",
+        f"a read of the logits at {percent(read)} of the speed of a plain sum",
+        f"{ours(linear, **memory)} GiB of temporaries instead of"
+        f" {ours(linear, **memory, contender='jax_float32')} GiB",
+        f"is {pages.span(block)} times as fast as with `jax.nn`",
+        f"cuDNN's kernel is {pages.span(mine / cudnn)} times as fast as ours",
+        f"takes {ours(linear, **ms)} ms where plain JAX with bfloat16 logits takes"
+        f" {ours(linear, **ms, contender='jax_inexact')} ms",
+        f"without a filter takes {ours('sample/sample', **row)} µs where `jax.random.categorical` takes"
+        f" {ours('sample/sample', **row, contender='jax')} µs",
+    )

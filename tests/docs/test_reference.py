@@ -35,11 +35,10 @@ def test_the_site_gets_every_entry():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_docstring_describes_the_parameters(name):
-    text = inspect.getdoc(FUNCTIONS[name])
-    parameters = set(inspect.signature(FUNCTIONS[name]).parameters)
-    arguments = re.split("^Returns:", text.split("Args:\n")[1], flags=re.MULTILINE)[0]
-    documented = re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)
-    assert set(documented) <= parameters  # one name per line, which the site requires
+    text, parameters = inspect.getdoc(FUNCTIONS[name]), {*inspect.signature(FUNCTIONS[name]).parameters}
+    arguments = text.split("Args:\n")[1].split("\nReturns:")[0]
+    documented = {*re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)}
+    assert documented <= parameters  # one name per line, which the site requires
     assert parameters <= {*documented, *re.findall(r"`(\w+)`", text)}
 
 

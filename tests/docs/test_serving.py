@@ -52,15 +52,11 @@ POSITION = np.arange(ROWS) + 5
 
 def penalized_numpy(logits, prompt, output, given):
     x = logits.astype(np.float64)
-    for row, token in itertools.product(*map(range, x.shape)):
-        if prompt[row, token] or output[row, token]:
-            x[row, token] *= given.repetition[row] if x[row, token] <= 0 else 1 / given.repetition[row]
-        if output[row, token]:
-            x[row, token] -= given.presence[row] + given.frequency[row] * output[row, token]
-    for row, (tokens, biases) in enumerate(zip(given.bias_tokens, given.bias)):
-        for token, bias in zip(tokens, biases):
-            if token < V:
-                x[row, token] += bias
+    repeated = np.where(x <= 0, given.repetition[:, None], 1 / given.repetition[:, None])
+    x *= np.where((prompt > 0) | (output > 0), repeated, 1)
+    x -= np.where(output > 0, given.presence[:, None] + given.frequency[:, None] * output, 0)
+    for row, tokens, biases in zip(x, given.bias_tokens, given.bias):
+        np.add.at(row, tokens[tokens < V], biases[tokens < V])
     return x
 
 
@@ -85,9 +81,8 @@ def test_the_sampler_step_reports_what_it_drew():
     rows, log_p = np.arange(ROWS), jax.nn.log_softmax(LOGITS)
     np.testing.assert_allclose(report["log_prob"], log_p[rows, token], rtol=1e-5)
     np.testing.assert_array_equal(report["rank"], (LOGITS > LOGITS[rows, token][:, None]).sum(-1) + 1)
-    np.testing.assert_allclose(
-        report["filtered_log_prob"], jax.nn.log_softmax(kept)[rows, token], rtol=1e-5, atol=1e-6
-    )
+    filtered = jax.nn.log_softmax(kept)[rows, token]
+    np.testing.assert_allclose(report["filtered_log_prob"], filtered, rtol=1e-5, atol=1e-6)
     values, tokens = jax.lax.top_k(log_p, 5)
     np.testing.assert_array_equal(report["top_tokens"], tokens)
     np.testing.assert_allclose(report["top_log_probs"], values, rtol=1e-5)
@@ -96,40 +91,52 @@ def test_the_sampler_step_reports_what_it_drew():
 
 @pytest.mark.slow
 def test_a_failed_row_leaves_its_counts_and_its_neighbours():
-    logits = LOGITS.copy()
+    """The rows 1 to 3 have a NaN, no allowed token, and a top_p above 1."""
+    logits, rows = LOGITS.copy(), np.arange(ROWS)
     logits[1, 3] = np.nan
-    given = requests(
-        allowed=np.arange(ROWS)[:, None] * np.ones(V) != 2,
-        top_p=requests().top_p + np.eye(ROWS, dtype="f4")[3],
-    )
-    good = page()["sampler_step"](
-        LOGITS, PROMPT, OUTPUT, POSITION, requests(allowed=np.ones((ROWS, V), bool))
-    )
-    token, failed, _, output = page()["sampler_step"](logits, PROMPT, OUTPUT, POSITION, given)
+    allowed, top_p = np.ones((ROWS, V), bool), requests().top_p + (rows == 3).astype(np.float32)
+
+    def step(logits, **changes):
+        return page()["sampler_step"](logits, PROMPT, OUTPUT, POSITION, requests(**changes))
+
+    good, *_ = step(LOGITS, allowed=allowed)
+    token, failed, _, output = step(logits, allowed=allowed & (rows != 2)[:, None], top_p=top_p)
     np.testing.assert_array_equal(failed, [False, True, True, True, False, False])
     assert ((token >= 0) & (token < V)).all()
     np.testing.assert_array_equal((output - OUTPUT).sum(-1), ~failed)
-    np.testing.assert_array_equal(token[np.array([0, 4, 5])], good[0][np.array([0, 4, 5])])
+    np.testing.assert_array_equal(token[~failed], good[~failed])
 
 
 # --- Beam search --------------------------------------------------------------------------------------
 
 
-def log_table(v, seed):
-    return np.asarray(jax.nn.log_softmax(1.5 * jax.random.normal(jax.random.key(seed), (v, v))), np.float64)
+class Table:
+    """A language model whose next token depends on the last token only, and the rules of a search."""
 
+    def __init__(self, v, length, ends, alpha, seed):
+        logits = 1.5 * jax.random.normal(jax.random.key(seed), (v, v))
+        self.log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+        self.length, self.ends, self.alpha = length, ends, alpha
 
-def search_by_hand(log_p, prompt, beams, length, ends, alpha):
-    """Returns the hypotheses of one prompt, with their scores, best first: a list of Python tuples."""
-    live, finished = [(0.0, ())], []
-    for i in range(length):
-        pairs = itertools.product(live, range(len(log_p)))
-        found = [(s + log_p[(text or (prompt,))[-1], t], (*text, t)) for (s, text), t in pairs]
-        found = sorted(found, reverse=True)[: (1 + len(ends)) * beams]
-        over = [f for f in found if f[1][-1] in ends or i == length - 1]
-        finished = sorted(finished + [(s / (i + 1) ** alpha, t) for s, t in over], reverse=True)[:beams]
-        live = [f for f in found if f[1][-1] not in ends][:beams]
-    return finished
+    def score(self, prompt, text):
+        return sum(self.log_p[pair] for pair in itertools.pairwise((prompt, *text))) / len(text) ** self.alpha
+
+    def is_over(self, text):
+        """Returns whether a text ends where it should: at its only end token, or at the length."""
+        return not {*text[:-1]} & {*self.ends} and (text[-1] in self.ends or len(text) == self.length)
+
+    def search(self, prompt, beams):
+        """Returns the scores of the hypotheses of a prompt, best first, by a search in plain Python."""
+        live, finished = [()], []
+        for _ in range(self.length):
+            pairs = itertools.product(live, range(len(self.log_p)))
+            found = sorted(
+                ((*text, token) for text, token in pairs), key=lambda text: -self.score(prompt, text)
+            )
+            found = found[: (1 + len(self.ends)) * beams]
+            finished += [self.score(prompt, text) for text in found if self.is_over(text)]
+            live = [text for text in found if text[-1] not in self.ends][:beams]
+        return sorted(finished, reverse=True)[:beams]
 
 
 @pytest.mark.slow
@@ -137,34 +144,19 @@ def search_by_hand(log_p, prompt, beams, length, ends, alpha):
 @pytest.mark.parametrize(("v", "beams", "ends"), [(12, 3, (0,)), (12, 4, (0, 7)), (4, 16, (1, 2))])
 def test_beam_search(v, beams, ends, alpha):
     """A search in plain Python finds the same hypotheses. With many beams, the best one is the best of all texts."""
-    length, log_p, prompts = 4, log_table(v, beams), np.arange(3)
+    table, prompts = Table(v, 4, ends, alpha, seed=beams), np.arange(3)
     search = jax.jit(page()["beam_search"], static_argnums=(2, 3, 4))
-    got, scores = search(jnp.asarray(log_p, jnp.float32), prompts, beams, length, ends, alpha)
+    got, scores = search(jnp.asarray(table.log_p, jnp.float32), prompts, beams, table.length, ends, alpha)
     for prompt in prompts:
-        want = search_by_hand(log_p, prompt, beams, length, ends, alpha)
-        np.testing.assert_allclose(scores[prompt], [score for score, _ in want], rtol=1e-5)
-        texts = [tuple(int(t) for t in text if t >= 0) for text in got[prompt]]
-        assert len({*texts}) == beams
-        for text, score in zip(texts, scores[prompt]):  # equal scores may be in either order
-            np.testing.assert_allclose(score, score_of(log_p, prompt, text) / len(text) ** alpha, rtol=1e-5)
-            assert is_over(text, length, ends)
+        np.testing.assert_allclose(scores[prompt], table.search(prompt, beams), rtol=1e-5)
+        texts = {tuple(int(t) for t in text if t >= 0): s for text, s in zip(got[prompt], scores[prompt])}
+        assert len(texts) == beams and all(map(table.is_over, texts))
+        for text, score in texts.items():  # equal scores may be in either order
+            np.testing.assert_allclose(score, table.score(prompt, text), rtol=1e-5)
         if v == 4:
-            best = max(
-                score_of(log_p, prompt, text) / len(text) ** alpha
-                for n in range(length)
-                for text in itertools.product(range(v), repeat=n + 1)
-                if is_over(text, length, ends)
-            )
+            every = (text for n in range(table.length) for text in itertools.product(range(v), repeat=n + 1))
+            best = max(table.score(prompt, text) for text in every if table.is_over(text))
             np.testing.assert_allclose(scores[prompt, 0], best, rtol=1e-5)
-
-
-def score_of(log_p, prompt, text):
-    return sum(log_p[a, b] for a, b in zip((prompt, *text), text))
-
-
-def is_over(text, length, ends):
-    """Returns whether a text ends where it should: at its only end token, or at the length."""
-    return not {*text[:-1]} & {*ends} and (text[-1] in ends or len(text) == length)
 
 
 # --- Speculative decoding -----------------------------------------------------------------------------
