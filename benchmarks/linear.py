@@ -236,12 +236,7 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
             from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
             if loss.stats:
-                options = (
-                    1.0,
-                    -100,
-                    1,
-                    True,
-                )  # temperature, ignored label, tiles per cluster, with the entropy
+                options = (1.0, -100, 1, True)  # temperature, ignored label, tiles per cluster, entropy
                 function = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
                 return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
             options = (None, None, -100, 0.0, 0.0, loss.reduction, None, False, torch.float32)
