@@ -316,7 +316,8 @@ def assert_losses_and_gradients(
         held["token_weights"], options["temperature"] = token_weights, np.linspace(0.5, 2, n, dtype="float32")
     weights = where * token_weights.astype("float64")
     kept = weights != 0
-    held["x"] = jnp.where(kept[:, None], held["x"], jnp.nan)
+    held["x"] = np.array(held["x"])
+    held["x"][~kept] = np.nan
     bad = np.where(kept if k is None else kept[:, None], labels, -100)
     divisor = weights.sum() if reduction == "mean" else 1
     g = np.random.default_rng(1).standard_normal(n).astype("float32") if reduction is None else 1
@@ -580,9 +581,10 @@ def assert_left_out_tokens_do_not_matter(
       share: the share of the tokens that are kept.
       offset: is added to the bias.
     """
-    x, w, labels, bias = arrays(n, depth, vocab, dtype, bias=True)
+    x, w, labels, bias = map(np.asarray, arrays(n, depth, vocab, dtype, bias=True))
     where = np.random.default_rng(5).random(n) < share
-    bad_x, bad_labels = jnp.where(where[:, None], x, jnp.nan), jnp.where(where, labels, -100)
+    bad_x, bad_labels = x.copy(), np.where(where, labels, -100)
+    bad_x[~where] = np.nan
     g = np.linspace(-1, 2, n).astype("float32")
 
     @jit
@@ -594,8 +596,8 @@ def assert_left_out_tokens_do_not_matter(
 
         return jax.grad(total, (0, 1, 2), has_aux=True)(x, w, bias)
 
-    (dx, *others), results = run(bad_x, w, bias, bad_labels, g, where)
-    (want_dx, *want_others), want = run(x[where], w, bias, labels[where], g[where])
+    found = run(bad_x, w, bias, bad_labels, g, where), run(x[where], w, bias, labels[where], g[where])
+    ((dx, *others), results), ((want_dx, *want_others), want) = jax.tree.map(np.asarray, found)
     for got, of in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
         if got.ndim:
             assert not np.any(got[~where])
