@@ -12,6 +12,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import divergence, linear
+from tests.support.covering import parameter_id
 from tests.support.gpu import much_memory, one_process, sanitize
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 LARGE = 2**29  # bytes of workspace: one chunk
 SOFT = {"soft": True, "temperature": 0.5, "z_loss": 0.1}
-CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of `linear.assert_operations`
+CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, options
     (1, 64, 257, False, "bfloat16", False, 1, LARGE, {}),
     (1, 1024, 4000, True, "bfloat16", False, 1, LARGE, {}),
     (127, 100, 1000, True, "bfloat16", True, 1, LARGE, {}),
@@ -78,8 +79,13 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
 ]
 
 
+@pytest.mark.parametrize("case", CASES, ids=parameter_id)
+def test_operations(case):
+    linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
+
+
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
+    "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
     [
         (1, 64, 257, "bfloat16", "bfloat16", 0, False, LARGE, {}),
         (129, 128, 50257, "bfloat16", "bfloat16", 0.5, True, LARGE, {}),
@@ -87,20 +93,11 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
         (1100, 1024, 2048, "bfloat16", "float32", 0.1, False, 2**22, {}),
         (260, 100, 4000, "float16", "bfloat16", 0, False, 2**22, {"softcap": 3.0}),
     ],
+    ids=parameter_id,
 )
-def test_divergences(n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options):
+def test_divergences(case):
     """Chunks of logits fill a chunk of dz."""
-    sizes = n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace
-    divergence.assert_operations(mosaic_gpu.OPERATIONS, *sizes, **options)
-
-
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), CASES
-)
-def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
-    linear.assert_operations(
-        *(mosaic_gpu.OPERATIONS, n, depth, vocab, transpose_w, dtype, bias, peak, workspace), **options
-    )
+    divergence.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +110,9 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
     ],
 )
 def test_token_stats(n, depth, vocab, dtype, features, peak, workspace):
-    linear.assert_operations_of_stats(
-        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, features, peak, workspace
-    )
+    run = functools.partial(linear.operation_stats, mosaic_gpu.OPERATIONS)
+    sizes = {"n": n, "depth": depth, "vocab": vocab, "workspace_bytes": workspace}
+    linear.assert_stats(dtype, features, peak, run=run, **sizes)
 
 
 def test_argmax_of_zeros():

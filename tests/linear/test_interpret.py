@@ -10,7 +10,7 @@ import pytest
 from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import divergence, linear, twins
-from tests.support.covering import first_values
+from tests.support.covering import first_values, parameter_id
 from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
@@ -29,7 +29,7 @@ def _in_the_interpreter(monkeypatch):
 LARGE = 2**29  # bytes of workspace: one chunk
 SOFTCAP = {"softcap": 5.0, "temperature": 0.7}
 SOFT = {"soft": True, "temperature": 0.5, "z_loss": 0.1}
-NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of `linear.assert_operations`
+NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, options
     (5, 72, 257, True, "bfloat16", True, 1, LARGE, {}),
     (130, 64, 320, False, "bfloat16", False, 300, LARGE, {}),  # exponentials are computed again
     (9, 64, 128, True, "float16", True, 4, LARGE, SOFTCAP | {"label_smoothing": 0.1}),
@@ -49,13 +49,25 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keyw
 
 @pytest.mark.slow
 @interpreted
+@pytest.mark.parametrize("case", NUMBERS, ids=parameter_id)
+def test_interpreted(case):
+    linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
+
+
+@pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), NUMBERS
+    "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
+    [
+        (9, 64, 320, "bfloat16", "bfloat16", 0, False, LARGE, {}),
+        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
+        (9, 64, 264, "float16", "float32", 1, False, LARGE, {}),
+    ],
+    ids=parameter_id,
 )
-def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
-    linear.assert_operations(
-        *(mosaic_gpu.OPERATIONS, n, depth, vocab, transpose_w, dtype, bias, peak, workspace), **options
-    )
+def test_interpreted_divergence(case):
+    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
+    divergence.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.slow
@@ -105,14 +117,15 @@ def test_interpreted_labels_of_other_shards():
 @pytest.mark.parametrize(
     ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
     [
-        (9, 64, 320, "bfloat16", "softcap", 1, 2**29),
+        (9, 64, 320, "bfloat16", "softcap", 1, LARGE),
         (130, 72, 257, "bfloat16", "", 40, 48 * 512),  # chunks
-        (9, 64, 264, "float16", "bias", 4, 2**29),
+        (9, 64, 264, "float16", "bias", 4, LARGE),
     ],
 )
 def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace):
-    operations = mosaic_gpu.OPERATIONS
-    linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)
+    run = functools.partial(linear.operation_stats, mosaic_gpu.OPERATIONS)
+    sizes = {"n": n, "depth": depth, "vocab": vocab, "workspace_bytes": workspace}
+    linear.assert_stats(dtype, features, peak, run=run, **sizes)
 
 
 @pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
@@ -124,20 +137,3 @@ def test_tiles_are_added_in_one_order(tiles):
     np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
     for row in (0, 99):
         np.testing.assert_array_equal(total(a[:, row : row + 1]), want[row : row + 1])
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
-    [
-        (9, 64, 320, "bfloat16", "bfloat16", 0, False, 2**29, {}),
-        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
-        (9, 64, 264, "float16", "float32", 1, False, 2**29, {}),
-    ],
-)
-def test_interpreted_divergence(n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options):
-    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
-    divergence.assert_operations(
-        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, **options
-    )

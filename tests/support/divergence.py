@@ -35,20 +35,14 @@ def losses_and_gradients(student, teacher, biases, beta, weights, *, temperature
 
 
 def assert_operations(
-    operations,
-    n,
-    depth,
-    vocab,
-    dtype,
-    teacher_dtype,
-    beta,
-    transpose_w,
-    workspace_bytes,
-    *,
-    softcap=None,
-    temperature=None,
+    operations, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace_bytes, options
 ):
-    """Asserts that the three operations of an implementation are right for a divergence."""
+    """Asserts that the three operations of an implementation are right for a divergence.
+
+    Args:
+      options: the student's softcap, and the temperature of the first token; the one of the last token is 2.
+    """
+    softcap, temperature = options.get("softcap"), options.get("temperature")
     sizes = {"teacher_dtype": teacher_dtype, "transpose_w": transpose_w}
     (x, w), teacher, bias, teacher_bias = arrays(n, depth, vocab, dtype, **sizes)
     head = Head(transpose_w, softcap, beta=beta, teacher=Head(transpose_w, None, "highest"))
@@ -79,36 +73,28 @@ def assert_divergence(
     *,
     peak=2.0,
     transpose_w=False,
-    n=101,
-    depth=24,
-    vocab=1003,
-    rows=16,
     where=None,
     token_weights=None,
-    temperature=1.0,
-    softcap=None,
-    teacher_softcap=None,
+    **options,
 ):
-    """Asserts that losses and gradients are right, in chunks of up to `rows` rows."""
+    """Asserts that losses and gradients are right, in chunks of up to 16 rows.
+
+    Args:
+      options: of both models: temperature, softcap and teacher_softcap.
+    """
+    n, vocab = 101, 1003
     sizes = {"teacher_dtype": teacher_dtype, "peak": peak, "transpose_w": transpose_w}
-    student, teacher, *biases = arrays(n, depth, vocab, dtype, **sizes)
+    student, teacher, *biases = arrays(n, 24, vocab, dtype, **sizes)
     factors = np.ones(n) if token_weights is None else wide(token_weights)
     weights = factors if where is None else np.where(where, factors, 0)
     divisor = weights.sum() if reduction == "mean" else 1
     g = np.linspace(-1, 2, n) if reduction is None else 1.0
-    options = {
-        **{"beta": beta, "transpose_w": transpose_w, "workspace_bytes": 10 * vocab * rows},
-        **{
-            "softcap": softcap,
-            "teacher_softcap": teacher_softcap,
-            "temperature": temperature,
-            "where": where,
-        },
-    }
+    static = {"beta": beta, "transpose_w": transpose_w, "workspace_bytes": 10 * vocab * 16}
 
     def ours(held):
-        f = functools.partial(ps.linear_kl_divergence, teacher_bias=biases[1], reduction=reduction, **options)
-        loss = f(teacher_x=teacher[0], teacher_w=teacher[1], **held)
+        of_teacher = {"teacher_x": teacher[0], "teacher_w": teacher[1], "teacher_bias": biases[1]}
+        f = functools.partial(ps.linear_kl_divergence, where=where, reduction=reduction, **options, **static)
+        loss = f(**of_teacher, **held)
         return jnp.sum(loss * jnp.asarray(g, loss.dtype)), loss
 
     held = {"x": student[0], "w": student[1], "bias": biases[0]}
@@ -116,7 +102,9 @@ def assert_divergence(
     (total, losses), gradients = linear.jit(jax.value_and_grad(ours, has_aux=True))(held)
     values, size, *want = losses_and_gradients(
         *(student, teacher, biases, beta, weights / divisor * g),
-        **{"temperature": temperature, "softcaps": (softcap, teacher_softcap), "transpose_w": transpose_w},
+        temperature=options.get("temperature", 1.0),
+        softcaps=(options.get("softcap"), options.get("teacher_softcap")),
+        transpose_w=transpose_w,
     )
     kept, result = weights != 0, "float64" if dtype == "float64" else "float32"
     values = np.where(kept, values, 0)

@@ -123,26 +123,18 @@ def losses_and_gradients(
     return losses, np.abs(z).max(1), *gradients, each * weights.reshape(n, -1)
 
 
-def plain(
-    x,
-    w,
-    labels,
-    *,
-    dtype=jnp.float32,
-    bias=None,
-    softcap=None,
-    temperature=1.0,
-    label_probs=None,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    transpose_w=False,
-):
-    """Returns the losses of `losses_and_gradients` from logits of `dtype` in memory, the usual way to write them."""
+def plain_logits(x, w, dtype, *, bias=None, softcap=None, temperature=1.0, transpose_w=False):
+    """Returns float32 logits from products of `dtype`, the usual way to write them."""
     products = ((1,), (1 if transpose_w else 0,)), ((), ())
     z = lax.dot_general(x, w, products, precision="highest", preferred_element_type=dtype)
     z = z.astype(jnp.float32)
     z = z if bias is None else z + bias.astype(z.dtype)
-    z = (z if softcap is None else softcap * jnp.tanh(z / softcap)) / jnp.reshape(temperature, (-1, 1))
+    return (z if softcap is None else softcap * jnp.tanh(z / softcap)) / jnp.reshape(temperature, (-1, 1))
+
+
+def plain(x, w, labels, *, dtype=jnp.float32, label_probs=None, label_smoothing=0.0, z_loss=0.0, **head):
+    """Returns the losses of `losses_and_gradients` from logits in memory."""
+    z = plain_logits(x, w, dtype, **head)
     lse = jax.nn.logsumexp(z, -1)
     if labels.ndim == 2:
         each = lse[:, None] - jnp.take_along_axis(z, jnp.clip(labels, 0, z.shape[1] - 1), -1)
@@ -197,7 +189,7 @@ def expected(arguments, labels, weights, **options):
     of_rows = (slice(None), None) if losses.ndim == 2 else slice(None)
     ulp = np.spacing(np.maximum(np.maximum(size, 1)[of_rows], np.abs(losses)).astype("float32"))
     if "label_probs" in arguments:
-        ulp = ulp * (1 + np.abs(arguments["label_probs"]).sum(1))
+        ulp = ulp * (1 + np.abs(arguments["label_probs"]).sum(1) + 2 * options.get("z_loss", 0) * size)
     their_errors = np.where(np.asarray(weights) == 0, 0, np.abs(wide(stored) - losses) / ulp)
     return Expected(
         weights=np.asarray(weights),
@@ -376,30 +368,15 @@ def run_all(operations, static, *arrays, together=True):
     return run(*arrays)
 
 
-def assert_operations(
-    operations,
-    n,
-    depth,
-    vocab,
-    transpose_w,
-    dtype,
-    bias,
-    peak,
-    workspace_bytes,
-    *,
-    softcap=None,
-    k=None,
-    soft=False,
-    spread=None,
-    **numbers,
-):
+def assert_operations(operations, n, depth, vocab, transpose_w, dtype, bias, peak, workspace_bytes, options):
     """Asserts that the operations of an implementation are right, with gradients to 16-bit precision.
 
     Args:
-      k: with this number of labels per token, and label_probs if `soft`; None for one label.
-      spread: as for `soft_labels`.
-      numbers: temperature, label_smoothing, z_loss. A temperature doubles from the first token to the last.
+      options: "softcap", and numbers: "temperature", which doubles from the first token to the last, "label_smoothing"
+        and "z_loss". "k" labels per token; with "soft", they have label_probs. "spread" is as for `soft_labels`.
     """
+    numbers = dict(options)
+    softcap, k, soft, spread = (numbers.pop(name, None) for name in ("softcap", "k", "soft", "spread"))
     x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=transpose_w)
     arguments = {"x": x, "w": w} | ({"bias": b} if bias else {})
     weights = (np.random.default_rng(1).random(n) - 0.25) * (np.arange(n) % 5 != 1)
@@ -428,50 +405,45 @@ def assert_operations(
 # --- Statistics and winners -----------------------------------------------------------------------------
 
 
-def assert_stats(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, warm=True):
-    """Asserts that statistics and gradients of `linear_token_stats` are right, in chunks of `rows` float32 rows."""
-    static = {"workspace_bytes": workspace(vocab, rows)}
+def function_stats(arguments, labels, t, g, **options):
+    """Returns the statistics and the gradients of the public function."""
 
-    def run(arguments, labels, t, g, options):
-        def floats(arguments):
-            stats = ps.linear_token_stats(labels=labels, temperature=t, **arguments, **options, **static)
-            return stats[:3], stats
+    def floats(arguments):
+        stats = ps.linear_token_stats(labels=labels, temperature=t, **arguments, **options)
+        return stats[:3], stats
 
-        _, pullback, stats = jax.vjp(floats, arguments, has_aux=True)
-        return stats, *pullback(tuple(g))
-
-    _assert_stats(run, n, depth, vocab, dtype, features, peak, warm)
+    _, pullback, stats = jax.vjp(floats, arguments, has_aux=True)
+    return stats, *pullback(tuple(g))
 
 
-def assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace_bytes):
-    """Asserts that statistics and gradients are right, from the operations of an implementation."""
-
-    def run(arguments, labels, t, g, options):
-        head = Head(options["transpose_w"], options.get("softcap"), entropy=True)
-        static = {"head": head, "workspace_bytes": workspace_bytes}
-        weights = jnp.stack([-g[0], g[1], g[2]], -1)
-        held = arguments["x"], arguments["w"], arguments.get("bias"), Tokens(labels, t)
-        found = operations["projection"](*held, **static)
-        gradients = operations["projection_grad"](*held, weights, found, **static)
-        log_probs, lse = -projection.losses(found, held[-1], vocab), normalizers.log_of(found.normalizer)
-        stats = log_probs, normalizers.entropy(found.moments), lse, found.argmax
-        return stats, dict(zip(("x", "w", "bias"), gradients))
-
-    _assert_stats(run, n, depth, vocab, dtype, features, peak, True)
+def operation_stats(operations, arguments, labels, t, g, *, transpose_w, workspace_bytes, softcap=None):
+    """Returns the statistics and the gradients of the operations of an implementation."""
+    static = {"head": Head(transpose_w, softcap, entropy=True), "workspace_bytes": workspace_bytes}
+    held = arguments["x"], arguments["w"], arguments.get("bias"), Tokens(labels, t)
+    found = operations["projection"](*held, **static)
+    weights = jnp.stack([-g[0], g[1], g[2]], -1)
+    gradients = operations["projection_grad"](*held, weights, found, **static)
+    log_probs, lse = -projection.losses(found, held[-1], None), normalizers.log_of(found.normalizer)
+    stats = log_probs, normalizers.entropy(found.moments), lse, found.argmax
+    return stats, dict(zip(("x", "w", "bias"), gradients))
 
 
-def _assert_stats(run, n, depth, vocab, dtype, features, peak, warm):
+def assert_stats(
+    dtype, features, peak, *, n=101, depth=24, vocab=1003, workspace_bytes=None, warm=True, run=function_stats
+):
     """Asserts that statistics and gradients are right. The argmax is exact if its logit is clearly the largest.
 
     Args:
-      run: (arguments, labels, temperatures, cotangents, options) -> (statistics, gradients).
+      workspace_bytes: None for chunks of a few rows.
       warm: whether the temperatures differ from 1.
+      run: returns statistics and gradients, as `function_stats`.
     """
     options, labels, arguments = arguments_of(features, n, depth, vocab, dtype, peak)
     g = np.random.default_rng(1).standard_normal((3, n)).astype("float32")
     g[:, ::5] = 0
     t = np.linspace(0.5, 2, n, dtype="float32") if warm else np.ones(n, "float32")
-    stats, gradients = jit(functools.partial(run, options=options))(arguments, labels, t, g)
+    run = functools.partial(run, workspace_bytes=workspace_bytes or workspace(vocab), **options)
+    stats, gradients = jit(run)(arguments, labels, t, g)
     *values, argmax = stats[:4]
     z, slope = logits(**arguments, temperature=t, **options)
     *want, want_argmax = oracle.token_stats(z, labels)
