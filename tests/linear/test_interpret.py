@@ -35,7 +35,8 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, opti
     (9, 64, 128, True, "float16", True, 4, LARGE, SOFTCAP | {"label_smoothing": 0.1}),
     (9, 64, 264, True, "bfloat16", True, 4, LARGE, SOFTCAP | {"z_loss": 1e-3}),
     (136, 64, 256, False, "bfloat16", False, 1, 48 * 512, {"z_loss": 0.5}),  # three chunks: n > 2 D
-    # K labels per token
+]
+SEVERAL_LABELS = [
     (9, 64, 320, False, "bfloat16", False, 1, LARGE, {"k": 3, "temperature": 0.7}),
     (130, 72, 257, True, "bfloat16", True, 40, LARGE, SOFTCAP | {"k": 3}),
     (136, 64, 256, False, "float16", True, 4, 48 * 512, {"k": 3, "temperature": 0.7}),  # chunks of 16 rows
@@ -48,8 +49,9 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, opti
 
 
 @pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("case", NUMBERS, ids=parameter_id)
+@pytest.mark.parametrize(
+    "case", [*NUMBERS, *(pytest.param(case, marks=interpreted) for case in SEVERAL_LABELS)], ids=parameter_id
+)
 def test_interpreted(case):
     linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
 

@@ -354,6 +354,7 @@ for check, *parameters in covering.pairs((divergence, statistics, left_out, weig
 
 # --- The bytes that a training step must send -----------------------------------------------------------
 
+STEP_SHAPE = 16, 32, 256, 4096  # batch, sequence, D, V
 # Mesh sizes for 8 devices, and shardings of x (batch, sequence, D) and w (D, V).
 STEPS = {
     "tokens": ({"data": 8}, P("data"), P()),
@@ -367,52 +368,6 @@ STEPS = {
     "fsdp on V and columns": ({"data": 2, "model": 4}, P("data"), P(None, ("model", "data"))),
     "sequence and columns": ({"data": 2, "model": 4}, P("data", "model"), P(None, "model")),
 }
-
-
-def step(layout, loss, how):
-    """Returns the compiled training step of a loss of x, w and labels, all float32.
-
-    With how="shard_map", w is gathered over the axes of the tokens, and x over "model", as a user has to.
-    """
-    sizes, of_x, of_w = STEPS[layout]
-    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(kind,) * len(sizes))
-    b, s, d, v = STEP_SHAPE
-    specs = of_x, of_w, P(*of_x[:2])
-    shapes = ((b, s, d), "float32"), ((d, v), "float32"), ((b, s), "int32")
-    laid = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(shapes, specs)
-    ]
-    if how == "shard_map":
-        columns = "model" if "model" in sizes else None
-
-        def gathered(a, spec, *axes, to="varying"):
-            for dimension, entry in enumerate(spec):
-                for axis in reversed(entry if isinstance(entry, tuple) else (entry,)):
-                    if axis in axes:
-                        a = jax.lax.all_gather(a, axis, axis=dimension, tiled=True, to=to)
-            return a
-
-        def on_shard(x, w, labels):
-            x, labels = (gathered(a, of_x[:2], columns, to="invarying") for a in (x, labels))
-            others = tuple(axis for axis in sizes if axis != columns)
-            value = loss(x, gathered(w, of_w, *others), labels, axis_name=columns)
-            return jax.lax.pmean(value, others) if others else value
-
-        whole = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P())
-    else:
-        whole = loss
-    out = None, tuple(a.sharding for a in laid[:2])
-    return jax.jit(jax.value_and_grad(whole, (0, 1)), out_shardings=out).lower(*laid).compile()
-
-
-def step_bytes(layout, loss, how="auto"):
-    """Returns the bytes that a device receives in a training step."""
-    return sum(c.received for c in links.collectives(step(layout, loss, how).as_text()))
-
-
-STEP_SHAPE = 16, 32, 256, 4096
 
 
 def least_bytes(layout):
@@ -432,11 +387,23 @@ def least_bytes(layout):
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
+def mesh_of_step(layout, how="auto"):
+    sizes, *_ = STEPS[layout]
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(kind,) * len(sizes))
+
+
 def few_bytes(layout, how):
     """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
     if jax.device_count() < 8:
         return
-    assert step_bytes(layout, ps.linear_cross_entropy, how) <= 1.1 * least_bytes(layout)
+    mesh, (_, of_x, of_w), (b, s, d, v) = mesh_of_step(layout, how), STEPS[layout], STEP_SHAPE
+    shapes = ((b, s, d), "float32", of_x), ((d, v), "float32", of_w), ((b, s), "int32", P(*of_x[:2]))
+    laid = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, spec)) for *a, spec in shapes]
+    out = None, tuple(a.sharding for a in laid[:2])
+    step = jax.jit(jax.value_and_grad(ps.linear_cross_entropy, (0, 1)), out_shardings=out)
+    found = links.collectives(step.lower(*laid).compile().as_text())
+    assert sum(c.received for c in found) <= 1.1 * least_bytes(layout)
 
 
 def one_rounding(layout):
@@ -444,10 +411,9 @@ def one_rounding(layout):
     if jax.device_count() < 8:
         return
     x, w, labels, _ = linear.arrays(N, D, V, "bfloat16")
-    sizes, of_x, of_w = STEPS[layout]
-    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
+    _, of_x, of_w = STEPS[layout]
     gradients = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1)))
-    laid = lay((x, w, labels), mesh, (of_x, of_w, of_x))
+    laid = lay((x, w, labels), mesh_of_step(layout), (of_x, of_w, of_x))
     for got, want in zip(gradients(*laid), gradients(x, w, labels)):
         got, want = (np.asarray(a, "float32") for a in (got, want))
         assert np.mean(got != want) < 0.02  # sums in another order may be rounded to a neighbour
