@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
@@ -60,18 +61,15 @@ def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
     assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k)
 
 
+CHECKS = [
+    (assert_log_probs, "float32", "softcap", 1),
+    (assert_stats, "bfloat16", "softcap", 1),
+    *pairs((assert_log_probs, assert_stats), DTYPES, HEADS, (40, 1)),
+]
+
+
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    ("check", "dtype", "features", "peak"),
-    first(
-        2,
-        [
-            (assert_log_probs, "float32", "softcap", 1),
-            (assert_stats, "bfloat16", "softcap", 1),
-            *pairs((assert_log_probs, assert_stats), DTYPES, HEADS, (40, 1)),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("check", "dtype", "features", "peak"), first(2, CHECKS))
 def test_log_probs_and_token_stats(check, dtype, features, peak):
     check(dtype, features, peak)
 
@@ -505,12 +503,7 @@ def test_explain_and_named_implementations():
 
 def test_x_must_not_differ_along_axis_name():
     mesh = AbstractMesh((2,), ("v",), axis_types=(AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    f = jax.shard_map(
-        lambda x, w: ps.linear_logsumexp(x, w, axis_name="v"),
-        mesh=mesh,
-        in_specs=(spec("v"), spec(None, "v")),
-        out_specs=spec("v"),
-    )
+    logsumexp = functools.partial(ps.linear_logsumexp, axis_name="v")
+    f = jax.shard_map(logsumexp, mesh=mesh, in_specs=(P("v"), P(None, "v")), out_specs=P("v"))
     with pytest.raises(ValueError, match="x must be the same on all devices of axis_name='v'"):
         jax.eval_shape(f, jnp.zeros((4, 8)), jnp.zeros((8, 10)))

@@ -181,18 +181,14 @@ def test_bad_input():
     x, w, teacher_x, teacher_w, bias, _ = small()
     for error, match, keywords in (
         (ValueError, r"teacher_x must be \(..., D\) and teacher_w \(D, V\)", {"teacher_w": w[:5]}),
-        (
-            ValueError,
-            "the teacher must have the tokens and columns of the student",
-            {"teacher_x": teacher_x[:5]},
-        ),
+        (ValueError, "the teacher must have the tokens and columns", {"teacher_x": teacher_x[:5]}),
         (ValueError, r".* \(6,\) and V=100, got \(6,\) and V=99", {"teacher_w": teacher_w[:, 1:]}),
         (ValueError, r"teacher_bias must have the shape \(100,\)", {"teacher_bias": bias[1:]}),
         (TypeError, "teacher_x must be of float16", {"teacher_x": teacher_x.astype(int)}),
         (
             TypeError,
             "teacher_x and teacher_w must have one dtype",
-            {"teacher_x": teacher_x.astype("bfloat16")},
+            {"teacher_w": teacher_w.astype("float16")},
         ),
         (ValueError, "beta must be from 0 to 1, got 1.5", {"beta": 1.5}),
         (ValueError, r"beta must be from 0 to 1, got shape \(2,\)", {"beta": np.ones(2)}),

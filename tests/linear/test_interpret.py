@@ -87,10 +87,8 @@ def test_interpreted_gradient_at_the_label(head, numbers):
     def to_coefficients(found):
         return found, coefficients(found, weights, tokens, 320)
 
-    run = jax.jit(
-        functools.partial(chunk_kernels.statistics_and_dlogits, head=head),
-        static_argnums=(4, 5),
-    )
+    f = functools.partial(chunk_kernels.statistics_and_dlogits, head=head)
+    run = jax.jit(f, static_argnums=(4, 5))
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
     dz = of_rows[:, None] * e.astype(jnp.float32)
     m, of_exp, of_label, *_ = to_coefficients(found)[1]

@@ -123,20 +123,38 @@ def test_lowered_in_shard_map(name, transpose_w, axis_name):
     assert products is None or text.count("stablehlo.dot_general") == products
 
 
+def stats(x, w, labels, **options):
+    found = ps.linear_token_stats(x, w, labels, **options)
+    return found.log_probs + found.entropy * found.logsumexp
+
+
+def soft(x, w, labels, q, **options):
+    return ps.linear_cross_entropy(x, w, labels, label_probs=q, **options)
+
+
+LABELS, SOFT = [array(256, dtype="int32")], [array(256, 5, dtype="int32"), array(256, 5)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_x64", [False, True])
-@pytest.mark.parametrize(("dtype", "transpose_w"), [("bfloat16", False), ("float16", True)])
-def test_lowered_token_stats(dtype, transpose_w, with_x64):
-    """Statistics are one kernel. The gradient computes the logits again, by the kernel of log-probabilities."""
+@pytest.mark.parametrize(
+    ("f", "others", "held", "dtype", "transpose_w", "kernels"),
+    [
+        (stats, LABELS, (0, 1), "bfloat16", False, [STATISTICS, DLOGITS]),
+        (stats, LABELS, (0, 1), "float16", True, [STATISTICS, DLOGITS]),
+        (soft, SOFT, (0, 1, 3), "bfloat16", False, [EXPONENTIALS] * 2),
+    ],
+)
+def test_lowered_statistics(f, others, held, dtype, transpose_w, kernels, with_x64):
+    """Values are one kernel. The gradient of statistics computes the logits again, by the kernel of log-probabilities.
 
-    def total(x, w, labels):
-        stats = ps.linear_token_stats(x, w, labels, transpose_w=transpose_w, implementation="mosaic_gpu")
-        return jnp.sum(stats.log_probs + stats.entropy * stats.logsumexp)
-
-    args = array(256, 64, dtype=dtype), columns(64, 512, transpose_w, dtype=dtype), array(256, dtype="int32")
+    A mean of soft labels takes three products: one kernel, and one more for references that are far off.
+    """
+    args = array(256, 64, dtype=dtype), columns(64, 512, transpose_w, dtype=dtype), *others
+    loss = total(f, transpose_w=transpose_w)
     with jax.enable_x64(with_x64):
-        assert kernel_names(lowered(total, *args)) == [STATISTICS]
-        assert kernel_names(lowered(jax.grad(total, (0, 1)), *args)) == [STATISTICS, DLOGITS]
+        assert kernel_names(lowered(loss, *args)) == [STATISTICS]
+        assert kernel_names(lowered(jax.grad(loss, held), *args)) == kernels
 
 
 @pytest.mark.slow
@@ -182,17 +200,3 @@ def test_lowered_with_its_cost(with_x64):
     assert kernel_names(text) == [STATISTICS]
     if jax.__version_info__ >= (0, 12):  # before, plgpu.kernel has no cost_estimate
         assert rf"flops\22: {2 * n * depth * vocab}," in text
-
-
-@pytest.mark.slow
-def test_lowered_soft_labels():
-    """A mean takes three products: one kernel, and one more for references that are far off."""
-    x, w = array(256, 64, dtype="bfloat16"), array(64, 512, dtype="bfloat16")
-    labels, q = array(256, 5, dtype="int32"), array(256, 5)
-
-    def mean(x, w, labels, q):
-        return ps.linear_cross_entropy(x, w, labels, label_probs=q, implementation="mosaic_gpu")
-
-    text = lowered(jax.grad(mean, (0, 1, 3)), x, w, labels, q)
-    assert kernel_names(text) == [EXPONENTIALS] * 2
-    assert kernel_names(lowered(mean, x, w, labels, q)) == [STATISTICS]

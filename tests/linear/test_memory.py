@@ -26,37 +26,33 @@ ARRAYS = {
 }
 
 
-def divergence(of, reduction):
+def divergence(of, **options):
     arrays = {name: of[name] for name in ("x", "w", "teacher_x", "teacher_w")}
-    return ps.linear_kl_divergence(**arrays, token_weights=of["weights"], beta=0.5, reduction=reduction)
+    return ps.linear_kl_divergence(**arrays, token_weights=of["weights"], beta=0.5, **options)
 
 
-def cross_entropy(of, labels="labels", **options):
-    return ps.linear_cross_entropy(of["x"], of["w"], of[labels], **options)
+def loss(of, **options):
+    return ps.linear_cross_entropy(of["x"], of["w"], of["labels"], **options)
+
+
+def soft(of, **options):
+    return ps.linear_cross_entropy(of["x"], of["w"], of["several"], label_probs=of["probs"], **options)
 
 
 COUNTS = {  # name: (losses, the arguments that they are differentiated in, products)
-    "divergence": (lambda of: divergence(of, "mean"), ("x", "w", "weights"), 4),
-    "soft labels": (
-        lambda of: cross_entropy(of, "several", label_probs=of["probs"]),
-        ("x", "w", "probs"),
-        3,
-    ),
-    "logsumexp": (lambda of: cross_entropy(of, return_logsumexp=True)[0], ("x", "w"), 3),
+    "divergence": (divergence, ("x", "w", "weights"), 4),
+    "soft labels": (soft, ("x", "w", "probs"), 3),
+    "logsumexp": (lambda of: loss(of, return_logsumexp=True)[0], ("x", "w"), 3),
     "several labels": (lambda of: ps.linear_log_probs(of["x"], of["w"], of["several"]) ** 2, ("x", "w"), 4),
-    "weights": (lambda of: cross_entropy(of, token_weights=of["weights"]), ("x", "w", "weights"), 3),
-    "soft labels, sum": (
-        lambda of: cross_entropy(of, "several", label_probs=of["probs"], reduction="sum"),
-        ("x", "w", "probs"),
-        3,
-    ),
-    "divergence, sum": (lambda of: divergence(of, "sum"), ("x", "w", "weights"), 4),
-    "divergence, value": (lambda of: divergence(of, "mean"), (), 2),
-    "logsumexp, value": (lambda of: cross_entropy(of, return_logsumexp=True), (), 1),
+    "weights": (lambda of: loss(of, token_weights=of["weights"]), ("x", "w", "weights"), 3),
+    "soft labels, sum": (lambda of: soft(of, reduction="sum"), ("x", "w", "probs"), 3),
+    "divergence, sum": (lambda of: divergence(of, reduction="sum"), ("x", "w", "weights"), 4),
+    "divergence, value": (divergence, (), 2),
+    "logsumexp, value": (lambda of: loss(of, return_logsumexp=True), (), 1),
     "vmap": (
-        lambda of: jax.vmap(
-            lambda x, w, labels: cross_entropy({"x": x, "w": w, "labels": labels}), (0, None, 0)
-        )(of["x"].reshape(8, 8, 8), of["w"], of["labels"].reshape(8, 8)),
+        lambda of: jax.vmap(ps.linear_cross_entropy, (0, None, 0))(
+            of["x"].reshape(8, 8, 8), of["w"], of["labels"].reshape(8, 8)
+        ),
         (),
         1,
     ),
