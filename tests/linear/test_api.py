@@ -207,7 +207,8 @@ def test_float16_gradients_are_scaled_before_rounding():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("reduction", ["mean", slow(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", None])
 def test_float16_gradient_of_a_large_z_loss(reduction):
     """The factor 1 + 2 z_loss logsumexp is 65 here."""
     x, w = jnp.array([[4, 0]], "float16"), jnp.array([[10, 0], [0, 0]], "float16")
@@ -411,17 +412,14 @@ def test_a_mean_with_extreme_weights(token_weights):
 
 
 BAD = {  # name: (loss, its arguments in addition to x, w and token_weights, those that are made bad)
-    "loss": (ps.linear_cross_entropy, ("labels", "bias"), ("x", "token_weights", "labels")),
     "divergence": (ps.linear_kl_divergence, ("teacher_x", "teacher_w", "bias"), ("x", "teacher_x")),
+    "loss": (ps.linear_cross_entropy, ("labels", "bias"), ("x", "token_weights", "labels")),
     "soft": (ps.linear_cross_entropy, ("several", "label_probs"), ("x", "several")),
 }
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    first(2, [*dict.fromkeys([("loss", "mean"), ("divergence", None), *pairs(BAD, (None, "mean", "sum"))])]),
-)
+@pytest.mark.parametrize(("name", "reduction"), first(1, pairs(BAD, (None, "mean", "sum"))))
 def test_a_loss_that_is_not_finite_has_derivatives_of_0(name, reduction):
     """A mean or sum has them everywhere. A loss of its own has them as if `where` removed its token, even after exp."""
     x, w, labels, bias = arrays(6, 8, 100, "float32", bias=True)

@@ -20,7 +20,7 @@ OPTIONS = {
     "token_weights": np.linspace(-0.5, 1.5, 101, dtype="float32"),
 }
 NUMBERS = [
-    ("bfloat16", "float32", True, "mean", 0.3, 4),
+    ("float32", "float16", True, None, 0.3, 1),
     *pairs(
         *(("float32", "bfloat16", "float16"), ("float32", "bfloat16", "float16"), (False, True)),
         *((None, "sum", "mean"), (1, 0.5, 0, 0.1), (8, 1)),

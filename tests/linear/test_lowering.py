@@ -190,7 +190,7 @@ def test_lowered_without_dw():
     assert kernel_names(lowered(jax.grad(per_token), *args)) == [STATISTICS] + [DLOGITS] * 2
 
 
-@pytest.mark.parametrize("with_x64", [False, True])
+@pytest.mark.parametrize("with_x64", [True, slow(False)])
 def test_lowered_with_its_cost(with_x64):
     """XLA's scheduler learns how long the product takes. Under x64, a count of blocks and of stages have one dtype."""
     n, depth, vocab = 256, 128, 1024

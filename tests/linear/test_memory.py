@@ -10,7 +10,7 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src.linear.chunks import chunk_rows
 from pallas_softmax._src.linear.gradients import gradient_rows
-from tests.support.covering import first, first_values
+from tests.support.covering import first_values
 from tests.support.linear import EACH, MEMORY, arrays, floats, of_size
 from tests.support.lowering import array
 
@@ -40,9 +40,9 @@ def soft(of, **options):
 
 
 COUNTS = {  # name: (losses, the arguments that they are differentiated in, products)
+    "logsumexp": (lambda of: loss(of, return_logsumexp=True)[0], ("x", "w"), 3),
     "divergence": (divergence, ("x", "w", "weights"), 4),
     "soft labels": (soft, ("x", "w", "probs"), 3),
-    "logsumexp": (lambda of: loss(of, return_logsumexp=True)[0], ("x", "w"), 3),
     "several labels": (lambda of: ps.linear_log_probs(of["x"], of["w"], of["several"]) ** 2, ("x", "w"), 4),
     "weights": (lambda of: loss(of, token_weights=of["weights"]), ("x", "w", "weights"), 3),
     "soft labels, sum": (lambda of: soft(of, reduction="sum"), ("x", "w", "probs"), 3),
@@ -59,7 +59,7 @@ COUNTS = {  # name: (losses, the arguments that they are differentiated in, prod
 }
 
 
-@pytest.mark.parametrize("name", first_values(3, COUNTS))
+@pytest.mark.parametrize("name", first_values(1, COUNTS))
 def test_products(name):
     """Each value and gradient has as few products as possible. Several labels take the products of one label."""
     losses, held, count = COUNTS[name]
@@ -106,7 +106,9 @@ def test_the_caller_chooses_the_precision_of_float32():
         assert set(precisions()) == {"Precision.HIGH"}
 
 
-@pytest.mark.parametrize(("name", "n"), first(1, [(name, n) for name in MEMORY for n in (8192, 65536)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [8192, 65536])
+@pytest.mark.parametrize("name", MEMORY)
 def test_memory_in_addition_to_dw(name, n):
     """Memory does not grow with n, each chunk has each product once, and unused results are not computed."""
     f, count, dw = MEMORY[name]

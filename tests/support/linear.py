@@ -115,10 +115,11 @@ def losses_and_gradients(
     lse = (m + log_d)[:, 0]
     losses = each if one_loss_per_label else (q * each).sum(1) + z_loss * lse**2
     dz = e / e.sum(1, keepdims=True) * (of_labels.sum(1) + 2 * z_loss * lse * of_token)[:, None]
-    np.add.at(dz, at, -(1 - label_smoothing) * of_labels)
-    if label_smoothing:  # the mean is -inf where the bias masks a column
+    smoothing = np.reshape(label_smoothing, (-1, 1))
+    np.add.at(dz, at, -(1 - smoothing) * of_labels)
+    if smoothing.any():  # the mean is -inf where the bias masks a column
         losses = losses + label_smoothing * (z[at][:, 0] - z.mean(1))
-        dz -= label_smoothing * of_token[:, None] / z.shape[1]
+        dz -= smoothing * of_token[:, None] / z.shape[1]
     gradients = gradients_of(dz * slope, x, w, transpose_w)
     return losses, np.abs(z).max(1), *gradients, each * weights.reshape(n, -1)
 
