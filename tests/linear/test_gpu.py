@@ -46,35 +46,15 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, option
     # w has fewer rows than a copy, and one CTA of a cluster may copy none. The plan refuses so few columns, but the
     # kernels take them. An output of 64 columns would be wrong: see `plan.FEWEST_COLUMNS`.
     *((257, 64, few, True, "bfloat16", True, 1, LARGE, {"z_loss": 0.1}) for few in (1, 2, 65, 255)),
-    # K labels per token
+    # K labels per token; the second case has chunks
     (300, 128, 50257, False, "bfloat16", False, 1, LARGE, {"k": 64, "temperature": 0.7}),
-    (
-        513,
-        128,
-        1000,
-        True,
-        "bfloat16",
-        True,
-        40,
-        2**18,
-        {"k": 7, "softcap": 5.0, "temperature": 0.7},
-    ),  # chunks
+    (513, 128, 1000, True, "bfloat16", True, 40, 2**18, {"k": 7, "softcap": 5.0, "temperature": 0.7}),
     (1, 128, 257, False, "float16", True, 4, LARGE, {"k": 2, "temperature": 0.7}),
     (300, 128, 8000, True, "bfloat16", False, 1, 2**21, {"k": 64, "temperature": 0.7}),
-    # label_probs
+    # label_probs; the second case has chunks, and in the third one, the labels of a row are in one tile
     (300, 128, 50257, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 64}),
-    (513, 64, 1000, False, "bfloat16", True, 2, 2**18, SOFT | {"k": 7, "softcap": 9.0}),  # chunks
-    (
-        300,
-        64,
-        512,
-        False,
-        "bfloat16",
-        True,
-        2,
-        LARGE,
-        SOFT | {"k": 300, "spread": 40},
-    ),  # a row's labels: one tile
+    (513, 64, 1000, False, "bfloat16", True, 2, 2**18, SOFT | {"k": 7, "softcap": 9.0}),
+    (300, 64, 512, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 300, "spread": 40}),
     (1, 64, 257, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 1}),
 ]
 
