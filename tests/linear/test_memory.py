@@ -23,6 +23,7 @@ ARRAYS = {
     **{"x": array(64, 8), "w": array(8, 100), "labels": array(64, dtype="int32"), "weights": array(64)},
     **{"several": array(64, 5, dtype="int32"), "probs": array(64, 5)},
     **{"teacher_x": array(64, 24), "teacher_w": array(24, 100)},
+    **{"slices": array(8, 8, 8), "labels_of_slices": array(8, 8, dtype="int32")},
 }
 
 
@@ -39,6 +40,7 @@ def soft(of, **options):
     return ps.linear_cross_entropy(of["x"], of["w"], of["several"], label_probs=of["probs"], **options)
 
 
+in_slices = jax.vmap(functools.partial(ps.linear_cross_entropy, reduction=None), (0, None, 0))
 COUNTS = {  # name: (losses, the arguments that they are differentiated in, products)
     "logsumexp": (lambda of: loss(of, return_logsumexp=True)[0], ("x", "w"), 3),
     "divergence": (divergence, ("x", "w", "weights"), 4),
@@ -49,13 +51,7 @@ COUNTS = {  # name: (losses, the arguments that they are differentiated in, prod
     "divergence, sum": (lambda of: divergence(of, reduction="sum"), ("x", "w", "weights"), 4),
     "divergence, value": (divergence, (), 2),
     "logsumexp, value": (lambda of: loss(of, return_logsumexp=True), (), 1),
-    "vmap": (
-        lambda of: jax.vmap(ps.linear_cross_entropy, (0, None, 0))(
-            of["x"].reshape(8, 8, 8), of["w"], of["labels"].reshape(8, 8)
-        ),
-        (),
-        1,
-    ),
+    "vmap": (lambda of: in_slices(of["slices"], of["w"], of["labels_of_slices"]), (), 1),
 }
 
 
@@ -156,8 +152,7 @@ def test_a_cotangent_of_1_is_a_constant():
 
 def test_vmap_has_one_call():
     """Tokens with a shared w become one array."""
-    f = jax.vmap(functools.partial(ps.linear_cross_entropy, reduction=None), (0, None, 0))
-    (choice, *_) = ps.explain(f, array(3, 8, 8), array(8, 100), array(3, 8, dtype="int32"))
+    (choice, *_) = ps.explain(in_slices, *(ARRAYS[name] for name in ("slices", "w", "labels_of_slices")))
     assert (choice.call.op, choice.call.rows, choice.elsewhere) == ("projection", 8, "xla")
 
 
