@@ -188,7 +188,7 @@ def test_temperature_0_is_the_limit(dtype, offset):
         np.testing.assert_allclose(np.asarray(got)[cold], want[cold], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", first_values(1, [*AT_0[::-1], "mean", "sum"]))
+@pytest.mark.parametrize("name", first_values(1, [*AT_0, "mean", "sum"]))
 def test_gradients_at_temperature_0(name):
     """A token at temperature 0 adds nothing to the gradients. A mean counts its token, and the log of its ties."""
     x, w, bias = ties()

@@ -514,6 +514,7 @@ def soft(x, w, labels, **options):
 
 loss = functools.partial(ps.linear_cross_entropy, reduction=None)
 EACH = {  # of (x, w, labels): results, one per token or K per token
+    "logsumexp": lambda x, w, labels, **options: ps.linear_logsumexp(x, w, **options),
     "log_probs": ps.linear_log_probs,
     "several": lambda x, w, labels, **options: ps.linear_log_probs(x, w, two(labels), **options),
     "loss": loss,
@@ -522,7 +523,6 @@ EACH = {  # of (x, w, labels): results, one per token or K per token
     "divergence": lambda x, w, labels, **options: ps.linear_kl_divergence(
         x, w, x[:, ::-1], w, beta=0.5, reduction=None, **options
     ),
-    "logsumexp": lambda x, w, labels, **options: ps.linear_logsumexp(x, w, **options),
     "stats": ps.linear_token_stats,
     "stats without labels": lambda x, w, labels, **options: ps.linear_token_stats(x, w, **options)[1:],
     "topk": lambda x, w, labels, bias=None, **options: ps.linear_topk(
