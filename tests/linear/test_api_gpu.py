@@ -12,69 +12,46 @@ from tests.support.linear import (
     FEATURES,
     MEMORY,
     assert_left_out_tokens_do_not_matter,
+    assert_log_probs,
     assert_losses_and_gradients,
-    assert_several_labels,
-    assert_soft_labels,
     assert_stats,
     assert_topk,
     of_size,
-    run_log_probs,
+    workspace,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
+DTYPES = ["bfloat16", "float16", "float32"]
+SIZES = {"n": 301, "depth": 200, "vocab": 5003, "rows": 128}  # n, D and V are not multiples of a tile
+
+
 @pytest.mark.parametrize(
-    ("dtype", "features", "reduction", "peak"),
+    ("dtype", "features", "reduction", "peak", "weighted", "k"),
     [
-        *pairs(["bfloat16", "float16", "float32"], FEATURES, ["mean", None], [1, 40]),
+        *pairs(DTYPES, FEATURES, ["mean", None, "sum"], [1, 40], [False, True], [None]),
         # these failed while the gradient used the forward's m and d
-        *(("float32", features, None, 40) for features in ("bias", "smoothing")),
+        *(("float32", features, None, 40, False, None) for features in ("bias", "smoothing")),
+        ("bfloat16", "", "mean", 4, True, 64),
+        ("bfloat16", "softcap", "sum", 4, True, 64),
+        ("bfloat16", "z_loss", None, 4, True, 64),
+        ("float16", "bias", "mean", 4, True, 64),
+        ("float32", "transposed", "mean", 4, True, 64),
     ],
 )
-def test_losses_and_gradients(dtype, features, reduction, peak):
-    """Neither n, D nor V is a multiple of a tile. float32 does not use TF32."""
-    assert_losses_and_gradients(dtype, features, reduction, peak, n=301, depth=200, vocab=5003, rows=128)
+def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
+    """float32 does not use TF32."""
+    assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k, **SIZES)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "features", "reduction"),
-    [
-        ("bfloat16", "", "mean"),
-        ("bfloat16", "softcap", "sum"),
-        ("bfloat16", "z_loss", None),
-        ("float16", "bias", "mean"),
-        ("float32", "transposed", "mean"),
-    ],
+    ("dtype", "features", "peak"), pairs(DTYPES, ["", "bias", "softcap", "transposed"], [1, 40])
 )
-def test_soft_labels(dtype, features, reduction):
-    assert_soft_labels(dtype, features, reduction, peak=4, n=301, depth=200, vocab=5003, rows=128, k=64)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "features", "reduction"),
-    pairs(["bfloat16", "float16", "float32"], ["", "all"], ["mean", "sum", None]),
-)
-def test_token_weights(dtype, features, reduction):
-    shape = {"n": 301, "depth": 200, "vocab": 5003, "rows": 128}
-    assert_losses_and_gradients(dtype, features, reduction, 4, weighted=True, **shape)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "features", "peak"),
-    pairs(["bfloat16", "float16", "float32"], ["", "bias", "softcap", "transposed"], [1, 40]),
-)
-def test_several_labels(dtype, features, peak):
-    shape = {"n": 301, "depth": 200, "vocab": 5003, "k": 64}
-    assert_several_labels(run_log_probs, dtype, features, peak, temperature=0.7, **shape)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "features", "peak"),
-    pairs(["bfloat16", "float16", "float32"], ["", "bias", "softcap", "transposed"], [1, 40]),
-)
-def test_token_stats(dtype, features, peak):
-    assert_stats(dtype, features, peak, n=301, depth=200, vocab=5003, rows=128)
+def test_log_probs_and_token_stats(dtype, features, peak):
+    assert_log_probs(dtype, features, peak, k=64, **SIZES)
+    sizes = {"n": 301, "depth": 200, "vocab": 5003, "workspace_bytes": workspace(5003, 128)}
+    assert_stats(dtype, features, peak, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +62,9 @@ def test_topk(dtype, features, k):
     assert_topk(dtype, features, k, n=301, depth=200, vocab=50257, rows=128)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "share", "reduction"),
-    pairs(["bfloat16", "float16", "float32"], [0.2, 0.5, 0.7, 1.0], ["mean", None]),
-)
-def test_many_left_out_tokens(dtype, share, reduction):
-    assert_left_out_tokens_do_not_matter(dtype, share, reduction, n=1301, depth=200, vocab=5003)
+@pytest.mark.parametrize(("dtype", "share", "loss"), pairs(DTYPES, [0.2, 0.5, 0.7, 1.0], ["mean", "loss"]))
+def test_many_left_out_tokens(dtype, share, loss):
+    assert_left_out_tokens_do_not_matter([loss, "several"], dtype, share, n=1301, depth=200, vocab=5003)
 
 
 @much_memory

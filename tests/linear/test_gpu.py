@@ -12,6 +12,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import divergence, linear
+from tests.support.covering import parameter_id
 from tests.support.gpu import much_memory, one_process, sanitize
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
@@ -24,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not hopper, reason="needs a Hopper GPU"),
 ]
 LARGE = 2**29  # bytes of workspace: one chunk
-CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
+SOFT = {"soft": True, "temperature": 0.5, "z_loss": 0.1}
+CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, options
     (1, 64, 257, False, "bfloat16", False, 1, LARGE, {}),
     (1, 1024, 4000, True, "bfloat16", False, 1, LARGE, {}),
     (127, 100, 1000, True, "bfloat16", True, 1, LARGE, {}),
@@ -33,39 +35,37 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
     (129, 64, 1000, False, "float16", True, 1, LARGE, {"softcap": 3.0}),
     (257, 64, 264, True, "bfloat16", True, 1, LARGE, {"z_loss": 0.1}),
     (300, 128, 8000, False, "bfloat16", False, 30, 2**21, {}),  # chunks; the last one overlaps
-    (
-        136,
-        64,
-        50257,
-        False,
-        "bfloat16",
-        True,
-        200,
-        2**23,
-        {},
-    ),  # far from the reference: exponentials are computed again
+    (136, 64, 50257, False, "bfloat16", True, 200, 2**23, {}),  # exponentials are computed again
     (513, 256, 1000, True, "bfloat16", True, 10, 2**18, {"softcap": 20.0, "z_loss": 1e-3}),
     (300, 192, 1280, False, "float16", False, 60, LARGE, {"label_smoothing": 0.1, "temperature": 0.5}),
-    (
-        300,
-        128,
-        1280,
-        True,
-        "bfloat16",
-        False,
-        3,
-        2**18,
-        {"label_smoothing": 0.1, "softcap": 9.0},
-    ),  # chunks
+    (300, 128, 1280, True, "bfloat16", False, 3, 2**18, {"label_smoothing": 0.1, "softcap": 9.0}),  # chunks
     (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
     (300, 64, 1000, True, "bfloat16", True, 3, 2**18, {"softcap": 9.0, "temperature": 0.6}),
     (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk instead of a float32 dw: n <= 2 D
     (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles per CTA, and many steps
+    # w has fewer rows than a copy, and one CTA of a cluster may copy none. The plan refuses so few columns, but the
+    # kernels take them. An output of 64 columns would be wrong: see `plan.FEWEST_COLUMNS`.
+    *((257, 64, few, True, "bfloat16", True, 1, LARGE, {"z_loss": 0.1}) for few in (1, 2, 65, 255)),
+    # K labels per token; the second case has chunks
+    (300, 128, 50257, False, "bfloat16", False, 1, LARGE, {"k": 64, "temperature": 0.7}),
+    (513, 128, 1000, True, "bfloat16", True, 40, 2**18, {"k": 7, "softcap": 5.0, "temperature": 0.7}),
+    (1, 128, 257, False, "float16", True, 4, LARGE, {"k": 2, "temperature": 0.7}),
+    (300, 128, 8000, True, "bfloat16", False, 1, 2**21, {"k": 64, "temperature": 0.7}),
+    # label_probs; the second case has chunks, and in the third one, the labels of a row are in one tile
+    (300, 128, 50257, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 64}),
+    (513, 64, 1000, False, "bfloat16", True, 2, 2**18, SOFT | {"k": 7, "softcap": 9.0}),
+    (300, 64, 512, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 300, "spread": 40}),
+    (1, 64, 257, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 1}),
 ]
 
 
+@pytest.mark.parametrize("case", CASES, ids=parameter_id)
+def test_operations(case):
+    linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
+
+
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
+    "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
     [
         (1, 64, 257, "bfloat16", "bfloat16", 0, False, LARGE, {}),
         (129, 128, 50257, "bfloat16", "bfloat16", 0.5, True, LARGE, {}),
@@ -73,54 +73,11 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
         (1100, 1024, 2048, "bfloat16", "float32", 0.1, False, 2**22, {}),
         (260, 100, 4000, "float16", "bfloat16", 0, False, 2**22, {"softcap": 3.0}),
     ],
+    ids=parameter_id,
 )
-def test_divergences(n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options):
+def test_divergences(case):
     """Chunks of logits fill a chunk of dz."""
-    sizes = n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace
-    divergence.assert_operations(mosaic_gpu.OPERATIONS, *sizes, **options)
-
-
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), CASES
-)
-def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
-    linear.assert_operations(
-        mosaic_gpu.OPERATIONS,
-        *(n, depth, vocab, dtype),
-        options={"transpose_w": transpose_w, **options},
-        bias=bias,
-        peak=peak,
-        workspace_bytes=workspace,
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "features", "peak", "n", "vocab", "k", "workspace"),
-    [
-        ("bfloat16", "", 1, 300, 50257, 64, LARGE),
-        ("bfloat16", "softcap", 40, 513, 1000, 7, 2**18),  # chunks, of the gather too
-        ("float16", "bias", 4, 1, 257, 2, LARGE),
-        ("bfloat16", "transposed", 1, 300, 8000, 64, 2**21),
-    ],
-)
-def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
-    run = functools.partial(linear.run_operations, mosaic_gpu.OPERATIONS, workspace)
-    shape = {"n": n, "depth": 128, "vocab": vocab, "k": k}
-    linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
-
-
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "k", "workspace", "keywords"),
-    [
-        (300, 128, 50257, 64, LARGE, {}),
-        (513, 64, 1000, 7, 2**18, {"softcap": 9.0}),  # chunks
-        (300, 64, 512, 300, LARGE, {"spread": 40}),  # all labels of a row are in one tile
-        (1, 64, 257, 1, LARGE, {}),
-    ],
-)
-def test_soft_labels(n, depth, vocab, k, workspace, keywords):
-    operations = mosaic_gpu.OPERATIONS
-    linear.assert_operations_of_soft_labels(operations, n, depth, vocab, k, workspace, **keywords)
+    divergence.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.parametrize(
@@ -133,30 +90,13 @@ def test_soft_labels(n, depth, vocab, k, workspace, keywords):
     ],
 )
 def test_token_stats(n, depth, vocab, dtype, features, peak, workspace):
-    linear.assert_operations_of_stats(
-        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, features, peak, workspace
-    )
+    run = functools.partial(linear.operation_stats, mosaic_gpu.OPERATIONS)
+    sizes = {"n": n, "depth": depth, "vocab": vocab, "workspace_bytes": workspace}
+    linear.assert_stats(dtype, features, peak, run=run, **sizes)
 
 
 def test_argmax_of_zeros():
     linear.assert_argmax_of_zeros("mosaic_gpu")
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 65, 255])
-def test_few_columns(vocab):
-    """The plan refuses fewer columns than a tile, but the kernels take them.
-
-    w has fewer rows than a copy, and one CTA of a cluster may copy none. An output of 64 columns would be wrong: see
-    `plan.FEWEST_COLUMNS`.
-    """
-    linear.assert_operations(
-        mosaic_gpu.OPERATIONS,
-        *(257, 64, vocab, "bfloat16"),
-        options={"transpose_w": True, "z_loss": 0.1},
-        bias=True,
-        peak=1,
-        workspace_bytes=LARGE,
-    )
 
 
 def test_one_column():

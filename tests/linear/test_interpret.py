@@ -10,6 +10,7 @@ import pytest
 from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import divergence, linear, twins
+from tests.support.covering import first_values, parameter_id
 from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
@@ -19,55 +20,56 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _in_the_interpreter():
+def _in_the_interpreter(monkeypatch):
+    monkeypatch.setattr(product, "CTAS", 2)
     with twins.interpreted(INTERPRET):
         yield
 
 
-NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
-    (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
-    (
-        130,
-        64,
-        320,
-        False,
-        "bfloat16",
-        False,
-        300,
-        2**29,
-        {},
-    ),  # far above the reference: exponentials are computed again
-    (
-        9,
-        64,
-        128,
-        True,
-        "float16",
-        True,
-        4,
-        2**29,
-        {"softcap": 5.0, "label_smoothing": 0.1, "temperature": 0.7},
-    ),
-    (9, 64, 264, True, "bfloat16", True, 4, 2**29, {"softcap": 5.0, "z_loss": 1e-3, "temperature": 0.7}),
+LARGE = 2**29  # bytes of workspace: one chunk
+SOFTCAP = {"softcap": 5.0, "temperature": 0.7}
+SOFT = {"soft": True, "temperature": 0.5, "z_loss": 0.1}
+NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, options
+    (5, 72, 257, True, "bfloat16", True, 1, LARGE, {}),
+    (130, 64, 320, False, "bfloat16", False, 300, LARGE, {}),  # exponentials are computed again
+    (9, 64, 128, True, "float16", True, 4, LARGE, SOFTCAP | {"label_smoothing": 0.1}),
+    (9, 64, 264, True, "bfloat16", True, 4, LARGE, SOFTCAP | {"z_loss": 1e-3}),
     (136, 64, 256, False, "bfloat16", False, 1, 48 * 512, {"z_loss": 0.5}),  # three chunks: n > 2 D
+]
+SEVERAL_LABELS = [
+    (9, 64, 320, False, "bfloat16", False, 1, LARGE, {"k": 3, "temperature": 0.7}),
+    (130, 72, 257, True, "bfloat16", True, 40, LARGE, SOFTCAP | {"k": 3}),
+    (136, 64, 256, False, "float16", True, 4, 48 * 512, {"k": 3, "temperature": 0.7}),  # chunks of 16 rows
+    # label_probs
+    (9, 64, 320, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 5}),
+    (1, 64, 257, False, "bfloat16", True, 2, LARGE, SOFT | {"k": 1}),
+    # chunks; the labels of a row are in one tile
+    (130, 72, 520, False, "bfloat16", True, 2, 48 * 512, SOFT | {"k": 3, "softcap": 3.0, "spread": 2}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), NUMBERS
+    "case", [*NUMBERS, *(pytest.param(case, marks=interpreted) for case in SEVERAL_LABELS)], ids=parameter_id
 )
-def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options, monkeypatch):
-    monkeypatch.setattr(product, "CTAS", 2)
-    operations = mosaic_gpu.OPERATIONS
-    linear.assert_operations(
-        operations,
-        *(n, depth, vocab, dtype),
-        options={"transpose_w": transpose_w, **options},
-        bias=bias,
-        peak=peak,
-        workspace_bytes=workspace,
-    )
+def test_interpreted(case):
+    linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
+    [
+        (9, 64, 320, "bfloat16", "bfloat16", 0, False, LARGE, {}),
+        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
+        (9, 64, 264, "float16", "float32", 1, False, LARGE, {}),
+    ],
+    ids=parameter_id,
+)
+def test_interpreted_divergence(case):
+    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
+    divergence.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.slow
@@ -75,9 +77,8 @@ def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace,
 @pytest.mark.parametrize(
     ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
 )
-def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
+def test_interpreted_gradient_at_the_label(head, numbers):
     """The label's term is subtracted in float32 and rounded once, although the kernel does not know the normalizer."""
-    monkeypatch.setattr(product, "CTAS", 2)
     x, w, labels, _ = linear.arrays(8, 64, 320, "bfloat16", transpose_w=head.transpose_w)
     labels = labels.at[3].set(-1)  # not a column: nothing is subtracted in this row
     weights = jnp.arange(1, 9) / 8.0
@@ -86,10 +87,8 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
     def to_coefficients(found):
         return found, coefficients(found, weights, tokens, 320)
 
-    run = jax.jit(
-        functools.partial(chunk_kernels.statistics_and_dlogits, head=head),
-        static_argnums=(4, 5),
-    )
+    f = functools.partial(chunk_kernels.statistics_and_dlogits, head=head)
+    run = jax.jit(f, static_argnums=(4, 5))
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
     dz = of_rows[:, None] * e.astype(jnp.float32)
     m, of_exp, of_label, *_ = to_coefficients(found)[1]
@@ -103,49 +102,8 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(
-    ("dtype", "features", "peak", "n", "depth", "vocab", "workspace"),
-    [
-        ("bfloat16", "", 1, 9, 64, 320, 2**29),
-        ("bfloat16", "softcap", 40, 130, 72, 257, 2**29),
-        ("float16", "bias", 4, 136, 64, 256, 48 * 512),  # chunks of 16 rows
-    ],
-)
-def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, workspace, monkeypatch):
-    monkeypatch.setattr(product, "CTAS", 2)
-    run = functools.partial(linear.run_operations, mosaic_gpu.OPERATIONS, workspace)
-    shape = {"n": n, "depth": depth, "vocab": vocab, "k": 3}
-    linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "k", "workspace", "keywords"),
-    [
-        (9, 64, 320, 5, 2**29, {}),
-        (1, 64, 257, 1, 2**29, {}),
-        (
-            130,
-            72,
-            520,
-            3,
-            48 * 512,
-            {"softcap": 3.0, "spread": 2},
-        ),  # chunks; the labels of a row are in one tile
-    ],
-)
-def test_interpreted_soft_labels(n, depth, vocab, k, workspace, keywords, monkeypatch):
-    monkeypatch.setattr(product, "CTAS", 2)
-    operations = mosaic_gpu.OPERATIONS
-    linear.assert_operations_of_soft_labels(operations, n, depth, vocab, k, workspace, **keywords)
-
-
-@pytest.mark.slow
-@interpreted
-def test_interpreted_labels_of_other_shards(monkeypatch):
+def test_interpreted_labels_of_other_shards():
     """A label of V or more is not a column, even if a tile or a padded w has a column there."""
-    monkeypatch.setattr(product, "CTAS", 2)
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
     projection = mosaic_gpu.OPERATIONS["projection"]
@@ -159,18 +117,18 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
 @pytest.mark.parametrize(
     ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
     [
-        (9, 64, 320, "bfloat16", "softcap", 1, 2**29),
+        (9, 64, 320, "bfloat16", "softcap", 1, LARGE),
         (130, 72, 257, "bfloat16", "", 40, 48 * 512),  # chunks
-        (9, 64, 264, "float16", "bias", 4, 2**29),
+        (9, 64, 264, "float16", "bias", 4, LARGE),
     ],
 )
-def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace, monkeypatch):
-    monkeypatch.setattr(product, "CTAS", 2)
-    operations = mosaic_gpu.OPERATIONS
-    linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)
+def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace):
+    run = functools.partial(linear.operation_stats, mosaic_gpu.OPERATIONS)
+    sizes = {"n": n, "depth": depth, "vocab": vocab, "workspace_bytes": workspace}
+    linear.assert_stats(dtype, features, peak, run=run, **sizes)
 
 
-@pytest.mark.parametrize("tiles", [1, 31, 33, 1002, 1100])
+@pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
 def test_tiles_are_added_in_one_order(tiles):
     """The bits of a row's sum do not depend on the number of rows."""
     a = np.random.default_rng(0).random((tiles, 100)).astype("float32")
@@ -179,23 +137,3 @@ def test_tiles_are_added_in_one_order(tiles):
     np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
     for row in (0, 99):
         np.testing.assert_array_equal(total(a[:, row : row + 1]), want[row : row + 1])
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    ("n", "depth", "vocab", "dtype", "teacher_dtype", "beta", "transpose_w", "workspace", "options"),
-    [
-        (9, 64, 320, "bfloat16", "bfloat16", 0, False, 2**29, {}),
-        (130, 72, 257, "bfloat16", "float16", 0.5, True, 8 * 257 * 48, {"softcap": 3.0, "temperature": 0.7}),
-        (9, 64, 264, "float16", "float32", 1, False, 2**29, {}),
-    ],
-)
-def test_interpreted_divergence(
-    n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, options, monkeypatch
-):
-    """The kernel writes float32 logits. A chunk of dz holds several chunks of logits."""
-    monkeypatch.setattr(product, "CTAS", 2)
-    divergence.assert_operations(
-        mosaic_gpu.OPERATIONS, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace, **options
-    )
