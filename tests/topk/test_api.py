@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from pallas_softmax import TopK, fused_topk
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
-from tests.support.covering import first, first_values, pairs
+from tests.support.covering import first, first_values, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -147,12 +147,6 @@ def test_extreme_temperatures():
     np.testing.assert_allclose(values[ALL.index("neg_inf_last")], [1 / 128] * 128 + [0], rtol=1e-6)
 
 
-def test_a_known_temperature_below_float32_gives_probabilities():
-    """The nearest one with a normal reciprocal replaces it. XLA for CPUs treats numbers below 1.2e-38 as 0."""
-    values = fused_topk(jnp.array([3.0, 2.0, 2.5]), 3, temperature=np.float64(1e-50)).values
-    np.testing.assert_array_equal(values, [1, 0, 0])
-
-
 TINY = 2.0**-130
 AT_0 = {  # rows of five
     "ties": [1, 3, 3, 2, -1],
@@ -165,7 +159,7 @@ AT_0 = {  # rows of five
 }
 
 
-@pytest.mark.parametrize(("how", "log"), first(2, pairs(["per row", "static", "traced"], [False, True])))
+@pytest.mark.parametrize(("how", "log"), first(1, pairs(["per row", "static", "traced"], [False, True])))
 def test_temperature_0_is_the_limit(how, log):
     """The tied largest entries share the probability, all others have 0; ties are equal values, as 0 and -0 are."""
     x = np.array([*AT_0.values(), AT_0["one"]], F32)
@@ -187,9 +181,12 @@ class Two:
         return jnp.float32(2)
 
 
-@pytest.mark.parametrize(("temperature", "same"), [(2**40, 2.0**40), (Two(), 2.0)], ids=["int", "object"])
-def test_temperatures_that_jax_converts_to_an_array(temperature, same):
-    x = np.arange(4, dtype=F32)[None]
+@pytest.mark.parametrize(
+    ("temperature", "same"), [(np.float64(1e-50), 1e-50), slow(Two(), 2.0), slow(2**40, 2.0**40)], ids=type
+)
+def test_temperatures_that_no_array_has(temperature, same):
+    """XLA for CPUs treats numbers below 1.2e-38 as 0. The nearest one with a normal reciprocal replaces them."""
+    x = np.array([[0, 3, 1, 2.5]], F32)
     assert_right(fused_topk(x, 2, temperature=temperature), x, 2, temperature=same)
 
 
@@ -220,16 +217,15 @@ def assert_pullback(names, v, dtype=F32, where=None, log=False, slack_times=100)
     assert where is None or not dx[~np.broadcast_to(where, x.shape)].any()
 
 
-@pytest.mark.parametrize(("mask", "log"), first(1, pairs([None, *MASKS], [False, True])[::-1]))
+@pytest.mark.parametrize(("mask", "log"), first(1, pairs([*MASKS, None], [False, True])))
 def test_gradient_with_where(mask, log):
     """dx_j = g_j p_j [j wins] - p_j sum_i g_i p_i (log: g_j [j wins] - p_j sum_i g_i), over T."""
     where = None if mask is None else cases.masks((len(FINITE), 20))[mask]
     assert_pullback(FINITE, 20, where=where, log=log)
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype"), first(1, [(129, F32), (129, BF16), (129, F16), (cases.GPT2, F32)]), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("v", "dtype"), [(129, F32), (129, BF16), (129, F16), (cases.GPT2, F32)], ids=str)
 def test_gradient_of_peaked_rows(v, dtype):
     assert_pullback(["normal", "peaked", "one_winner", "alternating", "integers"], v, dtype, slack_times=v)
 
@@ -250,7 +246,6 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 @given(
     x=hnp.arrays(F32, (4, 8), elements=ELEMENTS),
     where=hnp.arrays(bool, (4, 8)) | st.just(np.ones((4, 8), bool)),
-    k=st.sampled_from([5, 8]),
 )
-def test_any_row_and_mask(x, where, k):
-    assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
+def test_any_row_and_mask(x, where):
+    assert_right(topk(x, 8, where=where), x, 8, where=where, limit=4.0)
