@@ -106,28 +106,11 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype, exact_exp=True)
 
 
 # (V, dtype, k, rows)
-TOPK_SHORT = [
-    (2, F16, 2, FEW),
-    (8, BF16, 5, ALL),
-    (100, F32, 64, FEW),
-    (129, F16, 33, FEW),
-    (512, BF16, 8, FEW),
-]
-TOPK_SHORT += [
-    (1003, F32, 5, FEW),
-    (1003, BF16, 30, FEW),
-    (1, F32, 1, FEW),
-    (2, BF16, 1, FEW),
-    (7, F32, 7, ALL),
-]
-TOPK_SHORT += [
-    (8, F16, 8, FEW),
-    (128, F32, 5, ALL),
-    (128, BF16, 64, FEW),
-    (512, F32, 1, FEW),
-    (1024, F32, 2, FEW),
-]
-TOPK_SHORT += [(64, F32, 64, ALL), (512, F32, 100, FEW), (1000, BF16, 200, FEW)]
+TOPK_SHORT = [(2, F16, 2, FEW), (8, BF16, 5, ALL), (100, F32, 64, FEW), (129, F16, 33, FEW)]
+TOPK_SHORT += [(512, BF16, 8, FEW), (1003, F32, 5, FEW), (1003, BF16, 30, FEW), (1, F32, 1, FEW)]
+TOPK_SHORT += [(2, BF16, 1, FEW), (7, F32, 7, ALL), (8, F16, 8, FEW), (128, F32, 5, ALL)]
+TOPK_SHORT += [(128, BF16, 64, FEW), (512, F32, 1, FEW), (1024, F32, 2, FEW), (64, F32, 64, ALL)]
+TOPK_SHORT += [(512, F32, 100, FEW), (1000, BF16, 200, FEW)]
 
 
 def neighbours(v):
