@@ -128,7 +128,7 @@ def test_normalizer_is_a_pytree():
 # --- scan and reduce ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", first_values(1, [-1, 0, 1]))
+@pytest.mark.parametrize("axis", first_values(0, [-1, 0, 1]))
 def test_scan_gives_the_normalizer_of_every_prefix(axis):
     x = cases.rows(list(cases.FINITE), 18)
     prefixes = jax.jit(online.scan, static_argnums=1)(x, axis)
@@ -151,7 +151,7 @@ def test_scan_of_a_prefix_of_neg_inf():
 
 
 @pytest.mark.parametrize(
-    "v", first_values(2, [129, 4097, 1, 2, 9, 127, 128, 1000, 4095, 4096, 5000, cases.GPT2])
+    "v", first_values(1, [4097, 129, 1, 2, 9, 127, 128, 1000, 4095, 4096, 5000, cases.GPT2])
 )
 def test_reduce_is_logsumexp(v):
     """reduce agrees with logsumexp, also for lengths that need several chunks."""

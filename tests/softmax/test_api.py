@@ -1,6 +1,7 @@
 """softmax, log_softmax and logsumexp: values and gradients, against the oracle and jax.nn."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,7 @@ def test_shifting_a_row_changes_nothing(name):
     np.testing.assert_array_equal(f(x), f(x + 1024))
 
 
-@pytest.mark.parametrize("name", first_values(1, NAMES[::-1]))
+@pytest.mark.parametrize("name", first_values(0, NAMES))
 def test_gradient_of_special_values_agrees_with_jax(name):
     x = cases.rows(list(cases.SPECIAL), 9)
     got, want = (
@@ -223,11 +224,11 @@ def run(f, calls):
     )
 
 
-TOGETHER = [(name, "some of each") for name in NAMES] + [("logsumexp", calls) for calls in OF_LOGSUMEXP]
-TOGETHER += [(name, calls) for name in NAMES for calls in CALLS if calls != "some of each"]
+TOGETHER = [("softmax", "some of each"), *(("logsumexp", calls) for calls in OF_LOGSUMEXP)]
+TOGETHER += [case for case in itertools.product(NAMES, CALLS) if case not in TOGETHER]
 
 
-@pytest.mark.parametrize(("name", "calls"), first(4, TOGETHER))
+@pytest.mark.parametrize(("name", "calls"), first(2, TOGETHER))
 def test_calls_agree_with_jax_nn(name, calls):
     """An axis may be an int, negative, a tuple or None. Masked elements are 0 (log_softmax: -inf).
 
@@ -249,7 +250,7 @@ def test_calls_agree_with_jax_nn(name, calls):
             assert bounds.error_units(y, value, unit) <= limit
 
 
-@pytest.mark.parametrize(("name", "axis"), first(1, pairs(NAMES, [-1, None, 0, (0, 2)])), ids=str)
+@pytest.mark.parametrize(("name", "axis"), first(0, pairs(NAMES, [-1, None, 0, (0, 2)])), ids=str)
 def test_where_of_higher_rank_broadcasts_x(name, axis):
     """One row with many masks. With a negative axis or None, jax.nn.softmax sums along another axis."""
     where = np.random.default_rng(0).random((4, *X3.shape)) < 0.5
@@ -259,7 +260,7 @@ def test_where_of_higher_rank_broadcasts_x(name, axis):
     assert_same(ours(name)(x, axis, where), got) if name in ELEMENTWISE else None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(2, NAMES))
 def test_bool(name):
     """softmax and log_softmax raise TypeError; logsumexp converts to numbers."""
     x = jnp.asarray([True, False])
@@ -290,7 +291,7 @@ def test_gradient_with_where(name, mask, poison):
     np.testing.assert_allclose(got[kept_rows], want[kept_rows].astype(F32), rtol=2e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", first_values(1, NAMES))
+@pytest.mark.parametrize("name", first_values(0, NAMES))
 def test_kept_special_values_with_where(name):
     """If all kept entries are -inf, or any is inf or NaN, the row is NaN where kept and 0 where masked."""
     rows = ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"]
@@ -381,6 +382,7 @@ def test_logsumexp_with_16_bit_factors():
     np.testing.assert_allclose(float(got), want, rtol=2.0**-8)
 
 
+@pytest.mark.slow
 def test_factors_of_logsumexp_promote_with_the_logits():
     """Promotion agrees with JAX, also under strict promotion."""
     a, b = np.array([1, 2], np.int32), np.array([1, 0], np.int32)
@@ -394,5 +396,6 @@ def test_monkey_patched_jax_nn_does_not_recurse(monkeypatch):
     np.testing.assert_allclose(jax.nn.logsumexp(np.zeros(3, F32), b=2.0), np.log(6), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_logsumexp_of_a_long_python_int():
     assert_same(ps.logsumexp(2**40), jax.nn.logsumexp(2**40))

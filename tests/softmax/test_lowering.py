@@ -57,7 +57,7 @@ def test_short_rows_cover_every_number_of_lanes():
 
 @pytest.mark.parametrize(
     ("op", "kind", "dtype", "mask"),
-    first(4, pairs(oracle.OPERATIONS[::-1], [15, *LONG, *SHORT[1:]], DTYPES, [*MASKS, None])),
+    first(3, pairs(oracle.OPERATIONS[::-1], [15, *LONG, *SHORT[1:]], DTYPES, [*MASKS, None])),
 )
 def test_kernels(op, kind, dtype, mask):
     rows, plan = 8 if dtype == "bfloat16" else 5, None
@@ -84,7 +84,7 @@ def test_rows_in_turns(op, slots, mask):
 
 
 @pytest.mark.parametrize(
-    ("op", "call", "v"), first(2, pairs(oracle.FORWARD, {"grad": 0, "where": 0} | CALLS, [100, 20011]))
+    ("op", "call", "v"), first(1, pairs(oracle.FORWARD, {"grad": 0} | CALLS, [100, 20011]))
 )
 def test_public_functions(op, call, v):
     """Each function runs its kernel, and its gradient runs a kernel; logsumexp's gradient is plain JAX."""

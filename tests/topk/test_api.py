@@ -230,6 +230,7 @@ def test_gradient_of_peaked_rows(v, dtype):
     assert_pullback(["normal", "peaked", "one_winner", "alternating", "integers"], v, dtype, slack_times=v)
 
 
+@pytest.mark.slow
 def test_indices_have_no_gradient():
     x = cases.rows(["normal"], 9)
     dx = jax.grad(lambda x: fused_topk(x, 3).indices.astype(F32).sum())(x)

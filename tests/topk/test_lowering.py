@@ -22,8 +22,8 @@ from tests.topk import kernels
 # merged by one launch or several. If buckets fail, few winners are ranked by comparisons, and more winners by a sort.
 SHAPES = {
     "8 of 512": (10_000, 512, 8),
-    "one CTA, unaligned": (251, 20011, 128),
     "parts": (5, 50257, 64),
+    "one CTA, unaligned": (251, 20011, 128),
     **{
         f"{k} of {v}": (5, v, k) for v, k in [(1, 1), (2, 2), (7, 7), (8, 1), (15, 5), (129, 3), (1024, 1000)]
     },
@@ -41,7 +41,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "mask", "values"),
-    first(3, pairs(SHAPES, DTYPES, [None, *MASKS], ["probabilities", "as they are", "logs"])),
+    first(2, pairs(SHAPES, DTYPES, [None, *MASKS], ["probabilities", "as they are", "logs"])),
 )
 def test_kernels(kind, dtype, mask, values):
     """One kernel, and one for each merge of parts. Winners as they are need no exponentials."""
@@ -64,7 +64,7 @@ def test_kernels(kind, dtype, mask, values):
     assert temperature is not None or "ex2.approx" not in text and "math.exp" not in text
 
 
-@pytest.mark.parametrize("rows", [10, slow(64), slow(1000), 131_072])
+@pytest.mark.parametrize("rows", [slow(10), slow(64), slow(1000), 131_072])
 @pytest.mark.parametrize("function", [ps.fused_topk, slow(ps.route)])
 def test_tiles_of_short_rows(function, rows):
     """With many short rows, each CTA starts to copy a later tile to the L2 cache, and with few it does not.
@@ -97,7 +97,7 @@ def test_integers_as_floats(dtype):
 @pytest.mark.parametrize(
     ("call", "v", "dtype"),
     first(
-        2,
+        1,
         pairs(
             ["grad", "vmap with one mask", "call", "where", "vmap", "grad with where", "vmap of grad"],
             [1000, 30000, 20011, 1028, 100],
@@ -135,7 +135,7 @@ def test_the_choice_under_vmap_is_for_all_rows():
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape"), first(1, [((0, 0), (3,)), ((0, None), ()), ((0, 0), (3, 128))]), ids=str
+    ("axes", "shape"), first(0, [((0, 0), (3,)), ((0, None), ()), ((0, 0), (3, 128))]), ids=str
 )
 def test_vmap_with_temperatures(axes, shape):
     """One kernel runs all rows; its results are the winners, m and d."""

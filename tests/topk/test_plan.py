@@ -145,7 +145,7 @@ def test_lanes_hold_few_elements_if_most_are_winners():
     assert {case: topk_plan.mostly_winners(*case) for case in few} == few
 
 
-@settings(FREE, max_examples=50)
+@settings(FREE, max_examples=30)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,
