@@ -82,8 +82,15 @@ def test_tiles_of_short_rows(function, rows):
 
 @pytest.mark.parametrize("dtype", first_values(1, ["int32", "uint8", "bool"]))
 def test_integers_as_floats(dtype):
-    """The kernels of top_k take integers as floats in the same order. fused_topk has no kernel for integers."""
-    assert ps.explain(topk, array(128, 16384, dtype=dtype))[0].cuda == "xla"
+    """The kernels of top_k take integers as floats in the same order. fused_topk has no kernel for integers.
+
+    With a mask, the least integer would count as masked.
+    """
+    x = array(128, 4096, dtype=dtype)
+    assert [ps.explain(f, x)[0].cuda for f in (topk, lambda x: ps.top_k(x, 5))] == ["xla", "mosaic_gpu"]
+    assert (
+        ps.explain(lambda x: ps.top_k(x, 5, axis=0), x)[0].cuda == "mosaic_gpu"
+    )  # plain JAX moves the axis too
     text = lowered(lambda x: ps.top_k(x, 5, implementation="mosaic_gpu"), array(64, 512, dtype=dtype))
     assert kernel_names(text) == ["top_k"]
     for masking, match in ({"where": True}, "no kernel for .* with where"), ({"lengths": 9}, "no selection"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import export, lax
 
-from pallas_softmax import TopK, explain, top_k
+from pallas_softmax import TopK, top_k
 from tests.kernels.test_random_rows import adversarial_logits, random_logits, random_shapes
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
@@ -58,7 +58,7 @@ ORDINARY = [i for i, name in enumerate(ALL) if name in cases.FINITE and name != 
 
 @pytest.mark.parametrize(
     ("dtype", "v", "k"),
-    first(3, pairs([FLOATS[0], INTEGERS[0], *FLOATS[1:], *INTEGERS[1:]], [129, 9, 2, 1], ["v", 1, 2, 0])),
+    first(3, pairs([F32, INTEGERS[0], *FLOATS[1:], *INTEGERS[1:]], [129, 9, 2, 1], ["v", 1, 2, 0])),
     ids=str,
 )
 def test_winners(dtype, v, k):
@@ -162,14 +162,6 @@ def test_lengths_never_wrap(dtype):
         same(jax.jit(lambda n: top_k(X, 10, lengths=n))(lengths), want)
 
 
-def test_lengths_of_other_axes():
-    x, lengths = X.reshape(6, 4, 5), np.arange(30).reshape(6, 5) % 6
-    got = top_k(x, 3, axis=1, lengths=lengths)
-    last = np.moveaxis(x, 1, -1)
-    want = oracle.top_k(last, 3, oracle.within(last, lengths))
-    same([np.moveaxis(np.asarray(a), 1, -1) for a in got], want)
-
-
 # --- Arguments like lax.top_k's ---------------------------------------------------------------------------
 
 
@@ -227,9 +219,9 @@ def test_a_traced_k_is_refused():
         jax.jit(lambda k: top_k(X, k))(2)
 
 
-@pytest.mark.parametrize("shape", first_values(1, [(3, 0), (3, 9), (0, 5)]), ids=str)
-def test_empty_arrays(shape):
-    same(top_k(jnp.zeros(shape), 0), lax.top_k(jnp.zeros(shape), 0))
+def test_empty_arrays():
+    for shape in ((3, 0), (0, 5)):
+        same(top_k(jnp.zeros(shape), 0), lax.top_k(jnp.zeros(shape), 0))
 
 
 @pytest.mark.parametrize(
@@ -288,21 +280,6 @@ def test_integers_have_no_gradient():
     assert jax.grad(lambda x: x * top_k((4 * jnp.ones(3) * x).astype(int), 1).values[0])(2.0) == 8
 
 
-@pytest.mark.parametrize(
-    ("in_axes", "dtype"), first(0, pairs([(1, 0), (0, 0), (0, None), (None, 0)], [F32, "int32"])), ids=str
-)
-def test_vmap(in_axes, dtype):
-    x = np.random.default_rng(0).integers(-5, 5, (3, 4, 7)).astype(dtype)
-    x, n = (x if in_axes[0] is not None else x[0]), np.arange(4 if in_axes[0] == 1 else 3)
-    n = n if in_axes[1] is not None else n[2]
-    got = jax.vmap(lambda x, n: top_k(x, 3, lengths=n), in_axes)(x, n)
-    size = 4 if in_axes[0] == 1 else 3
-    xs = np.moveaxis(x, in_axes[0], 0) if in_axes[0] is not None else [x] * size
-    ns = n if in_axes[1] is not None else [n] * size
-    want = [oracle.top_k(x, 3, oracle.within(x, np.full(len(x), n))) for x, n in zip(xs, ns)]
-    same(got, [np.stack(a) for a in zip(*want)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, "int8"], ids=str)
 def test_export_with_symbolic_shapes(dtype):
@@ -320,19 +297,6 @@ def test_export_with_symbolic_shapes(dtype):
         got = program.call(x, LENGTHS, np.zeros(k, F32))
         assert isinstance(got, TopK)
         same(got, oracle.top_k(x, k, oracle.within(x, LENGTHS)))
-
-
-def test_kernels_of_integers():
-    """Integers have kernels, also with lengths. With a mask, the least integer would count as masked."""
-    x, n = jax.ShapeDtypeStruct((128, 4096), "int32"), jax.ShapeDtypeStruct((128,), "int32")
-    (choice,) = explain(lambda x: top_k(x, 5), x)
-    assert (choice.cuda, choice.call.dtype) == ("mosaic_gpu", "int32")
-    (choice,) = explain(lambda x, n: top_k(x, 5, lengths=n), x, n)
-    assert choice.cuda == "mosaic_gpu"
-    (choice,) = explain(lambda x: top_k(x, 5, where=x > 3), x)
-    assert "no kernel for int32 with where" in str(choice)
-    (choice,) = explain(lambda x: top_k(x, 5, axis=0), jax.ShapeDtypeStruct((4096, 128), "float32"))
-    assert choice.cuda == "mosaic_gpu"  # the axis is moved for plain JAX as well
 
 
 @pytest.mark.slow
