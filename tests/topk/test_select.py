@@ -25,14 +25,7 @@ from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.support.twins import interpreted
 from tests.topk import select
-from tests.topk.select import (
-    PLANS,
-    assert_rows,
-    machine_launch,
-    machine_select,
-    offset_of,
-    rows_of,
-)
+from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, rows_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]
@@ -205,46 +198,34 @@ def test_lowering(shape, masked):
     assert "stablehlo.sort" not in text
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "k", "dtype", "ctas", "warpgroups"),
-    [
-        (1, 131072, 2048, "float32", 16, 4),
-        (8, 131072, 2048, "float32", 8, 4),
-        (64, 32768, 2048, "float32", 1, 4),
-        (64, 65536, 2048, "float32", 2, 4),
-        (64, 1_048_576, 2048, "bfloat16", 2, 4),
-        (100, 131072, 2048, "float32", 1, 4),
-        (256, 131072, 2048, "float32", 1, 2),
-        (256, 131072, 2048, "bfloat16", 1, 2),
-        (4096, 8192, 2048, "bfloat16", 1, 1),
-        (4096, 16384, 2048, "bfloat16", 1, 2),
-        (4096, 16384, 512, "float32", 1, 2),
-        (4096, 8192, 512, "bfloat16", 1, 1),
-        (4096, 8192, 512, "float32", 1, 2),
-        (1, 8192, 2048, "float32", 1, 4),
-    ],
-)
-def test_few_and_many_rows(rows, v, k, dtype, ctas, warpgroups):
-    plan = plan_selection(rows, v, k, dtype, HOPPER)
-    assert plan is not None and (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
+# (rows, V, k, dtype, whether there are a mask and lengths): CTAs of a row, warpgroups, whether registers hold the row
+CHOSEN = {
+    (1, 131072, 2048, "float32"): (16, 4, False),
+    (8, 131072, 2048, "float32"): (8, 4, False),
+    (64, 32768, 2048, "float32"): (1, 4, False),
+    (64, 65536, 2048, "float32"): (2, 4, False),
+    (64, 1_048_576, 2048, "bfloat16"): (2, 4, False),
+    (100, 131072, 2048, "float32"): (1, 4, False),
+    (256, 131072, 2048, "float32"): (1, 2, False),
+    (256, 131072, 2048, "bfloat16"): (1, 2, False),
+    (4096, 8192, 2048, "bfloat16"): (1, 1, True),
+    (4096, 8192, 512, "bfloat16"): (1, 1, False),
+    (4096, 8192, 512, "bfloat16", False, True): (1, 1, True),
+    (4096, 8192, 512, "bfloat16", True, True): (1, 1, False),
+    (4096, 8192, 512, "float32"): (1, 2, True),
+    (4096, 8193, 512, "float32"): (1, 2, False),
+    (4096, 16384, 2048, "bfloat16"): (1, 2, False),
+    (4096, 16384, 512, "float32"): (1, 2, False),
+    (1024, 16384, 2048, "bfloat16", False, True): (1, 2, False),
+    (64, 16384, 64, "bfloat16"): (1, 4, True),
+    (1, 8192, 2048, "float32"): (1, 4, True),
+}
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "k", "dtype", "masked", "has_lengths", "whole"),
-    [
-        (4096, 8192, 2048, "bfloat16", False, False, True),
-        (4096, 8192, 512, "bfloat16", False, False, False),
-        (4096, 8192, 512, "bfloat16", False, True, True),
-        (4096, 8192, 512, "bfloat16", True, True, False),
-        (4096, 8192, 512, "float32", False, False, True),
-        (4096, 8193, 512, "float32", False, False, False),
-        (64, 16384, 64, "bfloat16", False, False, True),
-        (1024, 16384, 2048, "bfloat16", False, True, False),
-    ],
-)
-def test_rows_in_registers(rows, v, k, dtype, masked, has_lengths, whole):
-    plan = plan_selection(rows, v, k, dtype, HOPPER, masked, has_lengths)
-    assert plan is not None and plan.in_registers == whole
+@pytest.mark.parametrize("call", CHOSEN, ids=str)
+def test_plan(call):
+    plan = plan_selection(*call[:4], HOPPER, *call[4:])
+    assert plan is not None and (plan.ctas, plan.warpgroups, plan.in_registers) == CHOSEN[call]
 
 
 @pytest.mark.parametrize(
