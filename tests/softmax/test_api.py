@@ -85,23 +85,25 @@ def accurate(name, dtype, v, names):
     narrow = dtype in (BF16, F16)
     unit = bounds.stored_unit(value, unit, dtype) if narrow else unit
     judged = [(value, unit, 1.0, 1.0 if narrow else 2.0, names)]
-    judged += [(grad, grad_unit, flushed, 2.0, [row for row in names if row in FINITE])]
+    judged += [
+        (grad, grad_unit, flushed, 2.0, [row for row in names if row in FINITE])
+    ]  # the first rows of ALL
 
     @functools.cache
-    def errors_of_jax(part):
-        want, units, slack_times, _, rows = judged[part]
-        theirs = value_and_vjp(lambda x: jax_nn(name)(x, -1))(x, g)[part]
-        return [
-            bounds.error_units(theirs[i], want[i], units[i], slack_times=slack_times)
-            for i in range(len(rows))
-        ]
+    def results_of_jax():
+        return value_and_vjp(lambda x: jax_nn(name)(x, -1))(x, g)
+
+    def twice_the_error_of_jax(part, i):
+        want, units, slack_times, *_ = judged[part]
+        error = bounds.error_units(results_of_jax()[part][i], want[i], units[i], slack_times=slack_times)
+        return 2 * error if np.isfinite(error) and not narrow else 0
 
     bad = []
     for part, (want, units, slack_times, limit, rows) in enumerate(judged):
         assert got[part].dtype == dtype
         for i, row in enumerate(rows):
             error = bounds.error_units(got[part][i], want[i], units[i], slack_times=slack_times)
-            if not error <= limit and (narrow or not error <= 2 * errors_of_jax(part)[i]):
+            if not error <= limit and not error <= twice_the_error_of_jax(part, i):
                 bad.append(f"{('value', 'gradient')[part]} of {row}: {error:.3g} units, limit {limit:.3g}")
     assert not bad, "; ".join(bad)
     if name != "logsumexp" and narrow:
@@ -109,12 +111,8 @@ def accurate(name, dtype, v, names):
         bounds.assert_operation(f"{name}_grad", of_finite[0], of_finite[1:], rows)
 
 
-SHAPES = [
-    (129, F32),
-    (1000, BF16),
-    (129, F16),
-    *((v, F32) for v in (1000, 5000, 1, 2, 9, 127, 128, cases.GPT2)),
-]
+SHAPES = [(129, F32), (1000, BF16), (129, F16)]
+SHAPES += [(v, F32) for v in (1000, 5000, 1, 2, 9, 127, 128, cases.GPT2)]
 SHAPES += [(129, BF16), (1000, F16), *((v, dtype) for dtype in (BF16, F16) for v in (9, 5000, cases.GPT2))]
 SHAPES += [(v, F32) for v in cases.LARGE]
 
