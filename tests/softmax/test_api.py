@@ -167,10 +167,8 @@ CALLS = {
     "some of each": [
         (X3, {"axis": (2, 0)}),
         (X3, {"axis": ()}),  # 1, 0, or x itself
-        (X3, {"where": False}),  # the default axis: -1 for softmax and log_softmax, all for logsumexp
         (WHERE_X, {"axis": -1, "where": MASKS["x_shaped"]}),
         (2.0, {"axis": None}),
-        (EMPTY[0], {"axis": -1}),
         (LARGE_INTEGERS, {"axis": -1}),
     ],
     "axes": [(X3, {"axis": axis}) for axis in AXES],
@@ -184,7 +182,7 @@ CALLS = {
     ],
     "dtypes": [
         *((x, {"axis": None}) for x in (jnp.asarray(1.0), jnp.full(3, 2.0), jnp.full(3, 2), 3)),
-        (X3, {"where": True}),
+        *((X3, {"where": where}) for where in (True, False)),  # the default axis: -1, for logsumexp all
         (COMPLEX, {"axis": -1}),
         (COMPLEX, {"axis": -1, "where": np.array([True, False, True])}),
     ],

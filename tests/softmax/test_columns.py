@@ -46,13 +46,11 @@ def test_columns(name, case):
     kernels.assert_columns(name, cases.rows(names, v, dtype), names, plan)
 
 
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    first(
-        1, [("softmax", (1,)), ("log_softmax_grad", (0,)), ("logsumexp", (1, 2)), ("softmax_grad", (0, 1))]
-    ),
-    ids=str,
-)
+AXES = [("softmax", (1,)), ("log_softmax_grad", (0,)), ("logsumexp", (1, 2)), ("softmax_grad", (0, 1))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes"), AXES, ids=str)
 def test_adjacent_axes(name, axes):
     """One or several axes; the result has the shape of the public function's result."""
     rng = np.random.default_rng(4)
