@@ -128,7 +128,8 @@ def test_normalizer_is_a_pytree():
 # --- scan and reduce ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", first_values(0, [-1, 0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_scan_gives_the_normalizer_of_every_prefix(axis):
     x = cases.rows(list(cases.FINITE), 18)
     prefixes = jax.jit(online.scan, static_argnums=1)(x, axis)

@@ -39,9 +39,7 @@ def short(rows, v, k, dtype):
 
 
 @pytest.mark.parametrize("check", [kernels.assert_topk, slow(kernels.assert_top_k)])
-@pytest.mark.parametrize(
-    ("plan", "dtype", "k", "names"), [*first(0, TOPK_SHORT), *first(1, WINDOWS)], ids=parameter_id
-)
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS + TOPK_SHORT), ids=parameter_id)
 def test_rows(plan, dtype, k, names, check):
     """Short rows have the package's plan. Winners have their probabilities, or are as they are."""
     v = plan.vocab if isinstance(plan, Window) else plan
@@ -99,9 +97,10 @@ def test_nan_gradients_stay_in_their_rows():
     assert np.isnan(np.asarray(dx)[[0, 2, 3]]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "log", "dtype"),
-    first(0, [("tile", False, F32), ("tile", True, F32), ("window", False, F32), ("parts", True, F32)])
+    [("tile", False, F32), ("tile", True, F32), ("window", False, F32), ("parts", True, F32)]
     + [slow("tile", False, F16), slow("window", False, BF16)],
     ids=str,
 )
@@ -177,8 +176,9 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
         jax.tree.map(np.testing.assert_array_equal, tuple(got), oracle.top_k(x, k, where))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "log"), first(0, [("window", False), ("tile", False), ("tile", True), ("parts", True)])
+    ("kind", "log"), [("window", False), ("tile", False), ("tile", True), ("parts", True)]
 )
 def test_fewer_unmasked_elements_than_winners(kind, log):
     """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""

@@ -151,7 +151,8 @@ def test_lengths(dtype, masked):
         same(got, oracle.top_k(x, 10, oracle.within(x, np.broadcast_to(n.reshape(-1), 6), where)))
 
 
-@pytest.mark.parametrize("dtype", first_values(0, ["uint64", "int8", "uint8", "int64", "uint32"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint64", "int8", "uint8", "int64", "uint32"])
 def test_lengths_never_wrap(dtype):
     info = np.iinfo(dtype)
     lengths = np.array([info.min, info.max, 0, 7, 3, 5], dtype)
