@@ -19,7 +19,7 @@ from tests.support.cases import BF16, F16, F32, FEW
 from tests.support.covering import first, parameter_id, slow
 from tests.support.kernels import fewer_rows
 from tests.topk import kernels
-from tests.topk.kernels import ONE, TOPK_SHORT, WINDOWS
+from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -55,6 +55,9 @@ def test_windows_cover_every_kind():
     assert any(rest > step for _, rest, step in steps)
     assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
     assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
+    for plan, dtype, k in CROWDED:  # these run on a GPU only, because the twins sort all elements
+        tied, _ = kernels.crowded(plan.vocab, k, dtype)
+        assert kernels.exceeds_capacity(np.stack([*tied.values()]).astype(dtype), k)
 
 
 GRADIENTS = [(7, F32, 5, True), (100, F32, 5, False), (127, BF16, 40, False), (2, F16, 2, True)]
