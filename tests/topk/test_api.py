@@ -88,6 +88,7 @@ def test_integers(dtype):
         assert_right(got, x, 5, where=where)
 
 
+@pytest.mark.slow
 def test_float64(x64):
     """The arithmetic is float64; indices stay int32, and float32 logits have float32 values."""
     names = list(cases.FINITE)
@@ -126,9 +127,11 @@ def test_where(mask, log):
     assert_right(topk(X, 15, where=where, log=log), X, 15, FINITE + SPECIAL, where=where, log=log, limit=4.0)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "log"), first(1, pairs([np.geomspace(100, 0.01, 14), 0.7, 0.01, 100.0], [False, True]))
-)
+TEMPERATURES = [np.geomspace(100, 0.01, 14), 0.7, 0.01, 100.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "log"), pairs(TEMPERATURES, [False, True]))
 def test_temperature(temperature, log):
     """p = softmax(logits / temperature), without overflow for huge logits."""
     names = list(cases.FINITE)

