@@ -78,22 +78,15 @@ def test_accesses(name, monkeypatch):
     assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), first(3, pairs(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)])), ids=str
-)
+SHAPES = pairs(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)]) + [("online_fused", (25000, paper.MAX_K))]
+
+
+@pytest.mark.parametrize(("name", "shape"), first(1, SHAPES), ids=str)
 def test_lowering(name, shape):
     v, k = shape
-    if name in paper.SOFTMAX:
-        assert kernel_names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
-        return
+    arguments = () if name in paper.SOFTMAX else (k,)
     kernels = ["paper_safe", "paper_topk"] if name == "safe_unfused" else [f"paper_{name}"]
-    assert kernel_names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
-
-
-@pytest.mark.slow
-def test_lowering_of_the_largest_k():
-    text = lowered(lambda x: paper.TOPK["online_fused"].kernel(x, paper.MAX_K), array(10, 25000))
-    assert kernel_names(text) == ["paper_online_fused"]
+    assert kernel_names(lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(10, v))) == kernels
 
 
 def test_errors():

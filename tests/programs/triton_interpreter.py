@@ -7,6 +7,7 @@ operations, and integer additions are not checked for overflow.
 """
 
 import dataclasses
+import itertools
 import os
 import warnings
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from pallas_softmax._src.triton.launch import launch, launch_p
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, oracle, triton_kernels
 from tests.support.cases import ALL, BF16, F16, F32, FEW
+from tests.support.gpu import assert_top_k
+from tests.topk.kernels import ONE, judge_topk
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
@@ -215,16 +218,13 @@ def test_plans_are_of_every_kind():
 
 
 # The mask of a part starts with the part in every operation; a backward reads two arrays in addition to the mask.
-MASKED = [(100, Block(4, 128, 1), pattern, op) for pattern in cases.BROADCASTS for op in oracle.OPERATIONS]
+MASKED = [(100, Block(4, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)]
 MASKED += [
-    (503, Long(1, 512, 2, 64, 4), pattern, op)
-    for pattern in ("bhqv", "b11v", "bhq1")
-    for op in oracle.OPERATIONS
+    (503, Long(1, 512, 2, 64, 4), *case)
+    for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
 ]
-MASKED += [
-    (503, Long(3, 192, 1, 64, 4), pattern, op)
-    for pattern, op in [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
-]
+OF_PARTS = [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
+MASKED += [(503, Long(3, 192, 1, 64, 4), *case) for case in OF_PARTS]
 
 
 @pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)
@@ -242,57 +242,31 @@ def test_axes(axes):
     rng = np.random.default_rng(4)
     y, dy = rng.standard_normal((2, 20, 3, 10)).astype(F32)
     where = rng.random((1, 3, 10)) < 0.7
-    got = triton_kernels.softmax_rows(
-        "softmax_grad", (jnp.asarray(y), jnp.asarray(dy)), jnp.asarray(where), axes
-    )
-    moved = [
-        np.moveaxis(np.broadcast_to(a, y.shape), axes, range(-len(axes), 0)) for a in (y, dy, where, got)
-    ]
+    arrays = jnp.asarray(y), jnp.asarray(dy)
+    got = triton_kernels.softmax_rows("softmax_grad", arrays, jnp.asarray(where), axes)
+    whole = (np.broadcast_to(a, y.shape) for a in (y, dy, where, got))
+    moved = (np.moveaxis(a, axes, range(-len(axes), 0)) for a in whole)
     y, dy, where, got = (a.reshape(*a.shape[: -len(axes)], -1) for a in moved)
     bounds.assert_operation("softmax_grad", got, (y, dy), [str(at) for at in np.ndindex(y.shape[:-1])], where)
 
 
 # --- top-k --------------------------------------------------------------------------------------------
 
-ONE = np.ones(1, F32)
+
+def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32):
+    """Returns the kernel's winners and normalizers with flat rows, like `kernels.topk_rows`."""
+    t, mask = temperature, None if where is None else jnp.asarray(where)
+    if t is not None:
+        t = jnp.asarray(t.reshape((*x.shape[:-1], 1) if t.size > 1 else (1,) * x.ndim))
+    scaled = temperature is not ONE
+    options = {"k": k, "log": log, "dtype": jnp.dtype(dtype), "plan": plan, "scaled": scaled}
+    results = triton_kernels.topk(jnp.asarray(x), mask, t, **options)
+    return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), results)
 
 
 def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, dtype=F32):
-    """Asserts that the indices are exact, the values within bounds, and m and d right if they are finite."""
-    mask = None if where is None else jnp.asarray(where)
-    t = temperature.reshape(*x.shape[:-1], 1) if temperature.size > 1 else temperature.reshape((1,) * x.ndim)
-    got, (m, d) = triton_kernels.topk(
-        jnp.asarray(x),
-        mask,
-        jnp.asarray(t),
-        k=k,
-        log=log,
-        dtype=jnp.dtype(dtype),
-        plan=plan,
-        scaled=temperature is not ONE,
-    )
-    assert got.values.shape == got.indices.shape == (*x.shape[:-1], k)
-    assert m.shape == d.shape == (*x.shape[:-1], 1)
-    assert got.indices.dtype == jnp.int32 and got.values.dtype == dtype
-    v = x.shape[-1]
-    where = None if where is None else np.broadcast_to(where, x.shape).reshape(-1, v)
-    x = x.reshape(-1, v)
-    t = temperature[0] if temperature.size == 1 else temperature.ravel()
-    want, best = oracle.fused_topk(x, k, where, t, log)
-    indices = np.asarray(got.indices).reshape(-1, k)
-    for i, name in enumerate(names):
-        np.testing.assert_array_equal(indices[i], best[i], err_msg=name)
-    with np.errstate(all="ignore"):
-        below, positive = oracle.at_limit(x, where, t)
-        tempered = (below / np.reshape(positive, (-1, 1))).astype(F32)
-        terms = np.nansum(bounds.softmax_unit(tempered, where=where), -1, keepdims=True)
-        unit = bounds.fused_topk_unit(x, k, where, t, log) + terms * (1 if log else want)
-        want_m, want_d = oracle.normalizer(x, where)[0], oracle.normalizer(tempered, where)[1]
-    bounds.assert_close(np.asarray(got.values).reshape(-1, k), want, unit, names)
-    m, d = np.asarray(m).ravel(), np.asarray(d).ravel()
-    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN for any m and d
-    np.testing.assert_array_equal(m[ordinary], want_m[ordinary, 0])
-    np.testing.assert_allclose(d[ordinary], want_d[ordinary, 0], rtol=2e-5)
+    got = topk_rows(x, k, plan, where, temperature, log, dtype)
+    judge_topk(got, x, k, names, where, temperature, log, dtype, exact_exp=False)
 
 
 # (V, dtype, k, rows, plan). One part: one slab or several, whole or not; groups of one element; fewer elements than
@@ -311,21 +285,16 @@ TOPK = [
 ]
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names", "plan"), TOPK, ids=str)
-def test_topk(v, dtype, k, names, plan):
-    assert_topk(cases.rows(names, v, dtype), k, names, plan)
-
-
-@pytest.mark.parametrize(("v", "dtype", "k", "names", "plan"), TOPK, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_winners_as_they_are(v, dtype, k, names, plan, masked):
+@pytest.mark.parametrize(("v", "dtype", "k", "names", "plan"), TOPK, ids=str)
+def test_topk(v, dtype, k, names, plan, masked):
+    """Winners have their probabilities, or are as they are."""
     x = cases.rows(names, v, dtype)
     where = np.random.default_rng(0).random(x.shape) < 0.5 if masked else None
-    mask = None if where is None else jnp.asarray(where)
-    got, normalizer = triton_kernels.topk(jnp.asarray(x), mask, None, k=k, log=False, dtype=dtype, plan=plan)
-    assert normalizer is None and got.values.dtype == dtype
-    for a, b in zip(got, oracle.top_k(x, k, where)):
-        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+    assert_topk(x, k, names, plan, where)
+    got, normalizer = topk_rows(x, k, plan, where, None, dtype=dtype)
+    assert normalizer is None
+    assert_top_k(got, x, k, names, where)
 
 
 def test_topk_plans_are_of_every_kind():
@@ -345,18 +314,16 @@ def test_merges_of_merges(parts, monkeypatch):
 ONE_PART, PARTS = Slabs(1, 512, 32, 32, 4, 2), Slabs(2, 256, 32, 32, 4, 2)
 
 
-@pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
-def test_topk_with_a_temperature_per_row(plan, log):
-    names = FEW if log else list(cases.FINITE)
-    t = np.geomspace(0.1, 10, len(names)).astype(F32)
-    t[::3] = 0
-    assert_topk(cases.rows(names, 503), 5, names, plan, None, t, log)
-
-
-@pytest.mark.parametrize(("plan", "dtype"), [(ONE_PART, F16), (PARTS, BF16)], ids=["one", "parts"])
-def test_topk_values_of_another_dtype(plan, dtype):
-    """One temperature for all rows."""
-    assert_topk(cases.rows(FEW[:3], 503), 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
+@pytest.mark.parametrize(
+    ("plan", "log", "dtype"),
+    [(ONE_PART, False, F32), (PARTS, True, F32), (ONE_PART, False, F16), (PARTS, False, BF16)],
+    ids=str,
+)
+def test_topk_with_temperatures(plan, log, dtype):
+    """One temperature per row, or one for all rows if the values have another dtype than float32."""
+    t = np.geomspace(0.1, 10, len(FEW)).astype(F32) if dtype == F32 else np.full(1, 0.7, F32)
+    t[::3] = 0 if dtype == F32 else 0.7
+    assert_topk(cases.rows(FEW, 503), 5, FEW, plan, None, t, log, dtype)
 
 
 TOPK_MASKED = [(ONE_PART, pattern, F32) for pattern in ("111v", "bhq1", "1h11")]

@@ -30,28 +30,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 # Rows in registers, in one CTA, in a cluster, in a cluster with unequal parts, in two launches; one row, or a prime
 # number of rows.
-SHAPES = [
-    (1, F32, ALL),
-    (2, BF16, ALL),
-    (127, F16, ALL),
-    (128, F32, ALL),
-    (129, BF16, ALL),
-    (1000, F32, ALL),
-    (1000, F16, ALL),
-    (1000, BF16, FEW[:1]),
-    (20011, F32, ALL),
-    (50257, F32, LONG[:1]),
-    (100003, F32, LONG[:1]),
-    (200000, BF16, LONG[:1]),
-    (50257, BF16, LONG),
-    (128256, F16, LONG),
-    (151935, F32, VERY_LONG),
-    (151935, BF16, LONG),
-    (151936, BF16, VERY_LONG[:1]),
-    (262144, F32, VERY_LONG),
-    (262144, BF16, VERY_LONG),
-    (1000003, F32, VERY_LONG[:2]),
-]
+SHAPES = [(1, F32, ALL), (2, BF16, ALL), (127, F16, ALL), (128, F32, ALL), (129, BF16, ALL)]
+SHAPES += [(1000, F32, ALL), (1000, F16, ALL), (1000, BF16, FEW[:1]), (20011, F32, ALL)]
+SHAPES += [(50257, F32, LONG[:1]), (100003, F32, LONG[:1]), (200000, BF16, LONG[:1]), (50257, BF16, LONG)]
+SHAPES += [(128256, F16, LONG), (151935, F32, VERY_LONG), (151935, BF16, LONG), (151936, BF16, VERY_LONG[:1])]
+SHAPES += [(262144, F32, VERY_LONG), (262144, BF16, VERY_LONG), (1000003, F32, VERY_LONG[:2])]
 
 
 @pytest.mark.parametrize(("v", "dtype", "names"), SHAPES, ids=[f"{len(n)}x{v}-{d}" for v, d, n in SHAPES])

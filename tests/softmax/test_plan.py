@@ -70,12 +70,8 @@ def test_plan(shape):
 
 
 def test_steps_are_longer_for_reductions_and_the_longest_parts():
-    shapes = (
-        ("logsumexp", 4000, 25000),
-        ("softmax", 512, 500009),
-        ("softmax", 4000, 25000),
-        ("logsumexp", 10, 25000),
-    )
+    shapes = [("logsumexp", 4000, 25000), ("softmax", 512, 500009), ("softmax", 4000, 25000)]
+    shapes += [("logsumexp", 10, 25000)]
     assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
 
 
@@ -109,7 +105,7 @@ def test_the_mask_of_a_part_is_loaded_ahead_into_few_registers():
             assert plan.mask_steps_ahead * plan.step_blocks * plan.vec <= 4 * softmax_plan.MASK_REGISTERS
 
 
-@settings(FREE, max_examples=150)
+@settings(FREE, max_examples=60)
 @given(
     st.sampled_from(oracle.OPERATIONS),
     st.integers(1, 5000),
@@ -157,9 +153,8 @@ def check_parts(plan, rows, vocab, itemsize):
         assert (owned == plan.length).all() and plan.body == plan.length
         assert (firsts % plan.vec == 0).all()
         return
-    inner = plan.body_start(
-        numbers, starts[:-1]
-    )  # the start of the bulk copy, near the first elements of the part
+    # the start of the bulk copy, near the first elements of the part
+    inner = plan.body_start(numbers, starts[:-1])
     assert ((firsts + inner) % line == 0).all()
     assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
     assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE

@@ -36,99 +36,60 @@ def _rare(rng, v, dtype):
     return x
 
 
-def _denormals(rng, v, dtype):
-    return rng.standard_normal(v) * float(ml_dtypes.finfo(dtype).tiny) / 4
-
-
-def _huge(rng, v, dtype):
-    return rng.standard_normal(v).clip(-1, 1) * 0.88 * largest(dtype)
-
-
-def _same(value):
-    return lambda rng, v, dtype: np.full(v, value)
-
-
-# name: (row, reason). All rows are finite; SPECIAL has the other ones.
+# All rows are finite; SPECIAL has the other ones.
 FINITE = {
-    "normal": (
-        lambda rng, v, dtype: rng.standard_normal(v),
-        "mild: every term counts, so the order of summation shows",
-    ),
-    "peaked": (_peaked, "outliers x20, as language models have; most terms vanish"),
-    "one_winner": (_rare, "p is 1 to rounding, log p is near 0"),
-    "integers": (
-        lambda rng, v, dtype: rng.integers(-3, 4, v),
-        "ties everywhere: top-k must take the lowest index",
-    ),
-    "constant": (_same(2.5), "all tied: p = 1/V, indices 0 to k-1"),
-    "zero": (_same(0.0), "m = 0, where a wrong initial maximum of 0 would not show elsewhere"),
-    "negative": (
-        lambda rng, v, dtype: -50 - rng.random(v),
-        "below 0: padding with 0 or a maximum that starts at 0 would win",
-    ),
-    "ascending": (
-        lambda rng, v, dtype: np.linspace(-20, 20, v),
-        "the maximum changes at every step: the rescaling works hardest",
-    ),
-    "descending": (
-        lambda rng, v, dtype: np.linspace(20, -20, v),
-        "the maximum never changes after the first element",
-    ),
-    "alternating": (
-        lambda rng, v, dtype: np.where(np.arange(v) % 2, 1.0, -1.0) * rng.random(v) * 80,
-        "signs alternate: x - m spans 160",
-    ),
-    "signed_zeros": (
-        lambda rng, v, dtype: np.where(np.arange(v) % 3, -0.0, 0.0),
-        "+0 sorts above -0 although they compare equal",
-    ),
-    "denormals": (_denormals, "ordered by top-k although the arithmetic may flush them"),
-    "huge": (_huge, "x - m overflows to -inf, which must give p = 0 and not NaN"),
-    "shifted": (
-        lambda rng, v, dtype: largest(dtype) ** 0.5 + rng.standard_normal(v),
-        "far from 0: x - logsumexp(x) would cancel, x - m does not",
-    ),
+    # mild: every term counts, so the order of summation shows
+    "normal": lambda rng, v, dtype: rng.standard_normal(v),
+    # outliers x20, as language models have; most terms vanish
+    "peaked": _peaked,
+    # p is 1 to rounding, log p is near 0
+    "one_winner": _rare,
+    # ties everywhere: top-k must take the lowest index
+    "integers": lambda rng, v, dtype: rng.integers(-3, 4, v),
+    # all tied: p = 1/V, indices 0 to k-1
+    "constant": lambda rng, v, dtype: np.full(v, 2.5),
+    # m = 0, where a wrong initial maximum of 0 would not show elsewhere
+    "zero": lambda rng, v, dtype: np.zeros(v),
+    # below 0: padding with 0 or a maximum that starts at 0 would win
+    "negative": lambda rng, v, dtype: -50 - rng.random(v),
+    # the maximum changes at every step: the rescaling works hardest
+    "ascending": lambda rng, v, dtype: np.linspace(-20, 20, v),
+    # the maximum never changes after the first element
+    "descending": lambda rng, v, dtype: np.linspace(20, -20, v),
+    # signs alternate: x - m spans 160
+    "alternating": lambda rng, v, dtype: np.where(np.arange(v) % 2, 1.0, -1.0) * rng.random(v) * 80,
+    # +0 sorts above -0 although they compare equal
+    "signed_zeros": lambda rng, v, dtype: np.where(np.arange(v) % 3, -0.0, 0.0),
+    # ordered by top-k although the arithmetic may flush them
+    "denormals": lambda rng, v, dtype: rng.standard_normal(v) * float(ml_dtypes.finfo(dtype).tiny) / 4,
+    # x - m overflows to -inf, which must give p = 0 and not NaN
+    "huge": lambda rng, v, dtype: rng.standard_normal(v).clip(-1, 1) * 0.88 * largest(dtype),
+    # far from 0: x - logsumexp(x) would cancel, x - m does not
+    "shifted": lambda rng, v, dtype: largest(dtype) ** 0.5 + rng.standard_normal(v),
 }
 
 NEG_NAN = np.copysign(np.nan, -1.0)
-# name: (pattern, reason). The pattern overwrites elements of a normal row, in the order given.
+# What overwrites elements of a normal row, in the order given.
 SPECIAL = {
-    "neg_inf_first": (
-        [(0, -np.inf)],
-        "an -inf logit is p = 0; at the front it is the first maximum seen",
-    ),
-    "neg_inf_last": ([(-1, -np.inf)], "the same at the end"),
-    "all_but_one_neg_inf": ([(slice(None), -np.inf), (-1, 1.0)], "p = 1 after a run of -inf"),
-    "all_neg_inf": ([(slice(None), -np.inf)], "NaN"),
-    "inf_first": ([(0, np.inf)], "the whole row is NaN"),
-    "inf_last": ([(-1, np.inf)], "the same when it is seen last"),
-    "two_infs": ([(0, np.inf), (-1, np.inf)], "tied +inf: lowest index first"),
-    "inf_and_neg_inf": ([(0, -np.inf), (-1, np.inf)], "inf - inf on both sides"),
-    "nan_first": ([(0, np.nan)], "the whole row is NaN, and +NaN is the largest of all"),
-    "nan_last": ([(-1, np.nan)], "the same when it is seen last"),
-    "neg_nan_first": ([(0, NEG_NAN)], "-NaN is the smallest of all, below -inf"),
-    "neg_nan_last": ([(-1, NEG_NAN)], "the same when it is seen last"),
-    "nan_and_inf": ([(0, np.inf), (-1, np.nan)], "NaN before +inf"),
-    "all_nan": ([(slice(None), np.nan)], "all tied"),
-    "all_neg_nan": ([(slice(None), NEG_NAN)], "all tied, at the bottom"),
-    "every_third_neg_nan": (
-        [(slice(None, None, 3), NEG_NAN), (slice(1, None, 3), -np.inf)],
-        "-NaN must not be chosen before -inf",
-    ),
-    "everything": (
-        [
-            (0, NEG_NAN),
-            (1, -0.0),
-            (2, 0.0),
-            (3, -np.inf),
-            (4, np.inf),
-            (5, np.nan),
-            (6, -0.0),
-            (7, 0.0),
-            (8, np.nan),
-        ],
-        "every class at once, with ties of each",
-    ),
+    "neg_inf_first": [(0, -np.inf)],  # an -inf logit is p = 0; at the front it is the first maximum seen
+    "neg_inf_last": [(-1, -np.inf)],
+    "all_but_one_neg_inf": [(slice(None), -np.inf), (-1, 1.0)],  # p = 1 after a run of -inf
+    "all_neg_inf": [(slice(None), -np.inf)],  # NaN
+    "inf_first": [(0, np.inf)],  # the whole row is NaN
+    "inf_last": [(-1, np.inf)],
+    "two_infs": [(0, np.inf), (-1, np.inf)],  # tied +inf: lowest index first
+    "inf_and_neg_inf": [(0, -np.inf), (-1, np.inf)],  # inf - inf on both sides
+    "nan_first": [(0, np.nan)],  # the whole row is NaN, and +NaN is the largest of all
+    "nan_last": [(-1, np.nan)],
+    "neg_nan_first": [(0, NEG_NAN)],  # -NaN is the smallest of all, below -inf
+    "neg_nan_last": [(-1, NEG_NAN)],
+    "nan_and_inf": [(0, np.inf), (-1, np.nan)],  # NaN before +inf
+    "all_nan": [(slice(None), np.nan)],  # all tied
+    "all_neg_nan": [(slice(None), NEG_NAN)],  # all tied, at the bottom
+    # -NaN must not be chosen before -inf
+    "every_third_neg_nan": [(slice(None, None, 3), NEG_NAN), (slice(1, None, 3), -np.inf)],
+    # every class at once, with ties of each
+    "everything": [*enumerate([NEG_NAN, -0.0, 0.0, -np.inf, np.inf, np.nan, -0.0, 0.0, np.nan])],
 }
 ALL = [*FINITE, *SPECIAL]  # 31 rows; 31 is prime
 FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
@@ -136,9 +97,9 @@ FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last"
 
 def _row(rng, name, v, dtype):
     if name in FINITE:
-        return FINITE[name][0](rng, v, dtype)
+        return FINITE[name](rng, v, dtype)
     x = rng.standard_normal(v)
-    for at, value in SPECIAL[name][0]:
+    for at, value in SPECIAL[name]:
         if isinstance(at, slice) or -v <= at < v:
             x[at] = value
     return x

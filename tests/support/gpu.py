@@ -132,11 +132,11 @@ def refused(implementation, v, k):
     return True
 
 
-def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
+def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False, *, exact_exp=False):
     """Asserts that the indices are exact and the values within bounds.
 
-    The exponential is approximate: each term of d has the relative error eps |x - m|. `got` may have the rows of x
-    several times.
+    Without `exact_exp`, the exponential is approximate: each term of d has the relative error eps |x - m|. `got` may
+    have the rows of x several times.
     """
     values, indices = map(np.asarray, got)
     want, best = oracle.fused_topk(x, k, where, temperature, log)
@@ -146,7 +146,9 @@ def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
     t = np.reshape(np.asarray(temperature, F32), (-1, 1))
     with np.errstate(all="ignore"):
         terms = np.nansum(bounds.softmax_unit(x.astype(F32) / t, where=where), -1, keepdims=True)
-        unit = bounds.fused_topk_unit(x, k, where, temperature, log) + terms * (1 if log else want)
+        unit = bounds.fused_topk_unit(x, k, where, temperature, log)
+        # 1 / temperature is rounded once, and multiplied: one more unit each way
+        unit = 1.5 * unit if exact_exp else unit + terms * (1 if log else want)
     repeats = len(values) // len(x)
     bounds.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
 

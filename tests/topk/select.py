@@ -5,12 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_softmax._src import folding, sort_keys
+from pallas_softmax._src import folding
 from pallas_softmax._src.topk import select_kernel
 from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
 from pallas_softmax._src.topk.select_row_ptx import program_of
-from tests.support import ptx
-from tests.support.calls import DTYPES
+from tests.support import oracle, ptx
 from tests.support.kernels import INTERPRET
 from tests.support.twins import interpreted
 
@@ -43,20 +42,19 @@ def rows_of(v, k, dtype, seed=0):
         return {name: row.astype(dtype) for name, row in rows.items()}
 
 
-def winners(x, k, kept):
-    """Returns the indices of the winners of a row, in order."""
-    keys = np.where(kept, np.asarray(sort_keys.key(jnp.asarray(x))).astype("int64"), -(2**31))
-    return np.lexsort((np.arange(len(x)), -keys))[:k]
-
-
-def assert_selected(values, indices, x, k, kept, fill, name, *, sorted=False):
-    """Asserts that the winners of a row are right, in any order unless `sorted`; masked ones have the value `fill`."""
-    values, indices = np.asarray(values), np.asarray(indices)
-    want = winners(x, k, kept)
-    np.testing.assert_array_equal(*(a if sorted else np.sort(a) for a in (indices, want)), err_msg=name)
-    want = np.where(kept[indices], x[indices], fill).astype(x.dtype)
-    bits = f"u{x.itemsize}"
-    np.testing.assert_array_equal(values.view(bits), want.view(bits), err_msg=name)
+def assert_rows(got, x, k, where=None, lengths=None, names=None, *, sorted=False):
+    """Asserts that the winners of rows are right, bit by bit, in any order unless `sorted`. Masked ones are -inf."""
+    kept = oracle.unmasked(x, where) if lengths is None else oracle.within(x, lengths, where)
+    values, indices = (np.asarray(a)[: len(x)] for a in got)
+    want = np.where(kept, x, np.array(-np.inf, x.dtype))
+    want = np.take_along_axis(want, indices, -1).view(f"u{x.itemsize}")
+    best = oracle.topk_indices(x, k, kept)
+    if not sorted:
+        indices, best = np.sort(indices, -1), np.sort(best, -1)
+    for i in range(len(x)):
+        name = names[i] if names else f"row {i}"
+        np.testing.assert_array_equal(indices[i], best[i], err_msg=name)
+        np.testing.assert_array_equal(values[i].view(want.dtype), want[i], err_msg=name)
 
 
 def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
@@ -86,14 +84,14 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
 def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fill=None, rng=None):
     """Runs the program for one row. Device memory has no more of the row and of the mask than the length.
 
-    Returns the values, the indices and the number of steps.
+    Returns the values and the indices, as of one row, and the number of steps.
     """
     whole = length is None
     x, mask = (None if a is None else a[None] if whole else a[None, :length] for a in (x, mask))
     mask = None if mask is None else folding.Mask(jnp.asarray(mask), folding.mask_rows((1,), (1,)))
     lengths = None if whole else np.array([length])
-    values, indices, steps = machine_launch(x, mask, lengths, plan.k, plan, fill, offset=offset, rng=rng)
-    return values[0], indices[0], steps
+    *found, steps = machine_launch(x, mask, lengths, plan.k, plan, fill, offset=offset, rng=rng)
+    return found, steps
 
 
 def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret=INTERPRET):
@@ -114,18 +112,11 @@ def in_order(plan, sorted=True):
     return dataclasses.replace(plan, sorted=sorted)
 
 
-def kept_of(x, where=None, lengths=None):
-    """Returns which elements of rows take part."""
-    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
-    return kept if lengths is None else kept & (np.arange(x.shape[1]) < np.asarray(lengths)[:, None])
-
-
 def offset_of(plan):
     """Returns where rows start, in elements after a multiple of 16 bytes. Registers may have no room for an offset."""
     return 0 if plan.in_registers and plan.vocab % 8 == 0 else 3
 
 
-LOWEST = {dtype: np.array(-1, f"i{jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype)) for dtype in DTYPES}
 # One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
 PLANS = [
     (SelectPlan(8192, 2048, 1, 2, 6144, 1), "float32"),
@@ -144,11 +135,3 @@ PLANS = [
     (registers_plan(4096, 512, 4, 32), "float32"),
     (registers_plan(7001, 900, 2, 128), "float16"),
 ]
-
-
-def assert_rows(got, x, k, where=None, lengths=None):
-    """Asserts that the winners of all rows are right, in any order."""
-    kept = kept_of(x, where, lengths)
-    fill = np.array(-np.inf, x.dtype) if where is not None or lengths is not None else LOWEST[x.dtype.name]
-    for i, row in enumerate(x):
-        assert_selected(got.values[i], got.indices[i], row, k, kept[i], fill, f"row {i}")

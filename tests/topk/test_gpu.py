@@ -29,32 +29,11 @@ from tests.topk import kernels
 from tests.topk.kernels import CROWDED, TOPK_SHORT, WINDOWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
-TOPK = [
-    (1, F32, 1),
-    (8, BF16, 2),
-    (127, F16, 16),
-    (128, BF16, 64),
-    (512, F32, 5),
-    (1000, F32, 128),
-    (1000, F32, 1000),
-    (2048, BF16, 5),
-    (2048, BF16, 2000),
-    (4096 + 8, F16, 64),
-    (10000, BF16, 5),
-    (25000, F32, 1),
-    (25000, F32, 5),
-    (25000, F32, 64),
-    (25000, F32, 128),
-    (25000, F32, 300),
-    (25000, F32, 1024),
-    (50257, F32, 5),
-    (50257, BF16, 64),
-    (50257, F16, 2048),
-    (128256, F32, 5),
-    (151936, BF16, 64),
-    (262144, F32, 2048),
-    (1000003, F32, 5),
-]
+TOPK = [(1, F32, 1), (8, BF16, 2), (127, F16, 16), (128, BF16, 64), (512, F32, 5), (1000, F32, 128)]
+TOPK += [(1000, F32, 1000), (2048, BF16, 5), (2048, BF16, 2000), (4096 + 8, F16, 64), (10000, BF16, 5)]
+TOPK += [(25000, F32, k) for k in (1, 5, 64, 128, 300, 1024)]
+TOPK += [(50257, F32, 5), (50257, BF16, 64), (50257, F16, 2048), (128256, F32, 5), (151936, BF16, 64)]
+TOPK += [(262144, F32, 2048), (1000003, F32, 5)]
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -231,23 +210,11 @@ def test_every_tile(implementation, v, dtype, k, names):
         assert_topk(got, x, k, names)
 
 
+KEYS = [(2, 2), (8, 3), (64, 6), (64, 40), (128, 8), (128, 128), (257, 33), (512, 16), (512, 100), (1000, 5)]
+
+
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("v", "k"),
-    [
-        (2, 2),
-        (8, 3),
-        (64, 6),
-        (64, 40),
-        (128, 8),
-        (128, 128),
-        (257, 33),
-        (512, 16),
-        (512, 100),
-        (1000, 5),
-        (1000, 100),
-    ],
-)
+@pytest.mark.parametrize(("v", "k"), [*KEYS, (1000, 100)])
 def test_keys_that_differ_in_their_lowest_bits(v, k, masked):
     """Packed keys do not have the order of such keys. A warp has other rows as well. Few rows lie over more lanes."""
     rows = kernels.neighbours(v)
@@ -266,20 +233,12 @@ def test_merges_of_merges(monkeypatch):
     assert_topk(kernels.topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
 
 
+CROWDED_ROWS = [(4096 + 8, F32, 5), (4096 + 8, F32, 128), (4096 + 8, BF16, 5), (4096 + 8, F16, 64)]
+CROWDED_ROWS += [(25000, F32, 300), (50257, BF16, 5), (50257, F32, 1024)]
+
+
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize(
-    ("v", "dtype", "k"),
-    [
-        (4096 + 8, F32, 5),
-        (4096 + 8, F32, 128),
-        (4096 + 8, BF16, 5),
-        (4096 + 8, F16, 64),
-        (25000, F32, 300),
-        (50257, BF16, 5),
-        (50257, F32, 1024),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("v", "dtype", "k"), CROWDED_ROWS, ids=str)
 @both
 @side_by_side
 def test_more_candidates_than_room(implementation, v, dtype, k, many):

@@ -12,7 +12,6 @@ import pytest
 
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, oracle, plans
@@ -25,6 +24,13 @@ from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
+
+
+def length(kind):
+    return KINDS[kind].vocab if KINDS[kind] else 100
+
+
 def short(rows, v, k, dtype):
     """Returns the tile that the package chooses, with fewer rows."""
     plan = kernels.plan_topk(rows, v, k, dtype)
@@ -32,34 +38,32 @@ def short(rows, v, k, dtype):
     return fewer_rows(plan)
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
-def test_short_rows(v, dtype, k, names):
-    kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
+@pytest.mark.parametrize("check", [kernels.assert_topk, slow(kernels.assert_top_k)])
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS + TOPK_SHORT), ids=parameter_id)
+def test_rows(plan, dtype, k, names, check):
+    """Short rows have the package's plan. Winners have their probabilities, or are as they are."""
+    v = plan.vocab if isinstance(plan, Window) else plan
+    x = cases.rows(names, v, dtype)
+    check(x, k, names, plan if isinstance(plan, Window) else short(len(names), v, k, dtype))
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
-def test_winners_of_short_rows_as_they_are(v, dtype, k, names):
-    kernels.assert_top_k(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
+def test_windows_cover_every_kind():
+    """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
+    steps = [plans.steps(plan) for plan, *_ in WINDOWS]
+    assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
+    assert {rest > 0 for _, rest, _ in steps} == {True, False}
+    assert any(rest > step for _, rest, step in steps)
+    assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
+    assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
+    for plan, dtype, k in CROWDED:  # these run on a GPU only, because the twins sort all elements
+        tied, _ = kernels.crowded(plan.vocab, k, dtype)
+        assert kernels.exceeds_capacity(np.stack([*tied.values()]).astype(dtype), k)
 
 
-@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=parameter_id)
-def test_winners_of_long_rows_as_they_are(plan, dtype, k, names):
-    kernels.assert_top_k(cases.rows(names, plan.vocab, dtype), k, names, plan)
+GRADIENTS = [(7, F32, 5, True), (100, F32, 5, False), (127, BF16, 40, False), (2, F16, 2, True)]
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype", "k", "log"),
-    first(
-        1,
-        [
-            (7, F32, 5, True),
-            (100, F32, 5, False),
-            (127, BF16, 40, False),
-            (2, F16, 2, True),
-            (512, F32, 16, False),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("v", "dtype", "k", "log"), first(1, [*GRADIENTS, (512, F32, 16, False)]))
 def test_gradient_of_short_rows(v, dtype, k, log):
     """The cotangents are of the values and, for second derivatives, of d. p is recomputed from x, m and d."""
     names = ["normal", "peaked", "integers", "one_winner"]
@@ -96,62 +100,34 @@ def test_nan_gradients_stay_in_their_rows():
     assert np.isnan(np.asarray(dx)[[0, 2, 3]]).all()
 
 
-@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=parameter_id)
-def test_long_rows(plan, dtype, k, names):
-    kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
-
-
-def test_windows_cover_every_kind():
-    """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
-    steps = [plans.steps(plan) for plan, *_ in WINDOWS]
-    assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
-    assert {rest > 0 for _, rest, _ in steps} == {True, False}
-    assert any(rest > step for _, rest, step in steps)
-    assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
-    assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
-
-
-KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
-
-
-def length(kind):
-    return KINDS[kind].vocab if KINDS[kind] else 100
-
-
-@pytest.mark.parametrize(
-    ("kind", "log"), [("tile", False), slow("tile", True), slow("window", False), slow("parts", True)]
-)
-def test_temperature_per_row(kind, log):
-    names = FEW if log else list(cases.FINITE)
-    t = np.geomspace(0.1, 10, len(names)).astype(F32)
-    t[::3] = 0
-    x = cases.rows(names, length(kind))
-    kernels.assert_topk(x, 5, names, KINDS[kind] or short(len(names), 100, 5, F32), None, t, log)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("tile", F16), ("window", BF16)], ids=str)
-def test_values_of_another_dtype(kind, dtype):
-    """One temperature for all rows."""
-    x = cases.rows(FEW[:3], length(kind))
-    plan = KINDS[kind] or short(3, 100, 5, F32)
-    kernels.assert_topk(x, 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
+@pytest.mark.parametrize(
+    ("kind", "log", "dtype"),
+    [("tile", False, F32), ("tile", True, F32), ("window", False, F32), ("parts", True, F32)]
+    + [slow("tile", False, F16), slow("window", False, BF16)],
+    ids=str,
+)
+def test_temperatures(kind, log, dtype):
+    """One temperature per row, or one for all rows if the values have another dtype than float32."""
+    x = cases.rows(FEW, length(kind))
+    t = np.geomspace(0.1, 10, len(FEW)).astype(F32) if dtype == F32 else np.full(1, 0.7, F32)
+    t[::3] = 0 if dtype == F32 else 0.7
+    plan = KINDS[kind] or short(len(FEW), 100, 5, F32)
+    kernels.assert_topk(x, 5, FEW, plan, None, t, log, dtype)
 
 
 TOPK_MASKED = [
     ("tile", "bhqv", BF16),
-    slow("parts", "b11v", F32),
-    slow("window", "1hqv", F32),
-    slow("tile", "1h11", F32),
-    slow("tile", "111v", F32),
-    slow("tile", "bhq1", F32),
-    slow("tile", "1hqv", F32),
-    slow("window", "b1q1", F32),
+    ("parts", "b11v", F32),
+    ("window", "1hqv", F32),
+    ("window", "b1q1", F32),
 ]
+TOPK_MASKED += [("tile", pattern, F32) for pattern in ("1h11", "111v", "bhq1", "1hqv")]
 
 
-@pytest.mark.parametrize(("kind", "pattern", "dtype"), TOPK_MASKED, ids=str)
-def test_where(kind, pattern, dtype):
+@pytest.mark.parametrize("as_they_are", [False, slow(True)])
+@pytest.mark.parametrize(("kind", "pattern", "dtype"), first(1, TOPK_MASKED), ids=str)
+def test_where(kind, pattern, dtype, as_they_are):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, so 0, 1, 2, ... win with p = 0."""
     shape = (*cases.BATCH, length(kind))
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
@@ -159,17 +135,22 @@ def test_where(kind, pattern, dtype):
     x = cases.spoil_masked(x, where).astype(dtype)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
     plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
-    kernels.assert_top_k(x, 5, names, plan, where)
-    got = kernels.topk_rows(x, 5, plan, where)
-    kernels.judge_topk(got, x, 5, names, where, ONE, False, F32)
+    if as_they_are:
+        kernels.assert_top_k(x, 5, names, plan, where)
+        return
+    t = np.geomspace(0.1, 10, len(names)).astype(F32)
+    t[::3] = 0
+    got = kernels.topk_rows(x, 5, plan, where, t)
+    kernels.judge_topk(got, x, 5, names, where, t, False, F32)
     np.testing.assert_array_equal(got[0].indices[0], range(5))
     np.testing.assert_array_equal(got[0].values[0], 0)
     assert (float(got[1].m[0, 0]), float(got[1].d[0, 0])) == (-np.inf, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "k", "log", "masked"),
-    [slow(4, 7, True, True), slow(1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
+    [(4, 7, True, True), (1, 5, False, True), (8, 64, False, True), (8, 64, False, False)],
 )
 def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640
@@ -198,35 +179,16 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
         jax.tree.map(np.testing.assert_array_equal, tuple(got), oracle.top_k(x, k, where))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "log"), [("window", False), slow("tile", False), slow("tile", True), slow("parts", True)]
+    ("kind", "log"), [("window", False), ("tile", False), ("tile", True), ("parts", True)]
 )
 def test_fewer_unmasked_elements_than_winners(kind, log):
     """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""
     names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
     v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
-    plan = (
-        dataclasses.replace(KINDS[kind], vec=8) if kind == "window" else KINDS[kind] or short(4, v, k, dtype)
-    )
-    x = cases.rows(names, v, dtype)
+    plan = KINDS[kind] or short(4, v, k, dtype)
+    plan = dataclasses.replace(plan, vec=8) if kind == "window" else plan
     where = np.zeros((4, v), bool)
     where[:, 2:40:3] = where[:, -1] = True
-    kernels.assert_topk(x, k, names, plan, where, log=log)
-
-
-def test_fewer_candidates_than_winners():
-    """The best elements are in different groups, so fewer than k reach a bound meant for rows in random order."""
-    plan, k, at = Window(1204, 4, 2, 1), 320, np.arange(1204)
-    x = -(at % 4) * 1000.0 - at // 4
-    rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_capacity(k))
-    assert np.sum(x >= np.sort(x)[-rank]) == rank < k  # each of them is the largest of its group
-    kernels.assert_topk(x[None].astype(F32), k, ["spread"], plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "dtype", "k"), CROWDED, ids=str)
-def test_more_candidates_than_room(plan, dtype, k):
-    tied, distinct = kernels.crowded(plan.vocab, k, dtype)
-    x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
-    assert kernels.exceeds_capacity(x[: len(tied)], k)
-    kernels.assert_topk(x, k, [*tied, *distinct], plan)
+    kernels.assert_topk(cases.rows(names, v, dtype), k, names, plan, where, log=log)

@@ -12,7 +12,7 @@ from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# (rows, V, k, dtype): the number of parts of a row, or "tile" for rows in registers.
+# (rows, V, k, dtype): the number of parts of a row, "compact" for one part, or "tile" for rows in registers.
 PLANS = {
     (1, 1, 1, "float32"): "tile",
     (4096, 100, 5, "float32"): "tile",
@@ -47,26 +47,25 @@ PLANS = {
     (4096, 60000, 128, "float32"): 3,  # a row that one CTA cannot hold
     (777, 100003, 128, "bfloat16"): 2,
     (2048, 49152, 128, "bfloat16"): 1,
+    # candidates listed by position let two CTAs share a multiprocessor
+    (4000, 25000, 256, "float32"): 1,
+    (4000, 25000, 512, "float32"): "compact",
+    (4000, 24576, 1024, "float32"): "compact",
+    (4000, 25000, 1024, "float32"): "compact",
+    (4000, 25000, 2048, "float32"): 1,  # there is no room
+    (4000, 18000, 2048, "float32"): "compact",
+    (4000, 12289, 512, "float32"): 1,
+    (4000, 50000, 512, "bfloat16"): 1,
+    (4000, 50257, 512, "float32"): 1,
 }
 
 
-# (rows, V, k, dtype): whether candidates are listed by position, which lets two CTAs share a multiprocessor.
-COMPACT = {
-    (4000, 25000, 256, "float32"): False,
-    (4000, 25000, 512, "float32"): True,
-    (4000, 24576, 1024, "float32"): True,
-    (4000, 25000, 1024, "float32"): True,
-    (4000, 25000, 2048, "float32"): False,  # there is no room
-    (4000, 18000, 2048, "float32"): True,
-    (4000, 12289, 512, "float32"): False,
-    (4000, 50000, 512, "bfloat16"): False,
-    (4000, 50257, 512, "float32"): False,
-}
-
-
-@pytest.mark.parametrize("shape", COMPACT, ids=str)
-def test_candidates_listed_by_position_let_two_ctas_fit(shape):
-    assert topk_plan.plan_topk(*shape, HOPPER).compact == COMPACT[shape]
+@pytest.mark.parametrize("shape", PLANS, ids=str)
+def test_plan(shape):
+    """Rows are split if they are few, or if two rows do not fit into a multiprocessor."""
+    plan = topk_plan.plan_topk(*shape, HOPPER)
+    got = "tile" if isinstance(plan, Tile) else "compact" if plan.compact else plan.count
+    assert got == PLANS[shape]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +93,6 @@ def test_bound_of_rows_in_any_order(vocab, k, dtype):
         assert k <= np.sum(window >= np.sort(largest, None)[-rank]) <= room
 
 
-@pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_plan(shape):
-    """Rows are split if they are few, or if two rows do not fit into a multiprocessor."""
-    plan = topk_plan.plan_topk(*shape, HOPPER)
-    assert ("tile" if isinstance(plan, Tile) else plan.count) == PLANS[shape]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 2, 7, 64, 127, 128, 512, 1000, 1024])
 def test_plans_of_the_gradient(vocab, dtype):
@@ -111,71 +103,49 @@ def test_plans_of_the_gradient(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
-# (vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
-MERGES = {
-    (64, 6, "float32"): (4, 16, 7),
-    (384, 8, "float32"): (16, 24, 5),
-    (512, 64, "float32"): (16, 32, 14),
-    (1024, 64, "float32"): (32, 32, 10),
-    (256, 100, "float32"): (8, 32, 28),
-    (512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
-    (1000, 256, "bfloat16"): (16, 64, 32),
-    (1000, 257, "bfloat16"): (32, 32, 20),
-    (128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
-    (64, 2, "float32"): (4, 16, 3),  # one more than the winners
-    (384, 8, "bfloat16"): (8, 48, 6),
-    (2048, 5, "bfloat16"): (32, 64, 4),
-    (500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
+# (rows, vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
+LANES = {
+    (4096, 64, 6, "float32"): (4, 16, 7),
+    (4096, 384, 8, "float32"): (16, 24, 5),
+    (4096, 512, 64, "float32"): (16, 32, 14),
+    (4096, 1024, 64, "float32"): (32, 32, 10),
+    (4096, 256, 100, "float32"): (8, 32, 28),
+    (4096, 512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
+    (4096, 1000, 256, "bfloat16"): (16, 64, 32),
+    (4096, 1000, 257, "bfloat16"): (32, 32, 20),
+    (4096, 128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
+    (4096, 64, 2, "float32"): (4, 16, 3),  # one more than the winners
+    (4096, 384, 8, "bfloat16"): (8, 48, 6),
+    (4096, 2048, 5, "bfloat16"): (32, 64, 4),
+    (4096, 500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
+    (1, 64, 6, "float32"): (8, 8, 6),  # few rows lie over more lanes
+    (2112, 64, 6, "float32"): (8, 8, 6),
+    (2113, 64, 6, "float32"): (4, 16, 7),  # twice as many CTAs would not have a multiprocessor each
+    (10, 256, 8, "float32"): (32, 8, 4),
+    (1000, 256, 8, "float32"): (16, 16, 5),
+    (10, 256, 8, "bfloat16"): (16, 16, 5),
+    (10, 512, 32, "bfloat16"): (16, 32, 9),
+    (10, 512, 33, "bfloat16"): (32, 16, 7),
+    (10, 1000, 5, "float32"): (32, 32, 4),  # all lanes, as for many rows
+    (1, 128, 128, "float32"): (16, 8, 8),  # most are winners
 }
 
 
-@pytest.mark.parametrize("case", MERGES, ids=str)
-def test_lanes_and_lists_of_merges(case):
-    vocab, k, dtype = case
-    tile = topk_plan.plan_topk(4096, vocab, k, dtype, HOPPER)
-    assert isinstance(tile, Tile)
-    length = topk_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
-    assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
-
-
-# (rows, vocab, k, dtype): lanes of a row, elements per lane
-FEW_ROWS = {
-    (1, 64, 6, "float32"): (8, 8),
-    (2112, 64, 6, "float32"): (8, 8),
-    (2113, 64, 6, "float32"): (4, 16),  # twice as many CTAs would not have a multiprocessor each
-    (10, 256, 8, "float32"): (32, 8),
-    (1000, 256, 8, "float32"): (16, 16),
-    (10, 256, 8, "bfloat16"): (16, 16),
-    (10, 512, 32, "bfloat16"): (16, 32),
-    (10, 512, 33, "bfloat16"): (32, 16),
-    (10, 1000, 5, "float32"): (32, 32),  # all lanes, as for many rows
-    (1, 128, 128, "float32"): (16, 8),  # most are winners
-}
-
-
-@pytest.mark.parametrize("case", FEW_ROWS, ids=str)
-def test_few_rows_lie_over_more_lanes(case):
+@pytest.mark.parametrize("case", LANES, ids=str)
+def test_lanes_and_lists(case):
     tile = topk_plan.plan_topk(*case, HOPPER)
     assert isinstance(tile, Tile)
-    assert (tile.lanes, tile.steps * tile.vec) == FEW_ROWS[case]
+    length = topk_plan.list_length(tile, case[2], jnp.dtype(case[3]).itemsize)
+    assert (tile.lanes, tile.steps * tile.vec, length) == LANES[case]
 
 
-# (vocab, k): whether lanes hold few elements
-MOSTLY_WINNERS = {
-    (31, 31): False,
-    (32, 32): True,
-    (512, 256): False,  # not most of the row
-    (512, 257): True,
-    (513, 513): False,  # too many elements for each lane
-}
+def test_lanes_hold_few_elements_if_most_are_winners():
+    """Half of a row is not most of it. 513 elements are too many for each lane."""
+    few = {(31, 31): False, (32, 32): True, (512, 256): False, (512, 257): True, (513, 513): False}
+    assert {case: topk_plan.mostly_winners(*case) for case in few} == few
 
 
-@pytest.mark.parametrize("case", MOSTLY_WINNERS, ids=str)
-def test_lanes_hold_few_elements_if_most_are_winners(case):
-    assert topk_plan.mostly_winners(*case) == MOSTLY_WINNERS[case]
-
-
-@settings(FREE, max_examples=100)
+@settings(FREE, max_examples=30)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,
@@ -233,18 +203,15 @@ def check_window(plan, rows, k, itemsize):
     assert plan.step_blocks % plan.group_blocks == 0
     if plan.compact:
         assert itemsize == 4 and plan.count == 1
-        assert (
-            2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024
-        )  # including the 1 KiB that CUDA keeps per CTA
+        # including the 1 KiB that CUDA keeps per CTA
+        assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024
         assert sum(topk_plan.ordering_words(k)) <= plan.size <= 2**16
         positions, groups = topk_plan.listed_items(plan, k)
         assert k + max(2, k // 16) <= groups  # the number that may reach the bound
-        assert (
-            2 * positions >= 16 * 128
-        )  # each thread clears 16 bytes, and the bound's search has 128 counters
-    assert (
-        plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
-    )
+        # each thread clears 16 bytes, and the bound's search has 128 counters
+        assert 2 * positions >= 16 * 128
+    assert plan.blocks == plan.full * plan.step_blocks + plan.rest
+    assert plan.groups_per_thread * plan.group_blocks >= plan.blocks
 
 
 @FREE

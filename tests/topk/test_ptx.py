@@ -12,7 +12,7 @@ from pallas_softmax._src.topk import merge_kernel, window_kernel
 from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
-from tests.support.covering import slow
+from tests.support.covering import first, pairs
 from tests.topk import kernels, programs
 
 SMEM = 200 * 1024
@@ -20,6 +20,25 @@ SMEM = 200 * 1024
 
 def words(memory, at, count, dtype="uint32"):
     return memory[at : at + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+def raw_keys(x):
+    """Returns keys in the order of floats with any bits, the sign first."""
+    bits = x.view(f"i{x.dtype.itemsize}").astype("int64")
+    return np.where(bits < 0, bits ^ np.iinfo(f"i{x.dtype.itemsize}").max, bits)
+
+
+def best_of(keys, k):
+    """Returns the places of the k best keys of each row, the lower place first among ties."""
+    keys = np.asarray(keys, "int64")
+    return np.lexsort((np.broadcast_to(np.arange(keys.shape[-1]), keys.shape), -keys), -1)[..., :k]
+
+
+def assert_ranked(memory, at, keys, indices):
+    """Asserts that the winners at an address are these, in the format of `ranking_ptx.put_in_shared_memory`."""
+    k = len(keys)
+    np.testing.assert_array_equal(words(memory, at, k, "int32"), keys)
+    np.testing.assert_array_equal(words(memory, at + 4 * (-(-k // 128) * 128), k), indices)
 
 
 def candidates_of(keys, indices):
@@ -56,31 +75,28 @@ def keys_of(rng, n, kind):
     return rng.integers(-(2**31), 2**31, n)
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "kind"),
-    [
-        (5, 6, "spread"),
-        (128, 140, "spread"),
-        pytest.param(128, 256, "anything", marks=pytest.mark.slow),
-        pytest.param(70, 110, "equal", marks=pytest.mark.slow),
-        (70, 110, "one far above"),
-        pytest.param(300, 340, "spread", marks=pytest.mark.slow),
-        pytest.param(300, 340, "one far above", marks=pytest.mark.slow),
-        pytest.param(2048, 2400, "spread", marks=pytest.mark.slow),
-        (300, 500, "around 0"),
-        (300, 500, "bfloat16"),
-        (300, 500, "bfloat16 around 0"),
-        (128, 140, "special"),
-        (90, 96, "bfloat16 special"),
-        pytest.param(300, 500, "special", marks=pytest.mark.slow),
-        pytest.param(300, 500, "bfloat16 special", marks=pytest.mark.slow),
-        pytest.param(1024, 1400, "uniform", marks=pytest.mark.slow),
-    ],
-)
+RANKED = [
+    (300, 500, "bfloat16 around 0"),
+    (70, 110, "one far above"),
+    (128, 140, "special"),
+    (5, 6, "spread"),
+]
+RANKED += [(128, 140, "spread"), (128, 256, "anything"), (70, 110, "equal"), (300, 340, "spread")]
+RANKED += [
+    (300, 340, "one far above"),
+    (2048, 2400, "spread"),
+    (300, 500, "around 0"),
+    (300, 500, "bfloat16"),
+]
+RANKED += [(90, 96, "bfloat16 special"), (300, 500, "special"), (300, 500, "bfloat16 special")]
+RANKED += [(1024, 1400, "uniform")]
+
+
+@pytest.mark.parametrize(("k", "n", "kind"), first(4, RANKED))
 def test_rank(k, n, kind):
     """The k best are ranked by counting, by buckets, and if one bucket has too many, by counting or sorting."""
     rng = np.random.default_rng(k)
-    capacity, padded = candidate_capacity(k), -(-k // 128) * 128
+    capacity = candidate_capacity(k)
     candidates, buckets, ranked = 0, 8 * capacity, 12 * capacity
     dtype_and_vocab = (BF16, 10**6) if kind[:4] in ("bflo", "unif") else (F32, None)
     keys, indices = keys_of(rng, n, kind), rng.permutation(10**6)[:n]
@@ -92,8 +108,7 @@ def test_rank(k, n, kind):
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many
     best = np.lexsort((indices, -np.asarray(keys, "int64")))[:k]
-    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys[best])
-    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices[best])
+    assert_ranked(memory, ranked, keys[best], indices[best])
 
 
 def sorted_lists(rng, lists, k, kind):
@@ -106,13 +121,22 @@ def sorted_lists(rng, lists, k, kind):
     return keys, indices, keys.ravel()[best], indices.ravel()[best]
 
 
-@pytest.mark.parametrize("kind", ["anything", "special", *map(slow, ("few", "bfloat16 special"))])
-@pytest.mark.parametrize(("lists", "k"), [(2, 1), (2, 128), (3, 100), (8, 5), slow(3, 300), slow(16, 256)])
-def test_rank_lists(lists, k, kind):
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    first(
+        3,
+        pairs(
+            [(3, 100), (2, 1), (8, 5), (2, 128), (3, 300), (16, 256)],
+            ["special", "anything", "few", "bfloat16 special"],
+        ),
+    ),
+)
+def test_rank_lists(shape, kind):
     """The k best of sorted lists, with ties in and between lists; the lower index comes first.
 
     The first list belongs to another merge.
     """
+    lists, k = shape
     padded, capacity = -(-k // 128) * 128, max(256, 1 << (lists * k - 1).bit_length())
     candidates, buckets, ranked, counts = np.cumsum([0, 8 * capacity, 4 * capacity, 8 * padded]).tolist()
     listed, listed_indices, keys, indices = sorted_lists(np.random.default_rng(k), lists, k, kind)
@@ -128,21 +152,14 @@ def test_rank_lists(lists, k, kind):
     dtype = BF16 if kind.startswith("bf") else F32
     code = merge_kernel.rank_lists_program((lists + 1) * k, capacity, k, np.dtype(dtype))
     ptx.run(code, memory, row=0, **in_device, **scratch, **part)
-    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
-    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
+    assert_ranked(memory, ranked, keys, indices)
 
 
-@pytest.mark.parametrize(
-    ("groups", "k", "kind"),
-    [
-        (896, 128, "spread"),
-        (256, 30, "special"),
-        pytest.param(128, 5, "one far above", marks=pytest.mark.slow),
-        pytest.param(256, 200, "anything", marks=pytest.mark.slow),
-        pytest.param(256, 200, "equal", marks=pytest.mark.slow),
-        pytest.param(6272, 2048, "spread", marks=pytest.mark.slow),
-    ],
-)
+BOUNDS = [(896, 128, "spread"), (256, 30, "special"), (128, 5, "one far above"), (256, 200, "anything")]
+BOUNDS += [(256, 200, "equal"), (6272, 2048, "spread")]
+
+
+@pytest.mark.parametrize(("groups", "k", "kind"), first(2, BOUNDS))
 def test_bound(groups, k, kind):
     """At least k keys reach the bound, and few more, apart from ties. The list is empty afterwards."""
     keys = keys_of(np.random.default_rng(k), groups, kind)
@@ -184,25 +201,22 @@ def search_memory(window, x, k, low):
     return memory, {**starts, "low": low, "high": low + window.vocab, "origin": -low}
 
 
+COLLECTED = [
+    (Window(2007, 4, 8, 8), F32, 130),
+    (Window(2007, 4, 8, 4, compact=True), F32, 130),
+    (Window(1024, 4, 8, 8), F32, 40),  # fewer blocks than a group has
+    (Window(2048, 4, 2, 2), F32, 40),  # no element is outside the row
+    (Window(1024, 4, 2, 1), F32, 200),
+    (Window(1024, 4, 2, 2), F32, 1000),  # more than the list has room for
+    (Window(9003, 8, 4, 4), BF16, 140),
+    (Window(2048, 8, 2, 2), BF16, 100),
+    (Window(4001, 4, 8, 1, compact=True), F32, 255),
+    (Window(2048, 4, 2, 2, compact=True), F32, 1500),
+]
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize(
-    ("window", "dtype", "best"),
-    [
-        (Window(2007, 4, 8, 8), F32, 130),
-        pytest.param(Window(1024, 4, 8, 8), F32, 40, marks=pytest.mark.slow),  # fewer blocks than a group has
-        pytest.param(Window(2048, 4, 2, 2), F32, 40, marks=pytest.mark.slow),  # no element is outside the row
-        pytest.param(Window(1024, 4, 2, 1), F32, 200, marks=pytest.mark.slow),
-        pytest.param(
-            Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow
-        ),  # more than the list has room for
-        pytest.param(Window(9003, 8, 4, 4), BF16, 140, marks=pytest.mark.slow),
-        pytest.param(Window(2048, 8, 2, 2), BF16, 100, marks=pytest.mark.slow),
-        (Window(2007, 4, 8, 4, compact=True), F32, 130),
-        pytest.param(Window(4001, 4, 8, 1, compact=True), F32, 255, marks=pytest.mark.slow),
-        pytest.param(Window(2048, 4, 2, 2, compact=True), F32, 1500, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("window", "dtype", "best"), first(2, COLLECTED), ids=str)
 def test_collect(window, dtype, best, everywhere):
     """The elements that reach a bound are listed, from the groups that reach it. A compact window lists positions."""
     k, low = 128, window.head // 2
@@ -224,42 +238,12 @@ def test_collect(window, dtype, best, everywhere):
 
 
 SEARCHES = [
-    (Window(2007, 4, 8, 4), F32, 5),
+    (Window(300, 4, 1, 1), F32, 200),  # fewer groups than winners
     (Window(2048, 8, 4, 2), BF16, 64),
     (Window(2007, 4, 8, 4), F32, 130),
+    (Window(2007, 4, 8, 4), F32, 5),
     (Window(3001, 4, 8, 2, compact=True), F32, 300),
-    (Window(300, 4, 1, 1), F32, 200),  # fewer groups than winners
 ]
-CROWDED = [slow(*search, "crowded") for search in SEARCHES]
-
-
-@pytest.mark.parametrize(
-    ("window", "dtype", "k", "kind"),
-    [(*search, kind) for search in SEARCHES for kind in ("normal", "quantized")] + CROWDED,
-    ids=str,
-)
-def test_search(window, dtype, k, kind):
-    """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
-    rng, low = np.random.default_rng(k), window.head // 2
-    normal = rng.standard_normal(window.vocab)
-    match kind:
-        case "normal":
-            rows = [normal]
-        case "quantized":
-            rows = [np.round(2 * normal)]
-        case _:
-            rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
-    code = window_kernel.search_program(window, np.dtype(dtype), k)
-    padded = -(-k // 128) * 128
-    for row in rows:
-        x = row.astype(dtype)
-        memory, operands = search_memory(window, x, k, low)
-        ptx.run(code, memory, **operands)
-        keys = oracle.order_key(x)
-        best = np.lexsort((np.arange(len(keys)), -keys.astype("int64")))[:k]
-        at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
-        np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
-        np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best)
 
 
 def rows_of_bits(rng, v, dtype):
@@ -279,93 +263,102 @@ def rows_of_bits(rng, v, dtype):
     yield np.sort(normal).view(bits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("window", "dtype", "k"), SEARCHES, ids=str)
-def test_search_of_bits(window, dtype, k):
-    """Elements with any bits are ordered like the numbers that they stand for, with the sign first."""
-    dtype, low, padded = np.dtype(dtype), window.head // 2, -(-k // 128) * 128
-    code = window_kernel.search_program(window, dtype, k)
-    for bits in rows_of_bits(np.random.default_rng(k), window.vocab, dtype):
-        x = bits.astype(f"u{dtype.itemsize}").view(dtype)
-        memory, operands = search_memory(window, x, k, low)
-        ptx.run(code, memory, **operands)
-        signed = x.view(f"i{dtype.itemsize}").astype("int64")
-        keys = np.where(signed < 0, signed ^ np.iinfo(f"i{dtype.itemsize}").max, signed)
-        best = np.lexsort((np.arange(len(keys)), -keys))[:k]
-        at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
-        np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
-        np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best)
-
-
 @pytest.mark.parametrize(
-    ("tile", "vocab", "k"),
-    [
-        (Tile(32, 4, 8, 2), 57, 8),  # the list of a lane halves with each merge
-        pytest.param(Tile(32, 4, 8, 4), 128, 5, marks=pytest.mark.slow),
-        pytest.param(
-            Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow
-        ),  # more lanes than winners; single elements
-        (Tile(4, 32, 8, 1), 256, 8),  # short lists
-        pytest.param(Tile(8, 16, 4, 5), 319, 16, marks=pytest.mark.slow),
-        pytest.param(Tile(64, 2, 8, 4), 64, 15, marks=pytest.mark.slow),
-        pytest.param(Tile(4, 32, 8, 8), 2048, 5, marks=pytest.mark.slow),
-        pytest.param(Tile(4, 32, 8, 8), 2041, 2000, marks=pytest.mark.slow),
-        pytest.param(Tile(16, 8, 8, 8), 512, 200, marks=pytest.mark.slow),
-        pytest.param(Tile(16, 8, 8, 6), 384, 8, marks=pytest.mark.slow),
-        (Tile(256, 2, 2, 1), 3, 1),  # several rows per thread
-    ],
+    ("kind", "search"),
+    first(
+        2,
+        [(kind, search) for kind in ("quantized", "normal", "crowded", "bits") for search in SEARCHES],
+    ),
     ids=str,
 )
+def test_search(kind, search):
+    """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
+    window, dtype, k = search
+    rng, dtype = np.random.default_rng(k), np.dtype(dtype)
+    low, normal = window.head // 2, rng.standard_normal(window.vocab)
+    if kind == "bits":
+        rows = [
+            bits.astype(f"u{dtype.itemsize}").view(dtype) for bits in rows_of_bits(rng, window.vocab, dtype)
+        ]
+    elif kind == "crowded":
+        rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
+    else:
+        rows = [normal if kind == "normal" else np.round(2 * normal)]
+    code = window_kernel.search_program(window, dtype, k)
+    for row in rows:
+        x = row.astype(dtype)
+        memory, operands = search_memory(window, x, k, low)
+        ptx.run(code, memory, **operands)
+        at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
+        best = best_of(raw_keys(x), k)
+        assert_ranked(memory, at, raw_keys(x)[best], best)
+
+
+def held_by_threads(tile, x):
+    """Returns the elements of each thread: its rows, as steps of vectors."""
+    held = x.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
+    return held.reshape(128, -1, tile.steps * tile.vec)
+
+
+def registers_of(machine, tile, winners, dtype, rows):
+    """Returns the tile of the registers <winner0_0>, ..., with `rows` rows in each thread."""
+    held = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.vec)] for row in range(rows)]
+    held = np.moveaxis(np.array(held), -1, 0).astype(dtype)
+    held = held.reshape(128 // tile.lanes, tile.lanes, -1, winners.vec).transpose(2, 0, 1, 3)
+    return held.reshape(winners.shape)
+
+
+MERGED = [
+    (Tile(32, 4, 8, 2), 57, 8),  # the list of a lane halves with each merge
+    (Tile(4, 32, 8, 1), 256, 8),  # short lists
+    (Tile(256, 2, 2, 1), 3, 1),  # several rows per thread
+    (Tile(32, 4, 8, 4), 128, 5),
+    (Tile(8, 16, 1, 3), 47, 2),  # more lanes than winners; single elements
+    (Tile(8, 16, 4, 5), 319, 16),
+    (Tile(64, 2, 8, 4), 64, 15),
+    (Tile(4, 32, 8, 8), 2048, 5),
+    (Tile(4, 32, 8, 8), 2041, 2000),
+    (Tile(16, 8, 8, 8), 512, 200),
+    (Tile(16, 8, 8, 6), 384, 8),
+]
+
+
+@pytest.mark.parametrize(("tile", "vocab", "k"), first(2, MERGED), ids=str)
 def test_merges(tile, vocab, k):
     """The k best of 16-bit rows, with lower columns first among ties, and without padding beyond the row.
 
     Some lanes have more winners than their lists have room for.
     """
     rng = np.random.default_rng(k)
-    of_row = tile.shape[1] // tile.lanes
     bits = rng.integers(0, 2**16, tile.shape).astype("u2")
     bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
     code, winners = programs.merging_words_ptx_of(tile, vocab, k)
-    # the elements of each thread: its rows, as steps of vectors
-    held = bits.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
-    held = held.reshape(128, -1, of_row)
-    if of_row % 2:
+    held = held_by_threads(tile, bits)
+    if held.shape[-1] % 2:
         held = np.concatenate([held, held[..., -1:]], -1)
-    pairs = np.ascontiguousarray(held).view("u4")
+    both = np.ascontiguousarray(held).view("u4")
     operands = {
-        f"x{row}_{i}": pairs[:, row, i].astype("int64")
-        for row in range(pairs.shape[1])
-        for i in range(pairs.shape[2])
+        f"x{row}_{i}": both[:, row, i].astype("int64")
+        for row in range(both.shape[1])
+        for i in range(both.shape[2])
     }
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    rows = range(pairs.shape[1])
-    words = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.vec)] for row in rows]
-    words = np.moveaxis(np.array(words), -1, 0).astype("u4")
-    words = words.reshape(128 // tile.lanes, tile.lanes, -1, winners.vec).transpose(2, 0, 1, 3)
-    words = words.reshape(winners.shape).astype("int64")[:, :k]
-    keys = bits[:, :vocab].astype("int16").astype("int64")
-    keys = np.where(keys < 0, keys ^ 0x7FFF, keys)
-    best = np.lexsort((np.broadcast_to(np.arange(vocab), keys.shape), -keys), -1)[:, :k]
+    words = registers_of(machine, tile, winners, "u4", both.shape[1])[:, :k].astype("int64")
+    keys = raw_keys(bits[:, :vocab].copy())
+    best = best_of(keys, k)
     np.testing.assert_array_equal(0xFFFF - (words & 0xFFFF), best)
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
 
 
-def columns_found(code, out, tile, keys):
-    """Returns the columns that a text finds in rows of 32-bit keys, by thread."""
-    held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
-    held = held.reshape(128, -1, tile.steps * tile.vec)
-    rows, count = held.shape[1:]
-    operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
+def assert_merged(tile, vocab, k, keys):
+    """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
+    code, winners = programs.merging_ptx_of(tile, vocab, k)
+    held = held_by_threads(tile, keys)
+    operands = {f"x{row}_{i}": held[:, row, i] for row in range(held.shape[1]) for i in range(held.shape[2])}
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.vec)] for row in range(rows)]
-    columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
-    return columns.reshape(128 // tile.lanes, tile.lanes, -1, out.vec).transpose(2, 0, 1, 3)
-
-
-def assert_best(columns, keys, k):
-    best = np.lexsort((np.broadcast_to(np.arange(keys.shape[1]), keys.shape), -keys), -1)[:, :k]
-    np.testing.assert_array_equal(columns.reshape(len(keys), -1)[:, :k], best)
+    columns = registers_of(machine, tile, winners, "int32", held.shape[1])
+    np.testing.assert_array_equal(columns[:, :k], best_of(keys[:, :vocab], k))
 
 
 @pytest.mark.parametrize(
@@ -377,31 +370,30 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
     x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)
-    bits = x.view("i4").astype("int64")
-    keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    code, out = programs.merging_ptx_of(tile, vocab, k)
-    assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)
+    assert_merged(tile, vocab, k, raw_keys(x))
 
 
-@pytest.mark.parametrize("kind", ["ties", *map(slow, ("normal", "few", "many", "one lane"))])
+MERGED_32 = [
+    (Tile(32, 4, 4, 4), 64, 2),
+    (Tile(8, 16, 4, 2), 128, 33),
+    (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
+    (Tile(4, 32, 4, 4), 512, 16),
+    (Tile(4, 32, 4, 4), 512, 64),
+    (Tile(4, 32, 4, 4), 512, 512),
+    (Tile(8, 16, 4, 8), 500, 200),
+    (Tile(4, 32, 4, 8), 1021, 1000),
+    (Tile(16, 8, 4, 8), 256, 8),
+    (Tile(16, 8, 4, 4), 128, 4),
+    (Tile(16, 16, 1, 5), 77, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("tile", "vocab", "k"),
-    [
-        (Tile(4, 32, 4, 4), 512, 16),
-        (Tile(4, 32, 4, 4), 512, 64),
-        (Tile(4, 32, 4, 4), 512, 512),
-        (Tile(8, 16, 4, 2), 128, 33),
-        (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
-        (Tile(8, 16, 4, 8), 500, 200),
-        (Tile(4, 32, 4, 8), 1021, 1000),
-        (Tile(16, 8, 4, 8), 256, 8),
-        (Tile(16, 8, 4, 4), 128, 4),
-        (Tile(32, 4, 4, 4), 64, 2),
-        (Tile(16, 16, 1, 5), 77, 1),
-    ],
+    ("kind", "tile", "vocab", "k"),
+    first(3, [(kind, *case) for kind in ("ties", "normal", "few", "many", "one lane") for case in MERGED_32]),
     ids=str,
 )
-def test_merges_of_32_bit_keys(tile, vocab, k, kind):
+def test_merges_of_32_bit_keys(kind, tile, vocab, k):
     """The k best of 32-bit rows, with lower columns first among ties, also if packed keys have the wrong order.
 
     One lane may have more winners than its list has room for.
@@ -409,5 +401,4 @@ def test_merges_of_32_bit_keys(tile, vocab, k, kind):
     keys = programs.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    code, out = programs.merging_ptx_of(tile, vocab, k)
-    assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)
+    assert_merged(tile, vocab, k, keys)

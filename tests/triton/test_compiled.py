@@ -27,9 +27,9 @@ from pallas_softmax._src.triton import plan as triton_plan
 from pallas_softmax._src.triton.launch import launch_p
 from tests.support import oracle, triton_kernels
 from tests.support.calls import device, named, topk
-from tests.support.lowering import square_sum
+from tests.support.lowering import array, square_sum
 
-A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
+A100, L4 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 
 # jax-triton 0.3.1 cannot be imported without CUDA, so find_spec looks for it.
@@ -47,36 +47,25 @@ def installed():
     assert not LACKING, f"the complete set of tests needs {', '.join(LACKING)}"
 
 
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 # --- Compiled by Triton and ptxas ---------------------------------------------------------------------
 
 
-def launches(f, *args):
-    """Returns the parameters of every launch in a function, with the types of its arrays."""
-    eqns = [eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive is launch_p]
-    return [(eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]) for eqn in eqns]
+def launches_of(op, rows, v, dtype="float32", mask=None):
+    """Returns the parameters of every launch of an operation, or of top-k with k = `op`, and the types of its arrays.
 
-
-def launches_of(op, rows, v, dtype="float32", mask=None, plan=None):
-    """Returns the launches of a softmax operation; `mask` is the shape of `where`."""
-    x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
-    arrays = [x] * (2 if op in oracle.BACKWARD else 1)
-    return launches(
-        lambda where, *arrays: triton_kernels.softmax_rows(op, arrays, where, (1,), plan), where, *arrays
-    )
-
-
-def launches_of_topk(rows, v, k, dtype="float32", mask=None, log=False, plan=None):
-    """Returns the launches of top-k; `mask` is the shape of `where`."""
+    `mask` is the shape of `where`.
+    """
     x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
 
     def f(x, where, t):
-        return triton_kernels.topk(x, where, t, k=k, log=log, dtype=jnp.float32, plan=plan)
+        if isinstance(op, int):
+            log = op == 32  # one of the cases
+            return triton_kernels.topk(x, where, t, k=op, log=log, dtype=jnp.float32)
+        return triton_kernels.softmax_rows(op, [x] * (2 if op in oracle.BACKWARD else 1), where, (1,))
 
-    return launches(f, x, where, array(1, 1))
+    eqns = jax.make_jaxpr(f)(x, where, array(1, 1)).jaxpr.eqns
+    eqns = [eqn for eqn in eqns if eqn.primitive is launch_p]
+    return [(eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]) for eqn in eqns]
 
 
 def compiled(params, avals, arch):
@@ -169,47 +158,32 @@ def test_miscompiled_layouts_are_detected(layout, wrong):
 
 
 ROWS = 4000
-# name: (launches, their kernels). Launches that fill the registers are compiled for every GPU. The others are compiled
-# for the oldest GPU only: they leave registers unused, and top-k takes long to compile.
+# name: (operation, or k of top-k), rows, V, dtype, and the shape of a mask; the kernels of the launches. Launches that
+# fill the registers are compiled for every GPU. The others are compiled for the oldest GPU only: they leave registers
+# unused, and top-k takes long to compile.
 FILLED = {
-    "all registers": (lambda: launches_of("softmax", ROWS, 32768, "bfloat16"), ["rows"]),
-    "backward of all warps": (lambda: launches_of("log_softmax_grad", ROWS, 28672), ["rows"]),
-    "backward of all warps, masked": (
-        lambda: launches_of("log_softmax_grad", ROWS, 16001, mask=(ROWS, 16001)),
-        ["rows"],
-    ),
-    "long rows": (lambda: launches_of("softmax", ROWS, 50257, "bfloat16"), ["long"]),
-    "long rows, backward": (lambda: launches_of("softmax_grad", ROWS, 50257), ["long"]),
-    "long rows, backward, masked": (
-        lambda: launches_of("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)),
-        ["long"],
-    ),
-    "few very long rows": (lambda: launches_of("softmax_grad", 10, 1_000_000), ["long"] * 2),
+    "all registers": (("softmax", ROWS, 32768, "bfloat16"), ["rows"]),
+    "backward of all warps": (("log_softmax_grad", ROWS, 28672), ["rows"]),
+    "backward of all warps, masked": (("log_softmax_grad", ROWS, 16001, "float32", (ROWS, 16001)), ["rows"]),
+    "long rows": (("softmax", ROWS, 50257, "bfloat16"), ["long"]),
+    "long rows, backward": (("softmax_grad", ROWS, 50257), ["long"]),
+    "long rows, backward, masked": (("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)), ["long"]),
+    "few very long rows": (("softmax_grad", 10, 1_000_000), ["long"] * 2),
 }
 COMPILED = FILLED | {
-    "short rows, masked": (lambda: launches_of("softmax", ROWS, 1000, mask=(ROWS, 1000)), ["rows"]),
-    "short rows": (lambda: launches_of("softmax_grad", ROWS, 1000, "bfloat16"), ["rows"]),
-    "rows of all warps, mask per row": (
-        lambda: launches_of("log_softmax", ROWS, 16000, "bfloat16", (ROWS, 1)),
-        ["rows"],
-    ),
-    "long rows, masked": (lambda: launches_of("softmax", ROWS, 50257, mask=(ROWS, 50257)), ["long"]),
-    "few rows": (lambda: launches_of("logsumexp", 4, 128256, "bfloat16"), ["long"] * 2),
-    "few rows, masked": (lambda: launches_of("log_softmax", 4, 128256, mask=(1, 128256)), ["long"] * 2),
-    "5, masked": (lambda: launches_of_topk(ROWS, 12000, 5, "bfloat16", (ROWS, 12000)), ["topk"]),
-    "1 of odd rows in very many parts": (
-        lambda: launches_of_topk(2, 999_999_999, 1),
-        ["topk", "merge", "merge"],
-    ),
-    "32 of odd rows in parts": (
-        lambda: launches_of_topk(1, 128255, 32, "bfloat16", log=True),
-        ["topk", "merge"],
-    ),
-    "256 of parts": (lambda: launches_of_topk(1, 32768, 256), ["topk", "merge"]),
+    "short rows, masked": (("softmax", ROWS, 1000, "float32", (ROWS, 1000)), ["rows"]),
+    "short rows": (("softmax_grad", ROWS, 1000, "bfloat16"), ["rows"]),
+    "rows of all warps, mask per row": (("log_softmax", ROWS, 16000, "bfloat16", (ROWS, 1)), ["rows"]),
+    "long rows, masked": (("softmax", ROWS, 50257, "float32", (ROWS, 50257)), ["long"]),
+    "few rows": (("logsumexp", 4, 128256, "bfloat16"), ["long"] * 2),
+    "few rows, masked": (("log_softmax", 4, 128256, "float32", (1, 128256)), ["long"] * 2),
+    "5, masked": ((5, ROWS, 12000, "bfloat16", (ROWS, 12000)), ["topk"]),
+    "1 of odd rows in very many parts": ((1, 2, 999_999_999), ["topk", "merge", "merge"]),
+    "32 of odd rows in parts": ((32, 1, 128255, "bfloat16"), ["topk", "merge"]),
+    "256 of parts": ((256, 1, 32768), ["topk", "merge"]),
 }
-SPILLED = {
-    ("long rows", 89): 4
-}  # triton 3.9's ptxas spills one register, with a limit of 64; triton 3.6's spills none
+# triton 3.9's ptxas spills one register, with a limit of 64; triton 3.6's spills none
+SPILLED = {("long rows", 89): 4}
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -217,8 +191,8 @@ def test_compiled(case, monkeypatch, tmp_path):
     """No register spills, a block fits every GPU, and no reduction has a layout that Triton miscompiles."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    make, kernels = COMPILED[case]
-    found = make()
+    operation, kernels = COMPILED[case]
+    found = launches_of(*operation)
     assert [params["kernel"].__name__ for params, _ in found] == [f"{name}_kernel" for name in kernels]
     for params, avals in found:
         for arch in ARCHS if case in FILLED else ARCHS[:1]:
@@ -384,11 +358,8 @@ def test_topk_values_of_8_bits(calls):
 
 def test_lowered_automatically(calls):
     """Without a named implementation, kernels run on the GPU, and the same trace is plain JAX on the CPU."""
-    assert called(calls, lowered(lambda x: (ps.log_softmax(x), topk(x)), X)) == [
-        "rows_kernel",
-        "topk_kernel",
-        "merge_kernel",
-    ]
+    names = called(calls, lowered(lambda x: (ps.log_softmax(x), topk(x)), X))
+    assert names == ["rows_kernel", "topk_kernel", "merge_kernel"]
     calls.clear()
     assert called(calls, lowered(ps.log_softmax, X, platform="cpu")) == []
 
@@ -406,19 +377,6 @@ def test_tritons_cache_directory_does_not_change(before, calls, monkeypatch):
 
 
 # --- The choice ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "chosen"), [(A100, "triton"), (L4, "triton"), (H100, "mosaic_gpu"), (V100, "xla")]
-)
-def test_explained(kind, chosen, monkeypatch):
-    """The chosen kernels are traced. test_choice.py tests other calls."""
-    monkeypatch.setattr(checks, "missing", lambda: None)
-    with device(kind):
-        choices = [ps.explain(f, X)[0] for f in (ps.softmax, ps.log_softmax, topk)]
-    for choice in choices:
-        assert (choice.cuda, choice.elsewhere) == (chosen, "xla")
-        assert ("compute capability 8.0" in str(choice)) == (chosen == "xla")
 
 
 def test_refused_for_the_cpu(monkeypatch):

@@ -19,8 +19,8 @@ from tests.support.gpu import THREADS, one_process, only_triton
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu"), one_process("every plan of triton")]
 
 
-def failures(check, plans):
-    """Returns the errors that check(plan) raises, for all plans, in threads."""
+def assert_all(check, plans):
+    """Asserts that check(plan) passes for all plans, in threads."""
 
     def run(plan):
         try:
@@ -29,7 +29,8 @@ def failures(check, plans):
             return f"{plan}: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return [failure for failure in pool.map(run, plans) if failure]
+        failed = [failure for failure in pool.map(run, plans) if failure]
+    assert not failed, f"{len(failed)} of {len(plans)} plans\n" + "\n".join(failed)
 
 
 def triton_topk_plans():
@@ -39,10 +40,8 @@ def triton_topk_plans():
     """
     lengths = (1, 2, 17, 127, 400, 1000, 1500, 3000, 5000, 10000, 20000, 40000, 70000, 128256, 300000)
     lengths += (1003, 3001, 10002, 20011, 50257, 100002, 151935, 300001)  # not aligned to 16 bytes
-    every = {}
-    for k, v, rows, dtype in itertools.product(
-        (1, 2, 5, 9, 16, 17, 33, 64, 65, 128, 256), lengths, (2, 64, 500), (F32, BF16)
-    ):
+    ks, every = (1, 2, 5, 9, 16, 17, 33, 64, 65, 128, 256), {}
+    for k, v, rows, dtype in itertools.product(ks, lengths, (2, 64, 500), (F32, BF16)):
         if k <= v:
             plan = triton_plan.plan_topk(rows, v, k, dtype)
             fan = triton_plan.merge_fan_in(plan.parts, plan.slots)
@@ -70,34 +69,13 @@ def test_every_triton_plan_of_topk(implementation):
         winners, _ = jax.jit(run)(x, None, np.ones((1, 1), F32))
         np.testing.assert_array_equal(winners[1], oracle.topk_indices(x, k))
 
-    plans = triton_topk_plans()
-    failed = failures(check, plans)
-    assert not failed, f"{len(failed)} of {len(plans)} plans\n" + "\n".join(failed)
+    assert_all(check, triton_topk_plans())
 
 
 def triton_softmax_plans():
     """Returns (operation, V, dtype, plan): one case for each program that `plan_softmax` can choose."""
-    lengths = (
-        1,
-        2,
-        3,
-        5,
-        9,
-        17,
-        33,
-        65,
-        129,
-        400,
-        1000,
-        1500,
-        3000,
-        5000,
-        10000,
-        20000,
-        40000,
-        50257,
-        128256,
-    )
+    lengths = (1, 2, 3, 5, 9, 17, 33, 65, 129, 400, 1000, 1500, 3000, 5000, 10000, 20000)
+    lengths += (40000, 50257, 128256)
     every = {}
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
         plan = triton_plan.plan_softmax(op, rows, v, dtype)
@@ -119,6 +97,4 @@ def test_every_triton_plan_of_softmax(implementation):
         got = np.asarray(out[0] if op == "logsumexp" else out).astype(dtype)
         bounds.assert_operation(op, got, arrays, names)
 
-    plans = triton_softmax_plans()
-    failed = failures(check, plans)
-    assert not failed, f"{len(failed)} of {len(plans)} plans\n" + "\n".join(failed)
+    assert_all(check, triton_softmax_plans())
