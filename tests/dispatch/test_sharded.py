@@ -49,7 +49,8 @@ FAST = (
     "shard_map_without_jit-softmax-eager",
     "vmap_along_an_explicit_axis-softmax-once",
     "divided_inside_shard_map-softmax-r",
-    "linear-auto-both-mean",
+    "linear-loss-auto-both-mean",
+    "linear-few_bytes-fsdp over two axes-auto",
 )
 SLOW = [name for name in CHECKS if name not in FAST]
 PARTS = [FAST, SLOW[::2], SLOW[1::2]]

@@ -19,7 +19,6 @@ N, D, V = 64, 24, 512
 ROWS = 5  # rows of a chunk before rounding to a multiple of 8
 BYTES = 8  # bytes of a logit: its value and its gradient in float32
 CHECKS = {}
-SLOW = set()
 
 # Shardings of x, w, bias and the numbers of tokens on a mesh with the axes "data" and "model".
 LAYOUTS = {
@@ -31,12 +30,10 @@ LAYOUTS = {
 HOW = ("auto", "explicit", "shard_map")
 
 
-def register(check, *names, fast=False):
-    """Adds a check of these parameters. Those that are not `fast` are in the complete set only."""
+def register(check, *names):
+    """Adds a check of these parameters."""
     name = "-".join(["linear", check.__name__, *map(str, names)])
     CHECKS[name] = functools.partial(check, *names)
-    if not fast:
-        SLOW.add(name)
 
 
 def mesh_of(how):
@@ -166,7 +163,7 @@ def loss(how, layout, reduction):
 
 
 for parameters in itertools.product(HOW, LAYOUTS, ("mean", None)):
-    register(loss, *parameters, fast=parameters == ("auto", "both", "mean"))
+    register(loss, *parameters)
 
 
 def not_finite(how, layout):
@@ -443,6 +440,6 @@ def own_slices(how):
 for how in HOW[:2]:
     register(own_slices, how)
 for parameters in itertools.product(STEPS, HOW[:2]):
-    register(few_bytes, *parameters, fast=parameters == ("fsdp over two axes", "auto"))
+    register(few_bytes, *parameters)
 for layout in ("tokens", "hybrid fsdp", "columns"):
     register(one_rounding, layout)
