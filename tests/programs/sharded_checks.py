@@ -489,22 +489,34 @@ def by_lists():
     partitioner._partition.cache_clear()
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), most=10)
-def tokens(filters, how, impl, exchanged):
-    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run."""
+@each(
+    filters=FILTERS,
+    how=HOW,
+    impl=("threefry2x32", "rbg"),
+    exchanged=(False, True),
+    masked=(False, True),
+    most=12,
+)
+def tokens(filters, how, impl, exchanged, masked):
+    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run.
+
+    Half of the elements may be masked. The masked ones are larger than the others.
+    """
     options = FILTERS[filters]
     x, at = cases.rows(["normal", "integers"] * 4, 4096), split_for_noise(how)
-    key = jax.random.key(6, impl=impl)
+    key, mask = jax.random.key(6, impl=impl), np.random.default_rng(0).random(x.shape) < 0.5
+    x = np.where(mask, x, x + F32.type(9)) if masked else x
 
-    def both(x, axis_name=None):
-        on = {"axis_name": axis_name, "implementation": IMPLEMENTATION}
+    def both(x, mask, axis_name=None):
+        on = {"where": mask if masked else None, "axis_name": axis_name, "implementation": IMPLEMENTATION}
         return ps.filter_logits(x, **options, **on), tuple(ps.sample(key, x, **options, **on))
 
-    want = both(x)
-    f = mapped(at, how, both, P(None, "v"), (P(None, "v"), P()))
+    want = both(x, mask)
+    f = mapped(at, how, both, (P(None, "v"),) * 2, (P(None, "v"), P()))
+    placed = at.place(x), at.place(mask)
     with contextlib.nullcontext() if exchanged else by_lists():
-        program = jax.jit(f).lower(at.place(x)).compile()
-    filtered, got = program(at.place(x))
+        program = jax.jit(f).lower(*placed).compile()
+    filtered, got = program(*placed)
     np.testing.assert_array_equal(filtered, want[0])
     np.testing.assert_array_equal(got[0], want[1][0])
     np.testing.assert_allclose(np.stack(got[1:]), np.stack(want[1][1:]), rtol=1e-5, atol=1e-5)
@@ -512,15 +524,16 @@ def tokens(filters, how, impl, exchanged):
     every, always = (
         [c for c in links.collectives(t) if c.group > 1] for t in (text, links.unconditional(text))
     )
-    # filter_logits and sample each exchange whole rows, at once or in a branch; XLA may merge the cutoffs of both
-    kinds = [c.kind for c in every]
-    assert kinds.count("all-to-all") in ((1, 2) if options else (0,)), every
+    # filter_logits and sample each exchange whole rows, at once or in a branch; XLA may merge the cutoffs of both. A
+    # mask is exchanged like the logits.
+    kinds, exchanged_arrays = [c.kind for c in every], 1 + masked
+    assert kinds.count("all-to-all") in ((exchanged_arrays, 2 * exchanged_arrays) if options else (0,)), every
     # rbg takes the largest sum of all devices, its first index, and the statistics of the token
     lists, kinds_of_rbg = (2, []) if impl == "threefry2x32" else (5, ["all-reduce"])
     assert {*kinds} <= {"all-to-all", "all-gather", *kinds_of_rbg}, every
     if exchanged and options:
         assert always == every
-        assert len(every) <= 2 * lists, every
+        assert len(every) <= 2 * (lists + masked), every
         return
     assert len(always) <= lists, always
     numbers = 2 * 256 + 4 if options else 5  # of a row on each device: the best entries, with their indices

@@ -55,6 +55,7 @@ def test_program(kind, plan, dtype, is_sorted):
     for name, length, share in (
         ("normal", 0, 0.5),
         ("special", k - 1, 0.02),
+        ("normal", min(v, k + 1), 0.5),
         ("shifted", min(v, plan.capacity + 1), 0.9),
         ("ascending", v + 1, 0.5),
     ):
