@@ -44,7 +44,7 @@ class Wrong(Exception):
 
 @contextlib.contextmanager
 def wrong_if_refuted() -> Iterator[None]:
-    """Makes a failed assertion, by which an oracle refutes a result, into Wrong."""
+    """Raises Wrong in place of a failed assertion: an oracle has refuted a result."""
     try:
         yield
     except AssertionError as error:

@@ -373,7 +373,7 @@ TYPE_ERRORS = {
     ),
     "linear_logsumexp: x must be of float16": lambda: ps.linear_logsumexp(X.astype(int), X.T),
     "linear_logsumexp: bias must be of": lambda: ps.linear_logsumexp(X, X.T, bias=LABELS),
-    # a wrong call raises as a Python function does
+    # Python functions raise the same
     r"softmax\(\) takes from 1 to 3 positional arguments but 4 were given": lambda: ps.softmax(
         *(X, -1, None, "xla")
     ),

@@ -1,4 +1,4 @@
-"""The measured numbers of the README, the FAQ and the performance pages are those of the recorded results."""
+"""The recorded results hold the measured numbers of the README, the FAQ and the performance pages."""
 
 import importlib.util
 import re

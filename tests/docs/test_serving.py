@@ -111,7 +111,7 @@ def test_a_failed_row_leaves_its_counts_and_its_neighbours():
 
 
 class Table:
-    """A language model whose next token depends on the last token only, and the rules of a search."""
+    """A language model and the rules of a search. The next token depends on the last token only."""
 
     def __init__(self, v, length, ends, alpha, seed):
         logits = 1.5 * jax.random.normal(jax.random.key(seed), (v, v))

@@ -98,7 +98,7 @@ OF_LONG_ROWS = [
     ids=parameter_id,
 )
 def test_every_row_with_every_filter(names, v, dtype, masked):
-    """Of the long rows, top_p near 1 keeps most, and a small one keeps one entry. Boundaries are among many ties."""
+    """In long rows, top_p near 1 keeps most, and a small one keeps one entry. Boundaries are among many ties."""
     rows, where = masked_rows(names, v, dtype, masked)
     if where is not None:  # nothing is kept, or one entry
         where[0] = False

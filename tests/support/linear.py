@@ -354,7 +354,8 @@ def assert_log_probs(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows
 def run_all(operations, static, *arrays, together=True):
     """Returns the statistics and the gradients of the operations of an implementation.
 
-    `together`: with those of `projection_with_grad`. Arguments: XLA would take seconds to sort constant labels.
+    `together` adds the results of `projection_with_grad`. Labels are arguments: XLA would take seconds to sort
+    constant ones.
     """
 
     @jit

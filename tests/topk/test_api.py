@@ -213,7 +213,7 @@ def assert_pullback(names, v, dtype=F32, where=None, log=False, slack_times=100)
     want = oracle.fused_topk_vjp(x, g, 5, where, t, log)
     unit = bounds.fused_topk_vjp_unit(x, g, 5, where, t, log)
     assert dx.dtype == dtype
-    # p is recomputed in float32 from the logits, so the error of 16 bits is about one step of the stored dtype
+    # p is recomputed in float32 from the logits, so the error of a 16-bit dtype is about one step of that dtype
     limit = 4 if dtype == F32 else 2
     assert bounds.error_units(dx, want[0], unit[0], slack_times=slack_times if dtype == F32 else 10) <= limit
     assert bounds.error_units(dt, want[1], unit[1], slack_times=100 * slack_times) <= 4
