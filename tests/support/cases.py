@@ -69,7 +69,7 @@ FINITE = {
 }
 
 NEG_NAN = np.copysign(np.nan, -1.0)
-# Elements that overwrite those of a normal row, in this order.
+# Positions and new elements of a normal row, in this order.
 SPECIAL = {
     "neg_inf_first": [(0, -np.inf)],  # an -inf logit is p = 0; at the front it is the first maximum seen
     "neg_inf_last": [(-1, -np.inf)],
