@@ -3,7 +3,7 @@
 The definition follows the published code of DeepSeek-V3 (its `MoEGate`), with all arithmetic in float64.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ class Gate(NamedTuple):
     scale: float = 1.0
     group_best: int | None = None
 
-    def keywords(self, bias):
+    def keywords(self, bias) -> dict[str, Any]:
         """Returns the keyword arguments of `route`."""
         options = self._asdict() | {"bias": bias if self.biased else None}
         del options["biased"]
