@@ -63,8 +63,8 @@ class Division(NamedTuple):
 
     Attributes:
       name: the name in texts.
-      dimensions: returns the `Dimensions` of the call. Its fourth argument are the results of the call, as a tree of
-        `jax.ShapeDtypeStruct`s.
+      dimensions: returns the `Dimensions` of the call. Its fourth argument is a tree of `jax.ShapeDtypeStruct`s, the
+        results of the call.
       whole: computes the call on whole arrays.
       on_shard: computes the call on a device's shards. Its fourth argument is the third result of
         `Dimensions.lay_out`.
@@ -102,7 +102,7 @@ class _Divided(NamedTuple):
       requested: the implementation that the user named, or None.
       keywords: the static arguments of the operation, sorted by name.
       arrays: the tree of its array arguments. Array i is replaced by the number i.
-      results: the tree of its results, like `arrays`.
+      results: the tree of its results. Result i is replaced by the number i.
       result_types: the shape and the dtype of each result.
       settings: the values of `_SETTINGS`.
       gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.

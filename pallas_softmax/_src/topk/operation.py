@@ -21,6 +21,9 @@ def _triton() -> dict[str, Kernel]:
     return KERNELS
 
 
+_KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
+
+
 TOPK_GRAD = RowOperation(
     name="topk_grad",
     arguments=(_RESIDUALS, MASK, PER_ROW, PER_ROW),
@@ -49,7 +52,7 @@ TOPK = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels={"mosaic_gpu": _mosaic_gpu, "triton": _triton},
+    kernels=_KERNELS,
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
     result_names=("values", "indices", "m", "d"),
@@ -82,7 +85,7 @@ SELECT = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.select,
-    kernels={"mosaic_gpu": _mosaic_gpu, "triton": _triton},
+    kernels=_KERNELS,
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
     gradient=SELECT_GRAD,
     tangent=SELECT_TANGENT,
