@@ -22,6 +22,7 @@ from pallas_softmax._src.linear.api import (
     linear_logsumexp,
     linear_token_stats,
 )
+from pallas_softmax._src.linear.sample import linear_sample
 from pallas_softmax._src.linear.topk import linear_topk
 from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, filter_logits, sample
@@ -52,6 +53,7 @@ __all__ = [
     "linear_kl_divergence",
     "linear_log_probs",
     "linear_logsumexp",
+    "linear_sample",
     "linear_token_stats",
     "linear_topk",
     "log_softmax",

@@ -152,8 +152,7 @@ def checked_call(
         bias = columns._replace(bias=bias)
         bias, tokens, head = _with_teacher(x, head.vocab(w), bias, tokens, head, options)
     batch, dtype = x.shape[:-1], widen(x).dtype
-    if where is not None:
-        where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    where = kept_tokens(name, where, batch)
     weights = token_weights
     if weights is not None:
         weights = _one_per_token(name, "token_weights", weights, batch, dtype)
@@ -261,6 +260,11 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
     """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
     x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
+
+
+def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:
+    """Returns which tokens are kept, in the shape of the tokens; None if all are."""
+    return None if where is None else jnp.broadcast_to(arguments.mask(name, where, batch), batch)
 
 
 def checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:

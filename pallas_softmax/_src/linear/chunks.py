@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import min_dim
 
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+
 _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
 # Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).
 _FEWEST_ROWS = 8
@@ -135,3 +137,35 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
     sizes = [-(-n * part // _WHOLE // _ROWS) * _ROWS for part in _PARTS]
     too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
     return lax.switch(too_small, [*map(on_first, sizes), function], rows)
+
+
+def results_of_rows(
+    step: Callable, x, w, tokens, of_row: Any, bytes_per_logit: float, *, head, workspace_bytes, mesh_axes
+) -> Any:
+    """Returns the results of step(x, tokens) for all rows, computed chunk by chunk; 0 for rows that are left out.
+
+    Args:
+      step: (x, tokens) of some rows -> a tree of arrays (rows, ...), which are of whole rows.
+      x, w, tokens, head, workspace_bytes, mesh_axes: as for `gradients.projection`.
+      of_row: the results of one row, as a tree of `jax.ShapeDtypeStruct`.
+      bytes_per_logit: the bytes that a step stores for each logit.
+    """
+
+    def varying(results):
+        return vary_together(results, x, w, tokens, but=mesh_axes)[0]
+
+    def empty(n):
+        return varying(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), of_row))
+
+    def computed(rows):
+        n = rows[0].shape[0]
+
+        def put(chunk: Chunk, found):
+            return chunk.put(found, varying(step(*chunk.slice(rows))))
+
+        return over_chunks(n, chunk_rows(n, head.vocab(w), bytes_per_logit, workspace_bytes), put, empty(n)), None
+
+    found, _ = on_kept_rows(computed, tokens.kept, (x, tokens), empty(x.shape[0]))
+    if tokens.kept is None:
+        return found
+    return jax.tree.map(lambda a: jnp.where(tokens.kept.reshape(-1, *(1,) * (a.ndim - 1)), a, 0), found)

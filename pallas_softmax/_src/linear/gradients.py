@@ -1,8 +1,9 @@
-"""The three operations of a projection and its softmax, built from the functions of an implementation on some rows.
+"""The operations of a projection and its softmax, built from the functions of an implementation on some rows.
 
     projection             the statistics of each row                                 1 matrix product
     projection_grad        the gradients of x, w and bias, from known statistics      3 products
     projection_with_grad   both at once, for losses with known weights                3 products, or 4
+    projection_sample      a draw from each row (`draws.py`)                          1 product
 
 Rows are taken in chunks (`chunks.py`):
 
@@ -33,6 +34,7 @@ from pallas_softmax._src.dispatch.mesh_types import is_tracked, rounded_sum, var
 from pallas_softmax._src.linear import divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.draws import projection_sample
 from pallas_softmax._src.linear.in_place import changed_if, set_in_place
 from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens, bias_of
 from pallas_softmax._src.normalizers import Normalizer, log_of, widen
@@ -80,7 +82,7 @@ class ChunkFunctions(NamedTuple):
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
     """Returns the operations of a projection, by name, made of the functions of an implementation."""
-    operations = projection, projection_grad, projection_with_grad
+    operations = projection, projection_grad, projection_with_grad, projection_sample
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 

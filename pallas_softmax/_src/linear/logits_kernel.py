@@ -48,7 +48,7 @@ def reduce_logits(
     stored_gmem,
 ) -> None:
     """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or exponentials of z."""
-    z, column = _logits(acc, place, inputs, head, vocab)
+    z, column = _logits(acc, place, inputs, head, vocab, stored_gmem if head.undivided else None)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
     if isinstance(inputs.labels, SeveralLabels):
         pick_logits(z, inputs.labels, place, column, sums_gmem.label_logit)
@@ -71,7 +71,7 @@ def reduce_logits(
 
     if reference_gmem is not None:
         store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
-    elif stored_gmem is not None:
+    elif stored_gmem is not None and not head.undivided:
         store(place, z, stored_gmem)
 
 
@@ -140,7 +140,8 @@ def row_sums(
 ) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
-    The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in. The other arguments
+    The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in; `Head.undivided` says
+    which z. The other arguments
     are as in `gradients.ChunkFunctions`.
 
     Returns:
@@ -201,8 +202,11 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
-    """Returns the logits of a part of the product, and their column numbers within the part."""
+def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided_gmem=None):
+    """Returns the logits of a part of the product, and their column numbers within the part.
+
+    It may store the logits before the temperature divides them.
+    """
     column = _columns(acc.shape)
     z = acc
     if inputs.bias is not None:
@@ -210,10 +214,12 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
-    if inputs.inverse_temperature is not None:
-        z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
+    if undivided_gmem is not None:
+        store(place, z, undivided_gmem)
+    if inputs.inverse_temperature is not None:
+        z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
     return z, column
 
 

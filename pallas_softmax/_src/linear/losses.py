@@ -36,6 +36,7 @@ class Head:
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: only this many columns of w count, the first ones; None for all.
       entropy: whether the statistics include t and the argmax.
+      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them.
       beta: of the divergence from a teacher (`divergence.py`).
       teacher: the teacher's projection; None without a teacher.
     """
@@ -45,6 +46,7 @@ class Head:
     precision: Any = None
     columns: int | None = None
     entropy: bool = False
+    undivided: bool = False
     beta: float | None = None
     teacher: "Head | None" = None
 
@@ -79,6 +81,20 @@ def bias_of(bias: Any) -> Any:
 _COLD = 2.0**-80
 
 
+class Draw(NamedTuple):
+    """The arguments of a draw from each token's logits, except the temperature.
+
+    Attributes:
+      noise: (rows, 4), the words of `sample/noise.py`; or (rows, V), the noise itself.
+      top_k, top_p, min_p: (rows,), as `sample/xla.py` takes them; or None.
+    """
+
+    noise: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,).
 
@@ -91,6 +107,7 @@ class Tokens(NamedTuple):
         for one label.
       kept: boolean, False for a token that is left out; None if all tokens count.
       teacher_x: (rows, D'); None without a teacher.
+      draw: the arguments of a draw; None without one.
     """
 
     labels: Any
@@ -100,6 +117,7 @@ class Tokens(NamedTuple):
     label_probs: Any = None
     kept: Any = None
     teacher_x: Any = None
+    draw: "Draw | None" = None
 
     @property
     def several(self) -> bool:
@@ -110,6 +128,10 @@ class Tokens(NamedTuple):
     def divisor(self) -> Any:
         """The number that divides the logits of each row, above 0; None for 1."""
         return None if self.temperature is None else jnp.where(self.temperature == 0, _COLD, self.temperature)
+
+    def divided(self, z: jax.Array) -> jax.Array:
+        """Returns z / temperature, as kernels round it; z is (rows,), or (rows, n)."""
+        return z if self.temperature is None else z * like_labels((1 / self.divisor).astype(z.dtype), z)
 
     def at_0(self, limit: ArrayLike, value: jax.Array) -> jax.Array:
         """Returns `limit` where the temperature is 0, and `value` elsewhere."""

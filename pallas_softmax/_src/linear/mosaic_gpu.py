@@ -60,9 +60,12 @@ def _on_whole_atoms(
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
 
     w = whole_w(w, deep)
-    temperature = tokens.temperature
+    temperature, draw = tokens.temperature, tokens.draw
     # The new rows have weight 0. They must not divide by a temperature of 0.
     tokens, per_token = jax.tree.map(lambda a: extended(a, rows), (tokens, per_token))
+    if draw is not None:  # the new rows draw as the last one
+        draw = jax.tree.map(lambda a: jnp.pad(a, [(0, rows - n)] + [(0, 0)] * (a.ndim - 1), "edge"), draw)
+        tokens = tokens._replace(draw=draw)
     if temperature is not None:
         tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
     if head.teacher is not None:
@@ -74,7 +77,7 @@ def _on_whole_atoms(
         bias = extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
     results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
-    if name == "projection":
+    if name in ("projection", "projection_sample"):
         return jax.tree.map(lambda a: a[:n], results)
     *statistics, dx, dw, dbias = results
     dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]

@@ -1,4 +1,4 @@
-"""The three operations on a projection and its softmax, as objects; `gradients.py` describes them.
+"""The operations on a projection and its softmax, as objects; `gradients.py` describes them.
 
 Their arguments are x, w and bias instead of logits, so they are no `RowOperation`s. `linear/mesh.py` divides them over
 a mesh, and their kernels take mesh_axes= themselves.
@@ -21,4 +21,5 @@ def _operation(name: str) -> Operation:
 PROJECTION = _operation("projection")
 PROJECTION_GRAD = _operation("projection_grad")
 PROJECTION_WITH_GRAD = _operation("projection_with_grad")
+PROJECTION_SAMPLE = _operation("projection_sample")
 GRADIENTS = (PROJECTION_GRAD, PROJECTION_WITH_GRAD)  # the other operations return numbers of each token only

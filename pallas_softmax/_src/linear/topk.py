@@ -1,6 +1,5 @@
 """linear_topk: the top-k of a projection, chunk by chunk."""
 
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch import mesh
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.refusal import constant
@@ -23,11 +21,12 @@ from pallas_softmax._src.linear.checks import (
     check_replicated,
     checked_projection,
     checked_tokens,
+    kept_tokens,
     known_options,
     known_tokens,
     lay_out,
 )
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.chunks import results_of_rows
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.mesh import describe
 from pallas_softmax._src.linear.vmap import as_tokens
@@ -97,8 +96,7 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     k = arguments.winners(name, k, vocab)
     log = arguments.static_bool(name, "log", log)
     dtype, batch = widen(x).dtype, x.shape[:-1]
-    if where is not None:
-        where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    where = kept_tokens(name, where, batch)
     if tokens.temperature is None:
         tokens = tokens._replace(temperature=jnp.ones(batch, dtype))
     tokens = checked_tokens(name, tokens, where, batch, dtype, vocab)
@@ -125,29 +123,15 @@ def _projection_topk(
       topk: the choice of top-k for the user's call.
       k, log: as for `linear_topk`.
     """
-    vocab, dtype = head.vocab(w), widen(x).dtype
-    vary = functools.partial(vary_together, but=mesh_axes)
+    dtype = widen(x).dtype
 
-    def winners(rows: Any) -> tuple[TopK, None]:
-        x, tokens = rows
-        n = x.shape[0]
+    def winners(x, tokens: Tokens) -> TopK:
+        arrays = logits(x, w, bias, Tokens(None), head=head), None, tokens.temperature[:, None]
+        return TopK(*mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)[0])
 
-        def step(chunk: Chunk, found: TopK) -> TopK:
-            z = logits(chunk.slice(x), w, bias, Tokens(None), head=head)
-            arrays = z, None, chunk.slice(tokens.temperature)[:, None]
-            best, _ = mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)
-            return chunk.put(found, vary(TopK(*best), x, w, tokens)[0])
-
-        return over_chunks(n, chunk_rows(n, vocab, dtype.itemsize, workspace_bytes), step, none(n)), None
-
-    def none(n) -> TopK:
-        empty = TopK(jnp.zeros((n, k), dtype), jnp.zeros((n, k), jnp.int32))
-        return vary(empty, x, w, tokens)[0]
-
-    found, _ = on_kept_rows(winners, tokens.kept, (x, tokens), none(x.shape[0]))
-    if tokens.kept is None:
-        return found
-    return TopK(*(jnp.where(tokens.kept[:, None], a, 0) for a in found))
+    of_row = TopK(jax.ShapeDtypeStruct((k,), dtype), jax.ShapeDtypeStruct((k,), jnp.int32))
+    static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
+    return results_of_rows(winners, x, w, tokens, of_row, dtype.itemsize, **static)
 
 
 PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)

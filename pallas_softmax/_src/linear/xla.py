@@ -22,16 +22,16 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    z = z if tokens.temperature is None else z / tokens.divisor[:, None].astype(z.dtype)
-    return stored(z)
+    return stored(tokens.divided(z))
 
 
 def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     """The `logits` of `ChunkFunctions`."""
-    z = logits(x, w, bias, tokens, head=head)
+    z = logits(x, w, bias, Tokens(None) if head.undivided else tokens, head=head)
     if head.columns is not None:
         z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
-    m, d = normalizers.reduce(z, (1,), chunk=z.shape[1])
+    divided = stored(tokens.divided(z)) if head.undivided else z
+    m, d = normalizers.reduce(divided, (1,), chunk=z.shape[1])
     return z, Normalizer(m[:, 0], d[:, 0])
 
 

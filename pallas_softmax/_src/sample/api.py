@@ -142,10 +142,7 @@ def sample(
     x, axis = checked_rows("sample", logits, axis)
     batch = x.shape[:axis] + x.shape[axis + 1 :]
     key = typed_keys("sample", key, batch)
-    if mode is None:  # a change of the setting makes another program: see `at_once`
-        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
-    if not isinstance(mode, str) or mode not in noise.MODES:
-        raise ValueError(f"sample: mode must be None or one of {noise.MODES}, got {mode!r}")
+    mode = checked_mode("sample", mode)
     mesh_axes = arguments.bound_mesh_axes("sample", axis_name)
     length = x.shape[axis] * lax.axis_size(mesh_axes)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
@@ -251,12 +248,12 @@ def _call(
     operation, function: str, x, axis: int, where, axis_name, given: dict[str, Any], words=()
 ) -> tuple[Call, list]:
     """Returns the call of an operation on rows, and its arrays, as `arguments.last_axis` does."""
-    per_row = [*_parameters(function, x, axis, **given), *words]
+    per_row = [*parameters(function, x, axis, **given), *words]
     named = [("key, temperature, top_k, top_p and min_p", a) for a in per_row]
     return arguments.last_axis(operation, function, x, axis, where, axis_name, named)
 
 
-def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:
+def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
     The temperature is NaN where a parameter is out of range; such a row gets no draw. A top_k that filters nothing
@@ -280,6 +277,15 @@ def _parameters(function: str, x: jax.Array, axis: int, **given: Any) -> list:
     k = None if k is None else jnp.where(k > 0, k, _INT32_MAX)
     top_p = None if top_p is None else jnp.minimum(top_p, 1)
     return [jnp.where(functools.reduce(operator.and_, in_range, True), t, jnp.nan), k, top_p, min_p]
+
+
+def checked_mode(function: str, mode: str | None) -> str:
+    """Returns the mode of the noise. A change of JAX's setting makes another program: see `at_once`."""
+    if mode is None:
+        mode = "high" if jax.config.jax_high_dynamic_range_gumbel else "low"
+    if not isinstance(mode, str) or mode not in noise.MODES:
+        raise ValueError(f"{function}: mode must be None or one of {noise.MODES}, got {mode!r}")
+    return mode
 
 
 def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:

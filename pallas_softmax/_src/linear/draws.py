@@ -1,0 +1,76 @@
+"""The draw of `linear_sample`: from the logits of a projection, chunk by chunk.
+
+    x @ w ──► z, and the normalizer of z / temperature    the kernel of `linear_log_probs`, which here also writes z
+    z ──► the tokens, and the mass that the filters keep  the kernel of `sample`
+    z at the tokens, the normalizer ──► log_probs         the formulas of `linear_log_probs`, so with the same bits
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.dispatch import mesh
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.linear.chunks import results_of_rows
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, token_losses
+from pallas_softmax._src.masks import stored
+from pallas_softmax._src.normalizers import widen
+from pallas_softmax._src.sample.operation import SAMPLE
+from pallas_softmax._src.sample.rows import Cutoff, positions
+from pallas_softmax._src.sample.xla import draw
+
+# Temperatures above 0 at which `linear_log_probs` is defined. At others, `sample` computes the log-probability.
+_LEAST, _LARGEST = 1e-37, 1e37
+
+
+def projection_sample(
+    functions, x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, sampler: Choice, mesh_axes=()
+) -> tuple:
+    """Returns the three results of `linear_sample`, each (n,).
+
+    Args:
+      functions, x, w, bias, head, workspace_bytes, mesh_axes: as for `gradients.projection`.
+      tokens: the temperature of each token as `sample` takes it, its draw, and which tokens are kept.
+      sampler: the choice of the operation SAMPLE; or of CUTOFF, if the noise is given element by element.
+    """
+    dtype, vocab = widen(x).dtype, head.vocab(w)
+    first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0
+
+    def drawn(x, tokens: Tokens) -> tuple:
+        no_labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+        tokens = tokens._replace(labels=no_labels)
+        z, normalizer = functions.logits(x, w, bias, tokens, head=head)
+        indices, log_mass, of_sample = _draw(sampler, z, tokens, first, vocab, mesh_axes)
+        label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
+        statistics = Statistics(normalizer, label_logit, None).merged(mesh_axes, vocab)
+        tokens = tokens._replace(labels=indices)
+        whole = vocab * lax.axis_size(mesh_axes)
+        log_probs = 0 - token_losses("linear_log_probs", statistics, tokens, whole)
+        if (t := tokens.temperature) is not None and of_sample is not None:
+            log_probs = jnp.where((t == 0) | (t >= _LEAST) & (t <= _LARGEST), log_probs, of_sample)
+        return indices, log_probs, jnp.maximum(log_mass, log_probs)  # despite rounding
+
+    number: Any = jax.ShapeDtypeStruct((), dtype)
+    of_row = jax.ShapeDtypeStruct((), jnp.int32), number, number
+    arrays = 1 if functions.product or tokens.temperature is None else 2  # plain JAX also stores z / temperature
+    static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
+    return results_of_rows(drawn, x, w, tokens, of_row, arrays * dtype.itemsize, **static)
+
+
+def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:
+    """Returns the index drawn from each row of z, its log_mass, and its log-probability if the sampler computes it."""
+    noise, *filters = tokens.draw or ()
+    t = jnp.ones(len(z), z.dtype) if tokens.temperature is None else tokens.temperature
+    numbers = [None if a is None else a[:, None] for a in (t, *filters)]
+    if sampler.call.operation is SAMPLE:
+        found = mesh.on_shard(sampler, (z, None, noise, *numbers), {"stride": 1}, mesh_axes)
+        indices, log_probs, log_mass = (a[:, 0] for a in found)
+        return indices, log_mass, log_probs
+    z = z[:, :vocab]
+    cut = Cutoff(*mesh.on_shard(sampler, (z, None, *numbers), {}, mesh_axes))
+    own = lax.dynamic_slice_in_dim(noise, first, vocab, 1)
+    indices = draw(z, None, positions(z, mesh_axes), own, numbers[0], cut, mesh_axes)
+    return indices[:, 0], cut.log_mass[:, 0], None
