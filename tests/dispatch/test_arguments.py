@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, float_sum, plainly
+from tests.support.calls import (
+    ARRAYS,
+    FUNCTIONS,
+    LABELS,
+    MASK,
+    WITHOUT_GRADIENT,
+    V,
+    W,
+    X,
+    call,
+    float_sum,
+    plainly,
+)
 from tests.support.covering import first, first_values, pairs, values
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
@@ -184,6 +196,7 @@ OPTIONS = {
     "linear_cross_entropy": {"reduction": [np.str_("mean"), None, "sum"], "softcap": [np.float32(30), 30]},
     "linear_log_probs": {"workspace_bytes": [np.int64(2**20), 2**20, np.int32(2**19)]},
     "linear_token_stats": {"implementation": [np.str_("xla"), None, "xla"]},
+    "linear_sample": {"mode": [np.str_("low"), None, "high"], "transpose_w": [np.bool_(False), False]},
     "linear_topk": {"k": [np.int64(1), 1, 2], "log": [np.bool_(True), False]},
 }
 CHOSEN = [(name, option) for name, options in OPTIONS.items() for option in options]
@@ -261,7 +274,7 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 
     with jax.enable_x64(wide):
         jax.eval_shape(value, dtypes[of])
-        if name not in ("linear_topk", "verify"):  # they have no gradient
+        if name not in WITHOUT_GRADIENT:
             jax.eval_shape(jax.grad(lambda x: float_sum(value(x))), dtypes[of])
 
 

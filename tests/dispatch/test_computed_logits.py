@@ -79,6 +79,9 @@ AT_TEMPERATURE = {
     "linear_token_stats": lambda x, t: ps.linear_token_stats(
         x[:, :8], W[:8, :16], LABELS % 16, temperature=t, softcap=5.0
     ),
+    "linear_sample": lambda x, t: ps.linear_sample(
+        jax.random.key(0), x[:, :8], W[:8, :16], temperature=t, softcap=5.0
+    ),
     "linear_topk": lambda x, t: ps.linear_topk(x[:, :8], W[:8, :16], 3, temperature=t, softcap=5.0),
 }
 
@@ -115,3 +118,6 @@ def test_projections_at_temperature_0_with_a_softcap(columns):
     assert ps.linear_cross_entropy(x, w, labels, **options) == 0
     for log in False, True:
         np.testing.assert_array_equal(ps.linear_topk(x, w, 1, log=log, **options).values, 0 if log else 1)
+    drawn = ps.linear_sample(jax.random.key(0), x, w, **options)
+    np.testing.assert_array_equal(drawn.indices, labels)
+    np.testing.assert_array_equal(drawn.log_probs, 0)

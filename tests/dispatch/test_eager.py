@@ -12,7 +12,7 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch import eager
 from tests.support import calls, cases, lowering
-from tests.support.calls import BATCH, CALLS, call, logits_of
+from tests.support.calls import BATCH, CALLS, WITHOUT_GRADIENT, call, logits_of
 from tests.support.cases import F32
 from tests.support.covering import first_values, slow
 
@@ -113,7 +113,7 @@ TRANSFORMS = {
 
 
 def _has(name, transform):
-    if name == "linear_topk":
+    if name in WITHOUT_GRADIENT:
         return transform in ("value", "vmap")
     return transform != "jvp" or not name.startswith("linear")
 
@@ -181,7 +181,7 @@ def test_a_call_of_device_arrays_transfers_nothing(name, quick_compilation):
     with jax.transfer_guard("disallow"):
         EAGER[name](**given)
         EAGER[name](**given | more)
-    if name in ("verify", "linear_topk", *ps.online.__all__):
+    if name in (*WITHOUT_GRADIENT, *ps.online.__all__):
         return
     given = _required(EAGER[name], "bfloat16")
     (variable,) = {"a", "x", "logits", "operand"} & {*given}
@@ -201,7 +201,7 @@ def test_equal_calls_share_a_lowering(name):
 
     def text(times):
         def program(x):
-            f = ROWS[name] if name == "linear_topk" else jax.grad(summed(ROWS[name]))
+            f = ROWS[name] if name in WITHOUT_GRADIENT else jax.grad(summed(ROWS[name]))
             for _ in range(times):
                 x = x + jnp.sum(f(x))
             return x

@@ -129,6 +129,7 @@ CALLS = {
     "linear_kl_divergence": (ps.linear_kl_divergence, (H, SQUARE, H, SQUARE), {}),
     "linear_log_probs": (ps.linear_log_probs, (H, SQUARE, LABELS), {}),
     "linear_token_stats": (ps.linear_token_stats, (H, SQUARE, LABELS), {}),
+    "linear_sample": (functools.partial(ps.linear_sample, jax.random.key(0)), (H, SQUARE), {}),
     "linear_topk": (ps.linear_topk, (H, SQUARE), {}),
 }
 

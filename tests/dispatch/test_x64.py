@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.calls import float_sum
+from tests.support.calls import WITHOUT_GRADIENT, float_sum
 from tests.support.covering import first, pairs
 from tests.support.lowering import array, kernel_names, lowered
 
@@ -48,6 +48,9 @@ PROJECTIONS = {
     "linear_log_probs": lambda x, w, labels: ps.linear_log_probs(x, w, labels, temperature=jnp.full(N, 2.0)),
     "several labels": lambda x, w, labels: ps.linear_log_probs(x, w, jnp.stack([labels] * 3, -1)),
     "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
+    "linear_sample": lambda x, w, labels: ps.linear_sample(
+        jax.random.key(0), x, w, temperature=0.7, top_p=0.9
+    ),
     "linear_topk": lambda x, w, labels: ps.linear_topk(x, w, 7),
 }
 FAST = ("softmax", "fused_topk")
@@ -100,5 +103,5 @@ def test_projections(name, dtype):
     f = PROJECTIONS[name]
     arrays = array(N, D, dtype=dtype), array(D, V, dtype=dtype), array(N, dtype="int32")
     assert_the_same_kernels(f, *arrays)
-    if name != "linear_topk":  # it has no gradient
+    if name not in WITHOUT_GRADIENT:
         assert_the_same_kernels(jax.grad(lambda *arrays: float_sum(f(*arrays)), (0, 1)), *arrays)

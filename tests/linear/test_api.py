@@ -155,6 +155,82 @@ def test_topk_equals_fused_topk():
         np.testing.assert_allclose(got.values, want.values, rtol=1e-6)
 
 
+SAMPLES = [  # the shape of x without D, how many keys, the generator, options
+    ((7,), "one", None, {}),
+    ((3, 7), "each", None, {"top_p": 0.8, "temperature": 0.5}),
+    ((3, 7), "one", None, {"top_k": jnp.arange(7), "min_p": 0.01, "temperature": jnp.linspace(0, 2, 7)}),
+    ((3, 7), "one", "rbg", {"top_k": 4, "softcap": 2.0}),
+    ((21,), "each", "rbg", {"mode": "high"}),
+    ((), "one", None, {"mode": "high", "top_p": 0.9}),
+    ((0,), "one", None, {"top_p": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("batch", "keys", "generator", "options"), first(2, SAMPLES))
+def test_sample_equals_categorical(batch, keys, generator, options):
+    """With integers, no logit is rounded: the tokens are those of JAX. One chunk, and chunks of eight tokens."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-2, 3, (*batch, 8)).astype("float32")
+    w = rng.integers(-2, 3, (8, 50)).astype("float32") / 2
+    key = jax.random.key(3, impl=generator)
+    key = key if keys == "one" else jax.random.split(key, batch)
+    of_head = {"softcap": options["softcap"]} if "softcap" in options else {}
+    filters = {name: value for name, value in options.items() if name not in ("softcap", "mode")}
+    z = 2 * jnp.tanh(x @ w / 2) if of_head else x @ w
+    z = jax.lax.optimization_barrier(z)
+    draw = functools.partial(jax.random.categorical, mode=options.get("mode"))
+    for _ in key.shape:
+        draw = jax.vmap(draw)
+    want, other = draw(key, ps.filter_logits(z, **filters)), ps.sample(key, z, **filters)
+    for bytes_ in (2**29, 1):
+        got = ps.linear_sample(key, x, w, workspace_bytes=bytes_, **options)
+        np.testing.assert_array_equal(got.indices, want)
+        np.testing.assert_allclose(got.log_mass, other.log_mass, atol=1e-5)
+        t = {"temperature": filters["temperature"]} if "temperature" in filters else {}
+        log_probs = ps.linear_log_probs(x, w, got.indices, **of_head, **t)
+        np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_sample_at_edges():
+    """Rows without a draw, temperatures that `linear_log_probs` does not take, a masked column, and vmap."""
+    w, bias = jnp.eye(4), jnp.array([0, 0, -jnp.inf, 0])
+    x = jnp.array([[1.0, 2, 9, 0], [jnp.nan] * 4, [jnp.inf, 0, 0, 0], [0, 0, 0, 0], [3, 1e-3, 0, 0]])
+    key = jax.random.key(0)
+    sample = functools.partial(ps.linear_sample, key, bias=bias)
+    drawn = sample(x, w, temperature=0.0)
+    np.testing.assert_array_equal(drawn.indices, [1, -1, -1, 0, 0])
+    np.testing.assert_allclose(drawn.log_probs, [0, np.nan, np.nan, -np.log(3), 0], rtol=1e-6)
+    z, rows = x + bias, np.array([0, 3, 4])
+    for t in (1e-40, 3e38):
+        got, want = sample(x, w, temperature=t), ps.sample(key, z, temperature=t)
+        np.testing.assert_array_equal(got.indices, want.indices)
+        np.testing.assert_allclose(got.log_probs[rows], want.log_probs[rows], atol=1e-6)
+    out_of_range = jax.jit(lambda p: sample(x, w, top_p=p))(jnp.array([0.5, 0.5, 0.5, 2, -1]))
+    np.testing.assert_array_equal(out_of_range.indices[3:], -1)
+    assert np.isnan(out_of_range.log_probs[3:]).all()
+    only_masked = ps.linear_sample(key, x[:1], w, bias=jnp.full(4, -jnp.inf))
+    assert only_masked.indices[0] == -1 and np.isnan(only_masked.log_mass[0])
+    keys, xs = jax.random.split(key, 3), jnp.stack([x] * 3)
+    got = jax.vmap(lambda key, x: ps.linear_sample(key, x, w, top_k=2))(keys, xs)
+    np.testing.assert_array_equal(got.indices, [ps.sample(k, x, top_k=2).indices for k in keys])
+    ws = jnp.stack([w, 2 * w, w[::-1]])
+    got = jax.vmap(ps.linear_sample, (0, None, 0))(keys, x, ws)
+    np.testing.assert_array_equal(got.indices, [ps.linear_sample(k, x, w).indices for k, w in zip(keys, ws)])
+
+
+@pytest.mark.slow
+def test_sample_in_float64(x64):
+    x, w, _, _ = arrays(20, 8, 100, "float64")
+    got, want = (
+        ps.linear_sample(jax.random.key(0), x, w, top_p=0.9),
+        ps.sample(jax.random.key(0), x @ w, top_p=0.9),
+    )
+    assert got.log_probs.dtype == "float64" and got.indices.dtype == "int32"
+    np.testing.assert_array_equal(got.indices, want.indices)
+    np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_topk_in_float64(x64):
     x, w, _, _ = arrays(20, 8, 100, "float64")
@@ -475,9 +551,11 @@ def test_second_derivatives_raise():
 
 
 @pytest.mark.parametrize("transform", [jax.grad, slow(jax.jacfwd)])
-def test_topk_has_no_gradient(transform):
+def test_winners_and_draws_have_no_gradient(transform):
     with pytest.raises(NotImplementedError, match="linear_topk: there is no gradient.*linear_log_probs"):
         jax.eval_shape(transform(lambda w: jnp.sum(ps.linear_topk(X, w, 2).values)), W)
+    with pytest.raises(NotImplementedError, match="linear_sample: there is no gradient.*linear_log_probs"):
+        jax.eval_shape(transform(lambda w: jnp.sum(ps.linear_sample(jax.random.key(0), X, w).log_probs)), W)
     values = lambda w: ps.linear_topk(X, jax.lax.stop_gradient(w), 2).values  # noqa: E731
     jax.eval_shape(jax.grad(lambda w: jnp.sum(values(w)) * w[0, 0]), W)
 

@@ -64,6 +64,23 @@ def test_operations(case):
     linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("n", "vocab", "dtype"), [(1, 128256, "bfloat16"), (64, 50257, "float16"), (1025, 32000, "bfloat16")]
+)
+def test_sample(n, vocab, dtype, options):
+    """Log-probabilities have the bits of `linear_log_probs`, also in batches of another size."""
+    x, w, _, _ = linear.arrays(n, 256, vocab, dtype, peak=2)
+    t = {"temperature": options["temperature"]} if "temperature" in options else {}
+    drawn = ps.linear_sample(jax.random.key(0), x, w, **options)
+    np.testing.assert_array_equal(drawn.log_probs, ps.linear_log_probs(x, w, drawn.indices, **t))
+    z, _ = linear.logits(x, w)
+    want = ps.sample(jax.random.key(0), jnp.asarray(z, jnp.float32), **options)
+    assert np.mean(np.asarray(drawn.indices) == want.indices) > 0.99
+    of_last = ps.linear_log_probs(x[-1:], w, drawn.indices[-1:], **t)
+    np.testing.assert_array_equal(drawn.log_probs[-1:], of_last)
+
+
 @pytest.mark.parametrize(
     "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
     [

@@ -128,6 +128,21 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
     linear.assert_stats(dtype, features, peak, run=run, **sizes)
 
 
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(("n", "depth", "vocab", "temperature"), [(9, 64, 320, 0.7), (3, 72, 257, None)])
+def test_interpreted_sample(n, depth, vocab, temperature):
+    """The kernel writes the logits before it divides them. Log-probabilities have the bits of `linear_log_probs`."""
+    x, w, _, _ = linear.arrays(n, depth, vocab, "bfloat16", peak=2)
+    t = None if temperature is None else jnp.full(n, temperature)
+    tokens = Tokens(jnp.full(n, -1), temperature=t)
+    sizes = {"head": Head(undivided=True), "x": x, "w": w, "bias": None, "tokens": tokens}
+    if depth % 64 == 0:  # otherwise `OPERATIONS` pad the arrays
+        z, _ = chunk_kernels.logits(**sizes)
+        np.testing.assert_allclose(z[:, :vocab], linear.logits(x, w)[0], rtol=1e-5, atol=1e-5)
+    linear.assert_sample(mosaic_gpu.OPERATIONS, x, w, t)
+
+
 @pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
 def test_tiles_are_added_in_one_order(tiles):
     """The bits of a row's sum do not depend on the number of rows."""

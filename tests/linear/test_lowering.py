@@ -176,6 +176,23 @@ def test_lowered_topk(axis_name):
     assert text.count("stablehlo.dot_general") == text.count("stablehlo.while") == 1
 
 
+@pytest.mark.parametrize(
+    ("n", "dtype", "options", "kernels"),
+    [
+        (64, "bfloat16", {"top_p": 0.9}, ["linear_logits", "sample"]),
+        slow((64, "bfloat16", {}, ["linear_logits", "sample"])),
+        slow((1, "float16", {"temperature": 0.7}, ["linear_logits", "sample"])),
+        slow((64, "float32", {"temperature": 0.7}, ["sample"])),  # XLA multiplies
+        slow((64, "bfloat16", {"mode": "high", "top_k": 5}, ["linear_logits", "filter_cutoff"])),
+    ],
+)
+def test_lowered_sample(n, dtype, options, kernels):
+    """One kernel computes the logits and their normalizer, and one draws."""
+    f = functools.partial(ps.linear_sample, jax.random.key(0), **options)
+    text = lowered(f, array(n, 4096, dtype=dtype), array(4096, 128256, dtype=dtype))
+    assert [name.removesuffix("_stream") for name in kernel_names(text)] == kernels
+
+
 @pytest.mark.slow
 def test_lowered_without_dw():
     """Without a gradient of w, logits cannot use the memory of a float32 dw, so there are chunks."""

@@ -287,7 +287,10 @@ def left_out(how, layout):
 
 
 def statistics(how, layout):
-    """linear_token_stats, its gradient and linear_topk agree with one device; a row takes one collective."""
+    """linear_token_stats, its gradient, linear_topk and linear_sample agree with one device.
+
+    A row takes one collective, and a draw two. A draw from few logits with filters exchanges them.
+    """
     mesh, arrays = mesh_of(how), arrays_of()
     several_devices = layout in ("columns", "both") or (layout == "fsdp" and mesh.shape["data"] > 1)
     head = {"softcap": 20.0, "temperature": 0.7}
@@ -298,6 +301,14 @@ def statistics(how, layout):
     def winners(arrays, axis_name=None, k=300, **options):
         held = {name: arrays[name] for name in ("x", "w", "bias")}
         return ps.linear_topk(**held, k=k, axis_name=axis_name, **(options or head))
+
+    def draws(arrays, axis_name=None, **options):
+        held = {name: arrays[name] for name in ("x", "w", "bias")}
+        t = jnp.linspace(0, 2, len(held["x"])) if how != "shard_map" else 0.7
+        key = jax.random.key(0)
+        if how == "shard_map" and layout in ("tokens", "both", "fsdp"):  # each device has its own noise
+            key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        return ps.linear_sample(key, **held, temperature=t, axis_name=axis_name, **options)
 
     def total(arrays, axis_name=None):
         log_probs, entropy, logsumexp, *_ = stats(arrays, axis_name)
@@ -311,7 +322,20 @@ def statistics(how, layout):
         assert all(a.sharding.is_equivalent_to(sharding, a.ndim) for a in jax.tree.leaves(got))
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, got, on_one_device(f, arrays, held=()))
+    for options in {}, {"top_p": 0.9}, {"top_k": 5, "mode": "high", "workspace_bytes": 8 * ROWS * V}:
+        f = functools.partial(draws, **options)
+        got, found = execute(f, how, layout, arrays, held=())
+        assert options or [c.kind for c in found] == ["all-gather"] * 2 * several_devices, found
+        assert_a_draw(arrays, got)
+        if how != "shard_map":
+            jax.tree.map(close, got, on_one_device(f, arrays, held=()))
     assert_near(execute(total, how, layout, arrays)[0], on_one_device(total, arrays))
+
+
+def assert_a_draw(arrays, drawn):
+    """Asserts that each token has an index, and its log-probability below the share of what the filters keep."""
+    assert ((drawn.indices >= 0) & (drawn.indices < V)).all()
+    assert (drawn.log_probs <= drawn.log_mass).all() and (drawn.log_mass < 1e-6).all()
 
 
 def divergence(how, layout):

@@ -1046,16 +1046,16 @@ FUNCTIONS = calls.WITH_KERNELS | {
     "linear_log_probs": lambda x: ps.linear_log_probs(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
     "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
     "linear_token_stats": lambda x: ps.linear_token_stats(x[:, :4], x[:4])[1:],
+    "linear_sample": lambda x: ps.linear_sample(jax.random.key(0), x[:, :4], x[:4], top_p=0.9),
     "linear_topk": lambda x: ps.linear_topk(x[:, :4], x[:4], 5),
 }
-WITHOUT_GRADIENT = ("verify", "linear_topk")
 
 
 def total_of(name):
     return lambda x: calls.float_sum(FUNCTIONS[name](x))
 
 
-@each(name=[name for name in FUNCTIONS if name not in WITHOUT_GRADIENT and name[:6] != "linear"])
+@each(name=[name for name in FUNCTIONS if name not in calls.WITHOUT_GRADIENT and name[:6] != "linear"])
 def gradient_of_no_rows(name):
     f = jax.shard_map(jax.grad(total_of(name)), mesh=mesh(), in_specs=P("b"), out_specs=P("b"))
     assert jax.jit(f)(np.zeros((0, V), F32)).shape == (0, V)
@@ -1079,7 +1079,7 @@ def shard_map_without_jit(name, around):
     total = over_rows(lambda x: total_of(name)(x).reshape(1))
     functions = [total if name == "linear_cross_entropy" else over_rows(FUNCTIONS[name])]
     # In compile_time_eval, the gradient of jax.nn.softmax fails as well.
-    if name not in WITHOUT_GRADIENT and around != "compile_time_eval":
+    if name not in calls.WITHOUT_GRADIENT and around != "compile_time_eval":
         functions.append(jax.grad(lambda x: jnp.sum(total(x))))
     wanted = [jax.jit(f)(x) for f in functions]
     with AROUND[around]():
@@ -1102,7 +1102,7 @@ def vmap_along_an_explicit_axis(name, form):
     if name.startswith("linear"):  # a slice is x and w at once
         spec = P(*spec[: x.ndim - 2])
     placed = jax.device_put(x, NamedSharding(mesh("explicit"), spec))
-    gradient = [] if name in WITHOUT_GRADIENT else [jax.grad(total_of(name))]
+    gradient = [] if name in calls.WITHOUT_GRADIENT else [jax.grad(total_of(name))]
     for f in [FUNCTIONS[name], *gradient]:
         with jax.set_mesh(mesh("explicit")):  # JAX needs it under vmap
             got = jax.jit(vmap(f))(placed)

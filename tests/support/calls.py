@@ -103,8 +103,10 @@ FUNCTIONS = {
     ),
     "linear_log_probs": (ps.linear_log_probs, {}, HEAD | {"labels": LABELS}, "x w bias"),
     "linear_token_stats": (ps.linear_token_stats, {}, HEAD | {"labels": LABELS}, "x w bias"),
+    "linear_sample": (ps.linear_sample, {}, {"key": KEY} | HEAD | FILTERS, ""),
     "linear_topk": (ps.linear_topk, {"k": 2}, HEAD, ""),
 }
+WITHOUT_GRADIENT = tuple(name for name, (_, _, _, variables) in FUNCTIONS.items() if not variables)
 # name: a call of the same function by another path
 CALLS = FUNCTIONS | {
     "logsumexp, rows": (ps.logsumexp, {"axis": -1}, {"a": X, "where": MASK}, "a"),

@@ -22,8 +22,12 @@ from jax import lax
 
 import pallas_softmax as ps
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.choose import choose_plain
+from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.linear import losses as projection
-from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.losses import Draw, Head, Tokens, token_losses
+from pallas_softmax._src.sample import noise
+from pallas_softmax._src.sample.operation import SAMPLE
 from tests.support import oracle
 from tests.support.oracle import wide
 
@@ -500,6 +504,26 @@ def assert_topk(dtype, features, k, *, log=False, n=101, depth=24, vocab=1003, r
     assert all(len(set(row)) == k for row in np.asarray(indices).tolist())
 
 
+def assert_sample(operations, x, w, temperature):
+    """Asserts that `linear_sample` draws as `sample`, with the bits of `linear_log_probs`, by these operations."""
+    n, vocab, key = *x.shape[:1], w.shape[1], jax.random.key(3)
+    static = {"head": Head(undivided=True), "workspace_bytes": workspace(vocab)}
+    call = describe(
+        SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample"
+    )
+    words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
+    tokens = Tokens(None, temperature=temperature, draw=Draw(words, None, jnp.full(n, 0.9), None))
+    run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
+    indices, log_probs, log_mass = jit(run)(x, w, None, tokens)
+    want = ps.sample(key, jnp.asarray(logits(x, w)[0], jnp.float32), temperature=temperature, top_p=0.9)
+    np.testing.assert_array_equal(indices, want.indices)
+    np.testing.assert_allclose(log_mass, want.log_mass, atol=1e-4)
+    labels = Tokens(indices, temperature=temperature)
+    static["head"] = Head()
+    statistics = jit(functools.partial(operations["projection"], **static))(x, w, None, labels)
+    np.testing.assert_array_equal(log_probs, 0 - token_losses("linear_log_probs", statistics, labels, vocab))
+
+
 # --- Tokens that are left out ---------------------------------------------------------------------------
 
 
@@ -528,6 +552,12 @@ EACH = {  # of (x, w, labels): results, one per token or K per token
     "stats without labels": lambda x, w, labels, **options: ps.linear_token_stats(x, w, **options)[1:],
     "topk": lambda x, w, labels, bias=None, **options: ps.linear_topk(
         *lax.stop_gradient((x, w)), 3, bias=lax.stop_gradient(bias), log=True, **options
+    ),
+    "sample": lambda x, w, labels, bias=None, **options: ps.linear_sample(
+        jnp.broadcast_to(jax.random.key(0), x.shape[:1]),  # one for each token: noise does not count tokens
+        *lax.stop_gradient((x, w)),
+        bias=lax.stop_gradient(bias),
+        **options,
     ),
 }
 MEANS = {

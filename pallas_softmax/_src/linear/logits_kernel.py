@@ -140,9 +140,8 @@ def row_sums(
 ) -> tuple[RowSums, Any]:
     """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
-    The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in; `Head.undivided` says
-    which z. The other arguments
-    are as in `gradients.ChunkFunctions`.
+    The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in, and
+    `head.undivided` says which z. The other arguments are as in `gradients.ChunkFunctions`.
 
     Returns:
       The sums, and the exponentials, z or None. In the sums, the number of rows is rounded up to a multiple of
