@@ -515,7 +515,8 @@ def assert_sample(operations, x, w, temperature):
     tokens = Tokens(None, temperature=temperature, draw=Draw(words, None, jnp.full(n, 0.9), None))
     run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
     indices, log_probs, log_mass = jit(run)(x, w, None, tokens)
-    want = ps.sample(key, jnp.asarray(logits(x, w)[0], jnp.float32), temperature=temperature, top_p=0.9)
+    t = 1.0 if temperature is None else temperature
+    want = ps.sample(key, jnp.asarray(logits(x, w)[0], jnp.float32), temperature=t, top_p=0.9)
     np.testing.assert_array_equal(indices, want.indices)
     np.testing.assert_allclose(log_mass, want.log_mass, atol=1e-4)
     labels = Tokens(indices, temperature=temperature)
