@@ -168,7 +168,7 @@ SAMPLES = [  # the shape of x without D, how many keys, the generator, options
 
 @pytest.mark.parametrize(("batch", "keys", "generator", "options"), first(2, SAMPLES))
 def test_sample_equals_categorical(batch, keys, generator, options):
-    """With integers, no logit is rounded: the tokens are those of JAX. One chunk, and chunks of eight tokens."""
+    """With integers, no logit is rounded: JAX draws the same tokens. One chunk, and chunks of eight tokens."""
     rng = np.random.default_rng(0)
     x = rng.integers(-2, 3, (*batch, 8)).astype("float32")
     w = rng.integers(-2, 3, (8, 50)).astype("float32") / 2
@@ -202,8 +202,11 @@ def test_sample_at_edges():
     np.testing.assert_array_equal(drawn.indices, [1, -1, -1, 0, 0])
     np.testing.assert_allclose(drawn.log_probs, [0, np.nan, np.nan, -np.log(3), 0], rtol=1e-6)
     z, rows = x + bias, np.array([0, 3, 4])
-    for t in (1e-40, 3e38):
-        got, want = sample(x, w, temperature=t), ps.sample(key, z, temperature=t)
+    for t, mode in ((1e-40, "low"), (3e38, "low"), (1e-40, "high")):
+        got, want = (
+            f(temperature=t, mode=mode)
+            for f in (functools.partial(sample, x, w), functools.partial(ps.sample, key, z))
+        )
         np.testing.assert_array_equal(got.indices, want.indices)
         np.testing.assert_allclose(got.log_probs[rows], want.log_probs[rows], atol=1e-6)
     out_of_range = jax.jit(lambda p: sample(x, w, top_p=p))(jnp.array([0.5, 0.5, 0.5, 2, -1]))

@@ -12,7 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from pallas_softmax._src.dispatch.choose import choose_plain
+from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.linear import xla
 from pallas_softmax._src.linear.chunks import chunk_rows
+from pallas_softmax._src.linear.losses import Draw, Head, Tokens
+from pallas_softmax._src.sample import noise
+from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from tests.support import covering, linear
 
 N, D, V = 64, 24, 512
@@ -332,6 +338,34 @@ def statistics(how, layout):
     assert_near(execute(total, how, layout, arrays)[0], on_one_device(total, arrays))
 
 
+def draws_of_padded_columns(operation):
+    """Columns that pad a device's shard to whole atoms do not count, as in the arrays that kernels get."""
+    mesh = mesh_of("auto")
+    own, devices = 60, mesh.shape["model"]
+    x, w, *_ = linear.arrays(N, D, own * devices, "float32")
+    key = jax.random.key(0)
+    z = jax.ShapeDtypeStruct((N, own), jnp.float32)
+    call = describe(operation, z, (1,), None, mesh_axes=("model",), function="linear_sample")
+    if operation is SAMPLE:
+        of_key = jnp.concatenate(noise.words(key, (N, own * devices), 1), -1)
+    else:
+        of_key = jax.random.gumbel(key, (N, own * devices))
+    tokens = Tokens(None, draw=Draw(of_key, None, jnp.full(N, 0.9), None))
+    static = {"head": Head(columns=own, undivided=True), "workspace_bytes": 2**29}
+    static |= {"sampler": choose_plain(call), "mesh_axes": ("model",)}
+
+    def on_shard(x, w, tokens):
+        w = jnp.pad(w, ((0, 0), (0, 4)), constant_values=9.0)
+        return xla.OPERATIONS["projection_sample"](x, w, None, tokens, **static)
+
+    specs = P(), P(None, "model"), P()
+    run = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"model"})
+    got, want = jax.jit(run)(x, w, tokens), ps.linear_sample(key, x, w, top_p=0.9)
+    np.testing.assert_array_equal(got[0], want.indices)
+    for a, b in zip(got[1:], want[1:]):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def assert_a_draw(arrays, drawn):
     """Asserts that each token has an index, and its log-probability below the share of what the filters keep."""
     assert ((drawn.indices >= 0) & (drawn.indices < V)).all()
@@ -460,6 +494,9 @@ def own_slices(how):
     found = [c for c in links.collectives(program.as_text()) if c.group > 1]
     assert all(c.group == 2 and c.bytes <= 4 * N * D for c in found), found  # the sum for dx
 
+
+for operation in SAMPLE, CUTOFF:
+    register(draws_of_padded_columns, operation)
 
 for how in HOW[:2]:
     register(own_slices, how)

@@ -145,7 +145,7 @@ def results_of_rows(
     """Returns the results of step(x, tokens) for all rows, computed chunk by chunk; 0 for rows that are left out.
 
     Args:
-      step: (x, tokens) of some rows -> a tree of arrays (rows, ...), which are of whole rows.
+      step: (x, tokens) of some rows -> a tree of arrays (rows, ...), the same on all devices that share a row.
       x, w, tokens, head, workspace_bytes, mesh_axes: as for `gradients.projection`.
       of_row: the results of one row, as a tree of `jax.ShapeDtypeStruct`.
       bytes_per_logit: the bytes that a step stores for each logit.

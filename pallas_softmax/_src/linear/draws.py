@@ -19,10 +19,11 @@ from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_colum
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample.operation import SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, positions
+from pallas_softmax._src.sample.rows import Cutoff, drawn_results, positions
 from pallas_softmax._src.sample.xla import draw
 
-# Temperatures above 0 at which `linear_log_probs` is defined. At others, `sample` computes the log-probability.
+# `linear_log_probs` takes the temperature 0, and temperatures from _LEAST to _LARGEST. At others, the sampler's
+# log-probabilities are returned.
 _LEAST, _LARGEST = 1e-37, 1e37
 
 
@@ -37,42 +38,50 @@ def projection_sample(
       sampler: the choice of the operation SAMPLE; or of CUTOFF, if the noise is given element by element.
     """
     dtype, vocab = widen(x).dtype, head.vocab(w)
-    first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0
+    first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
 
     def drawn(x, tokens: Tokens) -> tuple:
         no_labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
-        tokens = tokens._replace(labels=no_labels)
-        z, normalizer = functions.logits(x, w, bias, tokens, head=head)
-        indices, log_mass, of_sample = _draw(sampler, z, tokens, first, vocab, mesh_axes)
+        z, normalizer = functions.logits(x, w, bias, tokens._replace(labels=no_labels), head=head)
+        indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
+        # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
         label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
         statistics = Statistics(normalizer, label_logit, None).merged(mesh_axes, vocab)
-        tokens = tokens._replace(labels=indices)
-        whole = vocab * lax.axis_size(mesh_axes)
-        log_probs = 0 - token_losses("linear_log_probs", statistics, tokens, whole)
-        if (t := tokens.temperature) is not None and of_sample is not None:
-            log_probs = jnp.where((t == 0) | (t >= _LEAST) & (t <= _LARGEST), log_probs, of_sample)
-        return indices, log_probs, jnp.maximum(log_mass, log_probs)  # despite rounding
+        columns = vocab * lax.axis_size(mesh_axes)
+        losses = token_losses("linear_log_probs", statistics, tokens._replace(labels=indices), columns)
+        log_probs = 0 - losses  # not -0
+        if (t := tokens.temperature) is not None:
+            log_probs = jnp.where((t == 0) | ((t >= _LEAST) & (t <= _LARGEST)), log_probs, of_sampler)
+        # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
+        return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
     number: Any = jax.ShapeDtypeStruct((), dtype)
     of_row = jax.ShapeDtypeStruct((), jnp.int32), number, number
-    arrays = (
-        1 if functions.product or tokens.temperature is None else 2
-    )  # plain JAX also stores z / temperature
+    is_plain = functions.product is None
+    arrays = 2 if is_plain and tokens.temperature is not None else 1  # plain JAX also stores z / temperature
     static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
     return results_of_rows(drawn, x, w, tokens, of_row, arrays * dtype.itemsize, **static)
 
 
 def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:
-    """Returns the index drawn from each row of z, its log_mass, and its log-probability if the sampler computes it."""
-    noise, *filters = tokens.draw or ()
+    """Returns the index drawn from each row of z, its log-probability, and its log_mass, by the sampler.
+
+    z has this device's `vocab` columns, the first of which is `first`; and columns of -inf, which are never drawn.
+    """
+    assert tokens.draw is not None
+    noise, *filters = tokens.draw
     t = jnp.ones(len(z), z.dtype) if tokens.temperature is None else tokens.temperature
     numbers = [None if a is None else a[:, None] for a in (t, *filters)]
-    if sampler.call.operation is SAMPLE:
+    is_sample = sampler.call.operation is SAMPLE
+    if mesh_axes or not is_sample:  # indices count the columns before these
+        z = z[:, :vocab]
+    if is_sample:
         found = mesh.on_shard(sampler, (z, None, noise, *numbers), {"stride": 1}, mesh_axes)
-        indices, log_probs, log_mass = (a[:, 0] for a in found)
-        return indices, log_mass, log_probs
-    z = z[:, :vocab]
-    cut = Cutoff(*mesh.on_shard(sampler, (z, None, *numbers), {}, mesh_axes))
-    own = lax.dynamic_slice_in_dim(noise, first, vocab, 1)
-    indices = draw(z, None, positions(z, mesh_axes), own, numbers[0], cut, mesh_axes)
-    return indices[:, 0], cut.log_mass[:, 0], None
+    else:
+        cut = Cutoff(*mesh.on_shard(sampler, (z, None, *numbers), {}, mesh_axes))
+        own = lax.dynamic_slice_in_dim(noise, first, vocab, 1)
+        index = draw(z, None, positions(z, mesh_axes), own, numbers[0], cut, mesh_axes)
+        at_index = lax.psum(at_columns(z, index[:, 0] - first, vocab), mesh_axes)
+        found = drawn_results(index, at_index[:, None], cut.top, cut, numbers[0])
+    indices, log_probs, log_mass = (a[:, 0] for a in found)
+    return indices, log_probs, log_mass

@@ -47,7 +47,10 @@ def reduce_logits(
     sums_gmem: "RowSums",
     stored_gmem,
 ) -> None:
-    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store z or exponentials of z."""
+    """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store one array of it.
+
+    The array is z; z before the temperature divides it (`head.undivided`); or, with a reference, the exponentials.
+    """
     z, column = _logits(acc, place, inputs, head, vocab, stored_gmem if head.undivided else None)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
     if isinstance(inputs.labels, SeveralLabels):

@@ -36,7 +36,8 @@ class Head:
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: only this many columns of w count, the first ones; None for all.
       entropy: whether the statistics include t and the argmax.
-      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them.
+      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them. Its normalizer
+        is that of the quotients in both cases.
       beta: of the divergence from a teacher (`divergence.py`).
       teacher: the teacher's projection; None without a teacher.
     """
@@ -85,7 +86,8 @@ class Draw(NamedTuple):
     """The arguments of a draw from each token's logits, except the temperature.
 
     Attributes:
-      noise: (rows, 4), the words of `sample/noise.py`; or (rows, V), the noise itself.
+      noise: (rows, 4), the words that the noise is computed from (`sample/noise.py`); or (rows, V of all devices), the
+        noise itself.
       top_k, top_p, min_p: (rows,), as `sample/xla.py` takes them; or None.
     """
 
@@ -130,7 +132,7 @@ class Tokens(NamedTuple):
         return None if self.temperature is None else jnp.where(self.temperature == 0, _COLD, self.temperature)
 
     def divided(self, z: jax.Array) -> jax.Array:
-        """Returns z / temperature, as kernels round it; z is (rows,), or (rows, n)."""
+        """Returns z times the rounded 1 / temperature, as kernels compute it; z is (rows,), or (rows, n)."""
         return z if self.temperature is None else z * like_labels((1 / self.divisor).astype(z.dtype), z)
 
     def at_0(self, limit: ArrayLike, value: jax.Array) -> jax.Array:

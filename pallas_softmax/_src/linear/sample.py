@@ -37,7 +37,7 @@ _NO_GRADIENT = (
 
 
 class _Parameters(NamedTuple):
-    """The temperature and the filters, as users pass them."""
+    """The temperature and the filters, as `known_numbers` returns them. None has no effect."""
 
     temperature: Any
     top_k: Any = None
@@ -65,25 +65,28 @@ def linear_sample(
 ) -> Sample:
     """Draws once for each token from the softmax of its logits: the LM head and the draw of a decoder in one call.
 
-    It returns `sample(key, z, ...)` of the float32 logits z = softcap * tanh((x @ w + bias) / softcap), without storing
-    all logits at once. With kernels, `log_probs` have the same bits as `linear_log_probs(x, w, indices)` with the same
-    arguments, in any batch. So a sampler and its trainer agree.
+    It returns `sample(key, z, ...)` of the logits z = softcap * tanh((x @ w + bias) / softcap), which are float32
+    (float64 for float64). They are not all stored at once. With kernels, `log_probs` have the bits of
+    `linear_log_probs(x, w, indices)` with the same temperature, bias and softcap, in any batch. So a sampler and its
+    trainer agree. `linear_log_probs` takes temperatures from 1e-37 to 1e37, and 0.
 
     `where`, `bias`, `softcap`, `transpose_w`, `workspace_bytes` and `axis_name` are as for `linear_cross_entropy`. A
-    token that is left out has index 0, and log_probs and log_mass of 0. A bias of -inf masks a column.
+    token where `where` is False has index 0, and log_probs and log_mass of 0. Without a softcap, a bias of -inf masks a
+    column.
 
     Args:
       key: one key, or an array of typed keys, one per token; as for `sample` of logits (..., V).
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
-      temperature: 0 or positive, a scalar or one per token. It divides the logits, after the softcap.
+      temperature: 0 or positive, a scalar or one per token. It divides the logits, after the softcap. 0 takes the
+        largest logit.
       top_k: as for `sample`, a scalar or one per token; so are `top_p` and `min_p`.
       top_p: as for `sample`.
       min_p: as for `sample`.
-      mode: as for `sample`. Only with a threefry key, the mode "low" and float32 logits is the noise computed where it
-        is needed. Otherwise that of all logits is stored.
-      implementation: None chooses the best ones (see `explain`); "mosaic_gpu" or "xla" names one, for both the logits
-        and the draw.
+      mode: as for `sample`. With a threefry key, the mode "low" and float32 logits, noise is computed where it is
+        needed. Otherwise the noise of all logits is stored; `workspace_bytes` does not limit it.
+      implementation: None chooses the best implementations (see `explain`); "mosaic_gpu" or "xla" names one, for both
+        the logits and the draw.
 
     Returns:
       Sample(indices, log_probs, log_mass), each of shape (...), as for `sample`. There is no gradient: pass the indices
@@ -122,7 +125,8 @@ def _sample_of(key, x, w, bias, where, given: _Parameters, mode, options: Option
         of_key = jnp.concatenate(noise.words(key, shape, axis), -1)
     else:
         of_key = noise.gumbel_array(key, shape, axis, dtype, mode)
-    is_1 = given.temperature is None and not any(f is not None for f in filters)
+    # a filter out of range makes the temperature NaN
+    is_1 = given.temperature is None and all(f is None for f in filters)
     tokens = Tokens(None, temperature=None if is_1 else t, kept=where, draw=Draw(of_key, *filters))
     numbers = {"temperature": t} | dict(zip(("top_k", "top_p", "min_p"), filters))
     check_replicated(options, mesh_axes, x=x, where=where, key=of_key, **numbers)
