@@ -125,13 +125,13 @@ def _projection_topk(
     """
     dtype = widen(x).dtype
 
-    def winners(x, tokens: Tokens) -> TopK:
+    def winners(x, tokens: Tokens) -> tuple:
         arrays = logits(x, w, bias, Tokens(None), head=head), None, tokens.temperature[:, None]
-        return TopK(*mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)[0])
+        return tuple(mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, mesh_axes)[0])
 
-    of_row = TopK(jax.ShapeDtypeStruct((k,), dtype), jax.ShapeDtypeStruct((k,), jnp.int32))
+    of_row = tuple(jax.ShapeDtypeStruct((k,), of) for of in (dtype, jnp.int32))
     static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
-    return results_of_rows(winners, x, w, tokens, of_row, dtype.itemsize, **static)
+    return TopK(*results_of_rows(winners, x, w, tokens, of_row, dtype.itemsize, **static))
 
 
 PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)
