@@ -9,7 +9,7 @@ from benchmarks import softmax
 from benchmarks.support import driver, flags
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import question, rows_of
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
         call = contender.call(case.direction, arrays, g)
         result = call.result()
         got = {output: rows_of(result[output], case, everything) for output in outputs}
-        expected = {"y": lambda: answer.output, "dx": lambda: answer.gradient}
+        expected = {"y": lambda: answer.output, "dx": answer.gradient}
         return call.ran, {output: expected[output]().ulps(got[output]) for output in outputs}
 
     *ours, jax = softmax.contenders(case, chosen.implementations, ("jax",))
@@ -68,9 +68,7 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
     return records
 
 
-BENCHMARK = driver.Benchmark(
-    "accuracy", make_cases, _compare, View(columns=("ran", "status", "ulps", "xla_ulps"))
-)
+BENCHMARK = Benchmark("accuracy", make_cases, _compare, ("ran", "status", "ulps", "xla_ulps"))
 
 
 def define_flags() -> None:

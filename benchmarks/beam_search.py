@@ -31,10 +31,10 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags, language_model
+from benchmarks.support import driver, flags, language_model, timing
 from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.language_model import Weights
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 # (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Arrays = tuple[jax.Array, ...]
@@ -193,8 +193,6 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
     """Checks all contenders in one search, then times them together."""
     weights, prompts, training_loss = language_model.trained(search, chosen)
     peers = ["jax", "jax_rows"]
-    names = [*peers, *chosen.implementations]
-    records = driver.records_of(search, names, required=peers, training_loss=training_loss)
     jaxs: list[np.ndarray] = []  # the hypotheses of jax, which the others are compared with
 
     def prepare(record: Record) -> Call:
@@ -217,16 +215,26 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
             raise driver.Wrong(reason)  # timing a wrong search would be pointless
         return call
 
-    language_model.measure_decoding(records, prepare, chosen)
-    return records
+    return driver.measure(
+        search,
+        [*peers, *chosen.implementations],
+        prepare,
+        chosen,
+        required=peers,
+        sample=timing.wall_times,
+        steps=search.sequence,
+        training_loss=training_loss,
+    )
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "beam_search",
+    make_searches,
+    run_search,
     ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
     baselines=("jax",),
     derive=language_model.add_tokens_per_s,
 )
-BENCHMARK = driver.Benchmark("beam_search", make_searches, run_search, VIEW)
 
 
 def define_flags() -> None:

@@ -55,9 +55,8 @@ from jax import lax
 import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, from_torch, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
-from benchmarks.support.result import Record, View, case_columns
+from benchmarks.support.result import Benchmark, Record, case_columns
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -349,8 +348,7 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
 
     A failure of a torch library does not fail the run.
     """
-    names = [REFERENCE, "matmul", *chosen.peers, *chosen.implementations]
-    records = driver.records_of(loss, names, set(PEERS) - set(TORCH))
+    names = [*dict.fromkeys((REFERENCE, "matmul", *chosen.peers, *chosen.implementations))]
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
 
@@ -369,12 +367,11 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
             if name not in INEXACT:
                 raise
             record.status, record.reason = "differs", str(wrong)
-        if record is records[-1]:
+        if name == names[-1]:
             wanted.clear()
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    return driver.measure(loss, names, prepare, chosen, required=set(PEERS) - set(TORCH))
 
 
 def _derive(rows: Any, of: Callable) -> None:
@@ -427,13 +424,15 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "linear",
+    make_losses,
+    run_loss,
     ("ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"),
     baselines=("jax_float32", "jax_scan"),
     derive=_derive,
     draw=_draw,
 )
-BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
 
 
 # --- Training
@@ -520,7 +519,7 @@ TRAINING = Benchmark(
     "linear_training",
     make_trainings,
     run_training,
-    View(("first_loss", "last_loss", "largest_gap", "step_us", "memory_mib")),
+    ("first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"),
 )
 
 

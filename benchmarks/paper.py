@@ -18,8 +18,7 @@ from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Frame, Record, View
+from benchmarks.support.result import Benchmark, Frame, Record
 from pallas_softmax import paper
 
 _ALGORITHMS = paper.SOFTMAX | paper.TOPK
@@ -73,13 +72,14 @@ def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     plot.over_sizes(own, document, file, over, baseline, title.strip())
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "paper",
+    make_paper_cases,
+    _run,
     ("ran", "status", "error_eps", "p50_us", "elements_per_s", "share_of_copy", "speedup"),
     baselines=("safe", "safe_unfused"),
     draw=_draw,
-)
-BENCHMARK = Benchmark(
-    "paper", make_paper_cases, _run, VIEW, lambda cases: ("copy",) if cases[0].k is None else ("copy", "read")
+    bandwidths=lambda cases: ("copy",) if cases[0].k is None else ("copy", "read"),
 )
 
 

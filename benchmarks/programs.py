@@ -26,7 +26,7 @@ from absl import flags as absl_flags
 import pallas_softmax
 from benchmarks.support import driver, flags, timing
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take", "loss_lse")
 # Peers that compute attention in one call.
@@ -177,7 +177,6 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
     """
     fused = FUSED if program.program.startswith("attention") else ()
     peers = ["jax", *(name for name in fused if name != "cudnn" or timing.on_gpu())]
-    records = driver.records_of(program, [*peers, *chosen.implementations], required=["jax"])
     wanted: dict[str, Any] = {}
     built = functools.cache(lambda: build(program, chosen))
 
@@ -192,15 +191,15 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
         driver.compare(record, got, wanted, TOLERANCE[program.dtype], "jax.nn")
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    return driver.measure(program, [*peers, *chosen.implementations], prepare, chosen, required=["jax"])
 
 
-BENCHMARK = driver.Benchmark(
+BENCHMARK = Benchmark(
     "programs",
     make_programs,
     run_program,
-    View(("ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"), baselines=("jax",)),
+    ("ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"),
+    baselines=("jax",),
 )
 
 

@@ -15,8 +15,7 @@ import pallas_softmax as ps
 from benchmarks import linear, route, sample, softmax, topk
 from benchmarks.support import driver, flags, timing
 from benchmarks.support.cases import Case
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 _KEPT = ("samples", "p20_us", "p50_us", "p80_us", "first_result_s", "rows_checked", "error")
 
@@ -116,9 +115,14 @@ def _add_spread(rows: Any, of: Callable) -> None:
     rows["spread"] = (rows.p80_us - rows.p20_us) / rows.p50_us
 
 
-_COLUMNS = "ran", "status", "p50_us", "spread", "speedup", "first_result_s"
-VIEW = View(_COLUMNS, baselines=("plain JAX",), derive=_add_spread)
-BENCHMARK = Benchmark("quick_start", make_calls, run_call, VIEW)
+BENCHMARK = Benchmark(
+    "quick_start",
+    make_calls,
+    run_call,
+    ("ran", "status", "p50_us", "spread", "speedup", "first_result_s"),
+    baselines=("plain JAX",),
+    derive=_add_spread,
+)
 
 
 def define_flags() -> None:

@@ -32,8 +32,7 @@ from jax import lax
 import pallas_softmax
 from benchmarks.support import driver, flags, plot
 from benchmarks.support.contenders import Call, fetch, from_torch, jax_call, named, torch_and_wait
-from benchmarks.support.driver import Benchmark, records_of
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 from tests.support import oracle, routing
 from tests.support.routing import Gate
 
@@ -178,8 +177,6 @@ def make_routers(chosen: Any) -> list[Router]:
 
 def run_router(case: Router, chosen: Any) -> list[Record]:
     """Compares all contenders of a gate with plain JAX, then times them together."""
-    names = ["jax", *chosen.peers, *chosen.implementations]
-    records = records_of(case, names, required=_FUNCTIONS)
     keys = jax.random.split(jax.random.key(chosen.seed))
     x = jax.random.normal(keys[0], (case.tokens, case.experts), case.dtype)
     bias = 0.1 * jax.random.normal(keys[1], (case.experts,))
@@ -202,8 +199,8 @@ def run_router(case: Router, chosen: Any) -> list[Record]:
         driver.compare(record, got, wanted, TOLERANCE, "jax")
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    names = ["jax", *chosen.peers, *chosen.implementations]
+    return driver.measure(case, names, prepare, chosen, required=_FUNCTIONS)
 
 
 def _derive(rows: Any, of: Callable) -> None:
@@ -228,13 +225,15 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, claim, int(9.5 * width))
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "route",
+    make_routers,
+    run_router,
     ("ran", "status", "rows_checked", "error", "p50_us", "speedup", "of_topk"),
     baselines=("jax",),
     derive=_derive,
     draw=_draw,
 )
-BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
 
 
 def define_flags() -> None:

@@ -27,8 +27,7 @@ import pallas_softmax
 from benchmarks.support import cases, driver, flags, plot
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.driver import Benchmark, describe, measure, records_of, wrong_if_refuted
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 from tests.support import bounds, draws, oracle
 
 K, P, MIN_P = 50, 0.9, 0.05
@@ -138,9 +137,9 @@ def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]
         call = peer.call("forward", (x,), None)
     else:
         call = jax_call(functools.partial(ours, name), key, x, given)
-    describe(record, call, functools.partial(ours, name), key, x, given)
+    driver.describe(record, call, functools.partial(ours, name), key, x, given)
     record.add(extra_mb=call.extra_mb)
-    with wrong_if_refuted():
+    with driver.wrong_if_refuted():
         record.add(rows_checked=check(call.result(), record.case, key, x, given))
     return call
 
@@ -173,17 +172,19 @@ def check(result: dict[str, Any], case: Case, key, x, given) -> int:
 
 def _run(case: Case, chosen: Any) -> list[Record]:
     key, x, given = jax.random.key(case.seed), cases.logits(case), parameters(case)
-    records = records_of(case, [*chosen.implementations, *chosen.peers], bytes=x.nbytes)
-    measure(records, lambda record: _prepare(record, key, x, given), chosen)
-    return records
+    prepare = functools.partial(_prepare, key=key, x=x, given=given)
+    return driver.measure(case, [*chosen.implementations, *chosen.peers], prepare, chosen, bytes=x.nbytes)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "sample",
+    make_draws,
+    _run,
     ("ran", "status", "rows_checked", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
     draw=lambda rows, document, file: plot.heat(rows, document, file, "jax.random.categorical", "sample"),
+    bandwidths=lambda cases: ("copy", "read"),
 )
-BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax
-from benchmarks.support import driver, flags, language_model
+from benchmarks.support import driver, flags, language_model, timing
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 from tests.support import bounds
 
 _CHECKED = 8  # requests, replayed from first to last step
@@ -122,7 +122,6 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
 
 def run_service(service: Service, chosen: Any) -> list[Record]:
     """Checks ours against the oracle, then times both contenders together."""
-    records = driver.records_of(service, ["sort", *chosen.implementations], required=["sort"])
     weights, prompts, _ = language_model.trained(service, chosen)
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
     asked = requests(service.batch)
@@ -138,8 +137,9 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
                 record.add(draws_checked=check(call.result()["drawn"], weights, prompts, seeds, asked))
         return call
 
-    language_model.measure_decoding(records, prepare, chosen)
-    return records
+    names = ["sort", *chosen.implementations]
+    timed = {"sample": timing.wall_times, "steps": service.sequence}
+    return driver.measure(service, names, prepare, chosen, required=["sort"], **timed)
 
 
 def make_services(chosen: Any) -> list[Service]:
@@ -149,12 +149,14 @@ def make_services(chosen: Any) -> list[Service]:
     ]
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "serve",
+    make_services,
+    run_service,
     ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
     baselines=("sort",),
     derive=language_model.add_tokens_per_s,
 )
-BENCHMARK = driver.Benchmark("serve", make_services, run_service, VIEW)
 
 
 def define_flags() -> None:

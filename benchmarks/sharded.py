@@ -39,7 +39,7 @@ import pallas_softmax
 from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, fetch
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the name of the sharding on one device
@@ -215,12 +215,11 @@ def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
     """Checks and traces all contenders on one layout, then times them together."""
     contenders = functions(layout.case)
-    records = [Record(layout, name, ours=name == OURS) for name in contenders]
     present = max(n for n in chosen.devices if n <= jax.device_count())
     drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
     prepare = lambda record: _prepare(record, contenders[record.contender], drawn(), present)  # noqa: E731
-    driver.measure(records, prepare, chosen, timing.wall_times, prefix="wall_")
-    return records
+    timed = {"sample": timing.wall_times, "prefix": "wall_"}
+    return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, **timed)
 
 
 def compare(rows: Any, of: Callable) -> None:
@@ -262,13 +261,16 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "sharded",
+    make_layouts,
+    run_layout,
     ("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device")
     + ("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
     derive=compare,
     draw=picture,
+    several=True,
 )
-BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=True)
 
 
 def define_flags() -> None:

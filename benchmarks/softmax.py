@@ -15,8 +15,7 @@ from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, need_gpu, ours
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 
 def _ours(x: jax.Array, where: Any = None, *, function: str, **options: Any) -> tuple[jax.Array, None]:
@@ -85,12 +84,15 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.heat(rows, document, file, baseline, functions + axis)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "softmax",
+    make_cases,
+    _run,
     ("ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"),
     baselines=("jax",),
     draw=_draw,
+    bandwidths=lambda cases: ("copy",),
 )
-BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",))
 
 
 def define_flags() -> None:

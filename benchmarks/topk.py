@@ -19,8 +19,7 @@ from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, need_gpu, ours
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 
 def _ours(x: jax.Array, k: int, **options: Any) -> Any:
@@ -165,12 +164,15 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         plot.heat(rows, document, file, baseline, what)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "topk",
+    _cases,
+    _run,
     ("ran", "status", "error_eps", "p50_us", "share_of_read", "speedup", "slowdown", "first_result_s"),
     baselines=("jax_stable", "jax_unstable", "lax_stable", "lax_unstable"),
     draw=_draw,
+    bandwidths=lambda cases: ("copy", "read"),
 )
-BENCHMARK = Benchmark("topk", _cases, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:

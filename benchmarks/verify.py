@@ -24,7 +24,7 @@ import pallas_softmax
 from benchmarks.sample import within_top_p
 from benchmarks.support import driver, flags
 from benchmarks.support.contenders import Call, Contender, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 TEMPERATURE, TOP_P = 0.8, 0.9
 FILTERS = {"none": {}, "top_p": {"top_p": TOP_P}}
@@ -181,9 +181,8 @@ def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Cal
 def _run(step: Step, chosen: Any) -> list[Record]:
     key, given = jax.random.key(step.seed + 1), inputs(step)
     names = [*chosen.implementations, *chosen.peers]
-    records = driver.records_of(step, names, bytes=given["logits"].nbytes)
-    driver.measure(records, lambda record: _prepare(record, key, given), chosen)
-    return records
+    prepare = functools.partial(_prepare, key=key, given=given)
+    return driver.measure(step, names, prepare, chosen, bytes=given["logits"].nbytes)
 
 
 def make_steps(chosen: Any) -> list[Step]:
@@ -191,11 +190,14 @@ def make_steps(chosen: Any) -> list[Step]:
     return [Step(*values, chosen.seed) for values in itertools.product(*lists)]
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "verify",
+    make_steps,
+    _run,
     ("ran", "status", "accepted", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
+    bandwidths=lambda cases: ("read",),
 )
-BENCHMARK = driver.Benchmark("verify", make_steps, _run, VIEW, lambda cases: ("read",))
 
 
 def define_flags() -> None:

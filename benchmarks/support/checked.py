@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_softmax
 from benchmarks.support import answers, cases, driver, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, Contender, fetch
@@ -19,17 +18,21 @@ def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Recor
     """Checks every contender of a case, then times them together."""
     cache, cache_bytes = timing.cache()
     named = {contender.name: contender for contender in contenders}
-    records = [Record(case, contender.name, contender.ours) for contender in contenders]
-    for record in records:
-        record.add(bytes=case.least_bytes, fits_cache=cache if case.least_bytes <= cache_bytes else "")
 
     @functools.cache
     def asked() -> Any:
         _require_memory(case)
         return question(case, case.checked_rows)
 
-    driver.measure(records, lambda record: _prepare(record, named[record.contender], *asked()), chosen)
-    return records
+    return driver.measure(
+        case,
+        named,
+        lambda record: _prepare(record, named[record.contender], *asked()),
+        chosen,
+        ours={contender.name for contender in contenders if contender.ours},
+        bytes=case.least_bytes,
+        fits_cache=cache if case.least_bytes <= cache_bytes else "",
+    )
 
 
 def rows_of(array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
@@ -70,12 +73,8 @@ def _prepare(
     case = record.case
     # explain comes later: it would do part of the tracing, which first_result_s should include.
     call = contender.call(case.direction, arrays, g)
-    record.ran = call.ran
-    record.add(first_result_s=call.first_result_s, extra_mb=call.extra_mb)
-    if contender.ours:
-        choices = pallas_softmax.explain(contender.function, *arrays)
-        record.add(explain="; ".join(map(str, choices)))
-        require_name(contender, case, choices, call.ran)
+    options = {"direction": case.direction, "asked": contender.asked, "extra_mb": call.extra_mb}
+    driver.describe(record, call, contender.function, *arrays, **options)
     check = _check(call, contender, case, answer, case.checked_rows)
     record.add(rows_checked=check.rows)
     if np.isfinite(check.error_share):
@@ -102,24 +101,8 @@ def _check(
         chosen = None
         if not contender.ours and case.k is not None:  # a peer may order ties freely
             chosen = fetch(result.get("indices", call.indices), rows, 0)
-        checks.append(answer.check_gradient(rows_of(result["dx"], case, rows), chosen))
+        checks.append(answer.gradient(chosen).check("dx", rows_of(result["dx"], case, rows)))
     return answers.all_of(checks)
-
-
-def require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
-    """Raises if the program runs another implementation than the one asked for and explained."""
-    said = set()
-    for choice in choices:  # a gradient without kernels is plain JAX, and has no choice
-        is_gradient = choice.call.op.endswith("_grad")
-        if case.direction in ("both", "backward" if is_gradient else "forward"):
-            said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
-    asked = {contender.asked} if contender.asked else said
-    if choices and not said and asked - {"xla"}:
-        function = case.function if case.k is None else "fused_topk"
-        raise NotImplementedError(f"the gradient of {function} is plain JAX: it has no kernel here")
-    said = said or asked  # explain says nothing about the paper's algorithms
-    if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
-        raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
 
 
 def _memory() -> int:

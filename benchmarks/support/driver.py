@@ -5,13 +5,12 @@ pandas, so that a GPU machine can measure without it: see `benchmarks.support.re
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,7 @@ import pallas_softmax
 from benchmarks.support import result, timing
 from benchmarks.support.contenders import Call
 from benchmarks.support.flags import FLAGS, IMPLEMENTATIONS
-from benchmarks.support.result import Record
-
-
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """A benchmark: its cases, how to measure one, and how to show the result."""
-
-    name: str
-    cases: Callable[[Any], list[Any]]  # flags -> cases, which are frozen dataclasses
-    run: Callable[[Any, Any], list[Record]]  # (case, flags) -> records
-    view: result.View
-    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()  # which to measure: copy, read
-    several: bool = False  # whether it uses all devices. Such a long run is written after every case
+from benchmarks.support.result import Benchmark, Record
 
 
 class Wrong(Exception):
@@ -51,67 +38,96 @@ def wrong_if_refuted() -> Iterator[None]:
         raise Wrong(str(error)) from None
 
 
-def records_of(case: Any, names: Iterable[str], required: Iterable[str] = (), **found: Any) -> list[Record]:
-    """Returns a record per contender of a case. Contenders with the name of an implementation are ours.
-
-    A repeated name counts once. `required` has the peers that may not fail either, `found` what all records share.
-    """
-    required = {*IMPLEMENTATIONS, *required}
-    return [
-        Record(case, name, name in IMPLEMENTATIONS, found={**found}, required=name in required)
-        for name in dict.fromkeys(names)
-    ]
-
-
 def measure(
-    records: Iterable[Record],
+    case: Any,
+    names: Iterable[str],
     prepare: Callable[[Record], Call | None],
     chosen: Any,
+    *,
+    ours: Container[str] = IMPLEMENTATIONS,
+    required: Container[str] = (),
     sample: Callable[[Call], list[float]] | None = None,
     prefix: str = "",
-) -> dict[str, Call]:
-    """Prepares every contender of a case, then times them together. Returns the timed calls, by contender.
+    steps: int = 0,
+    **found: Any,
+) -> list[Record]:
+    """Checks every contender of a case, then times them together. Returns a record per contender.
 
     Args:
-      records: one per contender. They receive what is found.
+      case: a frozen dataclass.
+      names: the contenders. A repeated name counts once.
       prepare: compiles and checks the contender of a record, and returns the call to time. It returns None if the
         call must not be timed, and raises if the contender cannot run.
       chosen: the parsed flags, which say how long to time.
+      ours: the contenders that are ours.
+      required: the peers that may not fail either.
       sample: how to time a call; the default is device times on a GPU, wall times on a CPU.
       prefix: of the names of the percentiles.
+      steps: the steps of a call, if the device time of a step is wanted as well.
+      found: what all records share.
     """
-    found = {record.contender: record for record in records}
+    records = {
+        name: Record(case, name, name in ours, found={**found}, required=name in required)
+        for name in dict.fromkeys(names)
+    }
     calls = {}
-    for name, record in found.items():
+    for name, record in records.items():
         try:
             if (call := prepare(record)) is not None:
                 calls[name] = call
         except Exception as error:
             note(record, error)
-    failed = lambda name, error: note(found[name], error)  # noqa: E731
+    failed = lambda name, error: note(records[name], error)  # noqa: E731
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
         times = {f"{prefix}p{n}_us": 1e6 * float(np.percentile(seconds, n)) for n in (20, 50, 80)}
-        found[name].add(samples=len(seconds), **times)
-    return calls
+        records[name].add(samples=len(seconds), **times)
+    if steps and timing.on_gpu():
+
+        def without(name: str, error: Exception) -> None:
+            records[name].reason = f"no device time: {error}"
+
+        for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, without).items():
+            records[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
+    return list(records.values())
 
 
-def describe(record: Record, call: Call, *explained: Any) -> None:
+def describe(
+    record: Record, call: Call, *explained: Any, direction: str = "forward", asked: str = "", **found: Any
+) -> None:
     """Writes into a record what its call ran, and how long that took the first time.
 
-    `explained` is a function of ours and its arguments, if the call is one call of ours. Without it, the call is a
-    whole program. Raises if ours ran another implementation than its name asks for, or than `explain` says.
+    Raises if ours ran another implementation than the one asked for, or than `explain` says.
+
+    Args:
+      record: of the contender.
+      call: its call.
+      explained: a function of ours and its arguments, if the call is one call of ours. Without them, the call is a
+        whole program.
+      direction: of the call.
+      asked: the implementation that ours must run. By default it is the contender's name, unless that is auto.
+      found: what else to write.
     """
     record.ran = call.ran
-    record.add(first_result_s=call.first_result_s)
+    record.add(first_result_s=call.first_result_s, **found)
     if not record.ours:
         return
-    said, accepted = {call.ran}, {"auto", "xla", *call.ran.split("+")}
+    ran = {*call.ran.split("+")}
+    wanted = {asked or record.contender} - {"auto"}
+    said, is_right = {call.ran}, wanted <= {"xla", *ran}
     if explained:
         choices = pallas_softmax.explain(*explained)
         record.add(explain="; ".join(map(str, choices)))
-        said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
-        accepted = {"auto", call.ran}
-    if said != {call.ran} or record.contender not in accepted:
+        said = {
+            choice.cuda if timing.on_gpu() else choice.elsewhere
+            for choice in choices
+            if direction in ("both", "backward" if choice.call.op.endswith("_grad") else "forward")
+        }
+        if choices and not said and wanted - {"xla"}:  # a gradient without kernels has no choice
+            of = choices[0].call.op
+            raise NotImplementedError(f"the gradient of {of} is plain JAX: it has no kernel here")
+        said = said or wanted  # explain says nothing about the paper's algorithms
+        is_right = said <= (wanted or said) and said - {"xla"} == ran - {"xla"}
+    if not is_right:
         raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {call.ran}")
 
 
@@ -138,7 +154,7 @@ def note(record: Record, error: Exception) -> None:
     """Records an error in the status and the reason."""
     record.reason = " ".join(str(error).split())[:400] or type(error).__name__
     if isinstance(error, Wrong):
-        record.status = "FAILED" if record.required else "differs"
+        record.status = "FAILED" if record.ours or record.required else "differs"
     elif _cannot_run(error):
         record.status = "not run"
     else:
@@ -223,5 +239,9 @@ def show(benchmark: Benchmark, directory: Path) -> None:
     document = result.read(file)
     run = document["runs"][0]
     print(f"\n{benchmark.name} on {run['device']}, jax {run['jax']}")
-    print(result.show(document, benchmark.view, directory))
+    rows = result.frame(document, benchmark)
+    rows.to_csv(file.with_suffix(".csv"), index=False, lineterminator="\n")
+    if benchmark.draw:
+        benchmark.draw(rows, document, file.with_suffix(".png"))
+    print(result.table(rows, benchmark.columns))
     print(f"files: {directory}/{benchmark.name}.*")
