@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags, language_model, timing
+from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.language_model import Weights
 from benchmarks.support.result import Benchmark, Record
@@ -215,25 +215,14 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
             raise driver.Wrong(reason)  # timing a wrong search would be pointless
         return call
 
-    return driver.measure(
-        search,
-        [*peers, *chosen.implementations],
-        prepare,
-        chosen,
-        required=peers,
-        sample=timing.wall_times,
-        steps=search.sequence,
-        training_loss=training_loss,
-    )
+    names = [*peers, *chosen.implementations]
+    found = {"steps": search.sequence, "training_loss": training_loss}
+    return driver.measure(search, names, prepare, chosen, required=peers, **found)
 
 
+COLUMNS = "ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"
 BENCHMARK = Benchmark(
-    "beam_search",
-    make_searches,
-    run_search,
-    ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
-    baselines=("jax",),
-    derive=language_model.add_tokens_per_s,
+    "beam_search", make_searches, run_search, COLUMNS, ("jax",), derive=language_model.add_tokens_per_s
 )
 
 

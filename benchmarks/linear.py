@@ -424,15 +424,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
-BENCHMARK = Benchmark(
-    "linear",
-    make_losses,
-    run_loss,
-    ("ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"),
-    baselines=("jax_float32", "jax_scan"),
-    derive=_derive,
-    draw=_draw,
-)
+COLUMNS = "ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"
+BENCHMARK = Benchmark("linear", make_losses, run_loss, COLUMNS, ("jax_float32", "jax_scan"), _derive, _draw)
 
 
 # --- Training
@@ -515,12 +508,8 @@ def make_trainings(chosen: Any) -> list[Training]:
     return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in chosen.dtype]
 
 
-TRAINING = Benchmark(
-    "linear_training",
-    make_trainings,
-    run_training,
-    ("first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"),
-)
+COLUMNS_OF_TRAINING = "first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"
+TRAINING = Benchmark("linear_training", make_trainings, run_training, COLUMNS_OF_TRAINING)
 
 
 def define_flags() -> None:

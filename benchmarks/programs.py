@@ -194,13 +194,8 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
     return driver.measure(program, [*peers, *chosen.implementations], prepare, chosen, required=["jax"])
 
 
-BENCHMARK = Benchmark(
-    "programs",
-    make_programs,
-    run_program,
-    ("ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"),
-    baselines=("jax",),
-)
+COLUMNS = "ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"
+BENCHMARK = Benchmark("programs", make_programs, run_program, COLUMNS, ("jax",))
 
 
 def define_flags() -> None:

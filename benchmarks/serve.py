@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax
-from benchmarks.support import driver, flags, language_model, timing
+from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.result import Benchmark, Record
 from tests.support import bounds
@@ -138,8 +138,7 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
         return call
 
     names = ["sort", *chosen.implementations]
-    timed = {"sample": timing.wall_times, "steps": service.sequence}
-    return driver.measure(service, names, prepare, chosen, required=["sort"], **timed)
+    return driver.measure(service, names, prepare, chosen, required=["sort"], steps=service.sequence)
 
 
 def make_services(chosen: Any) -> list[Service]:
@@ -149,13 +148,9 @@ def make_services(chosen: Any) -> list[Service]:
     ]
 
 
+COLUMNS = "ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"
 BENCHMARK = Benchmark(
-    "serve",
-    make_services,
-    run_service,
-    ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
-    baselines=("sort",),
-    derive=language_model.add_tokens_per_s,
+    "serve", make_services, run_service, COLUMNS, ("sort",), derive=language_model.add_tokens_per_s
 )
 
 

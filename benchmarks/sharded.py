@@ -261,15 +261,12 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
+COLUMNS = (
+    *("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device"),
+    *("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
+)
 BENCHMARK = Benchmark(
-    "sharded",
-    make_layouts,
-    run_layout,
-    ("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device")
-    + ("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
-    derive=compare,
-    draw=picture,
-    several=True,
+    "sharded", make_layouts, run_layout, COLUMNS, derive=compare, draw=picture, several=True
 )
 
 

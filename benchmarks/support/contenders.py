@@ -1,6 +1,7 @@
 """The contenders: each one becomes a call that can be checked and then timed.
 
-A function under test maps x (and a mask) to (y, None), or x to (values, indices). A call has one of three directions:
+A function under test maps x (and other inputs, such as a mask) to (y, indices), or to (y, None). A call has one of three
+directions:
 
 forward   calls the function
 backward  computes the gradient, from values that an earlier forward call kept
@@ -57,7 +58,7 @@ class Contender:
     options: dict[str, bool] | None = None  # XLA's
 
     def call(self, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None) -> Call:
-        """Returns its call for one direction, from x, any mask and the cotangent g."""
+        """Returns its call for one direction, from x, any further inputs, and the cotangent g: by default it is y."""
         return (_torch_call if self.torch else _jax_call)(self, direction, arrays, g)
 
 
@@ -132,9 +133,9 @@ def _jax_call(
     def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
         return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)
 
-    def both(g: jax.Array, *arrays: jax.Array) -> dict[str, Any]:
+    def both(g: jax.Array | None, *arrays: jax.Array) -> dict[str, Any]:
         y, pull, indices = pullback(*arrays)
-        return _present({"y": y, "dx": pull(g)[0], "indices": indices}.items())
+        return _present({"y": y, "dx": pull(y if g is None else g)[0], "indices": indices}.items())
 
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
@@ -169,26 +170,25 @@ def torch_and_wait() -> tuple[Any, Callable[[Any], None]]:
 
 
 def from_torch(result: dict[str, Any]) -> dict[str, jax.Array]:
-    return {name: jnp.from_dlpack(a.contiguous()) for name, a in result.items()}
+    return {name: jnp.from_dlpack(a.detach().contiguous()) for name, a in result.items()}
 
 
 def _torch_call(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
     """DLPack shares the JAX arrays' memory with torch."""
-    x, *mask = arrays
-    if mask:
-        raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
     torch, wait = torch_and_wait()
-    leaf = torch.from_dlpack(x).requires_grad_(direction != "forward")
+    x, *rest = map(torch.from_dlpack, arrays)
+    leaf = x.requires_grad_(direction != "forward")
     gradient = None if g is None else torch.from_dlpack(g)
 
     def forward() -> dict[str, Any]:
-        return _present(zip(("y", "indices"), contender.function(leaf)))
+        return _present(zip(("y", "indices"), contender.function(leaf, *rest)))
 
     def both() -> dict[str, Any]:
         result = forward()
-        return result | {"dx": torch.autograd.grad(result["y"], leaf, gradient)[0]}
+        of_y = result["y"].detach() if gradient is None else gradient
+        return result | {"dx": torch.autograd.grad(result["y"], leaf, of_y)[0]}
 
     def backward() -> dict[str, Any]:
         return {"dx": torch.autograd.grad(kept["y"], leaf, gradient, retain_graph=True)[0]}

@@ -63,7 +63,7 @@ def measure(
       required: the peers that may not fail either.
       sample: how to time a call; the default is device times on a GPU, wall times on a CPU.
       prefix: of the names of the percentiles.
-      steps: the steps of a call, if the device time of a step is wanted as well.
+      steps: the steps of a call that decodes. It is timed by wall time, and on a GPU by the device time of a step too.
       found: what all records share.
     """
     records = {
@@ -78,6 +78,7 @@ def measure(
         except Exception as error:
             note(record, error)
     failed = lambda name, error: note(records[name], error)  # noqa: E731
+    sample = timing.wall_times if steps else sample
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
         times = {f"{prefix}p{n}_us": 1e6 * float(np.percentile(seconds, n)) for n in (20, 50, 80)}
         records[name].add(samples=len(seconds), **times)
