@@ -76,4 +76,4 @@ def define_flags() -> None:
     flags.define("implementations", "logits", "seed")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

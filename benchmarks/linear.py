@@ -48,7 +48,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 from jax import lax
 
@@ -96,10 +95,6 @@ class Loss:
     function: str = "cross_entropy"  # or token_stats, kl_divergence
     teacher_width: int = 0  # kl_divergence only
     beta: float = 0.0
-
-    @property
-    def stats(self) -> bool:
-        return self.function == "token_stats"
 
 
 def _logits(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -185,7 +180,7 @@ def _losses(contender: str, loss: Loss) -> Callable:
     if contender == "log_probs":
         return functools.partial(pallas_softmax.linear_log_probs, **options)
     options["implementation"] = named(contender)
-    if loss.stats:
+    if loss.function == "token_stats":
         return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options)[:4])
     options["reduction"] = "mean" if mean else None
     if loss.function == "kl_divergence":
@@ -227,14 +222,15 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
 
     if loss.function == "kl_divergence":
         raise NotImplementedError(f"{contender} has no divergence")
-    if loss.stats and contender != "liger":
+    stats = loss.function == "token_stats"
+    if stats and contender != "liger":
         raise NotImplementedError(f"{contender} has no entropy")
     reduction = {"reduction": loss.reduction}
     match contender:
         case "liger":
             from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
-            if loss.stats:
+            if stats:
                 options = (1.0, -100, 1, True)  # temperature, ignored label, tiles per cluster, entropy
                 function = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
                 return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
@@ -504,8 +500,9 @@ def run_training(training: Training, chosen: Any) -> list[Record]:
 
 
 def make_trainings(chosen: Any) -> list[Training]:
-    sizes = chosen.tokens, chosen.training_steps
-    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in chosen.dtype]
+    """Returns a run for each vocabulary and dtype, or none without steps."""
+    sizes, dtypes = (chosen.tokens, chosen.training_steps), chosen.dtype if chosen.training_steps else ()
+    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in dtypes]
 
 
 COLUMNS_OF_TRAINING = "first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"
@@ -537,12 +534,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 
 
-def main(argv: list[str]) -> int:
-    """Times the losses, then trains with them. Returns the larger exit code."""
-    code = driver.main(BENCHMARK, argv)
-    return max(code, driver.main(TRAINING, argv)) if flags.FLAGS.training_steps else code
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, define_flags, BENCHMARK, TRAINING)

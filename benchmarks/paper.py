@@ -99,4 +99,4 @@ def define_flags() -> None:
     flags.define_peers(softmax.PEERS, topk.PEERS)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -210,4 +210,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -123,4 +123,4 @@ def define_flags() -> None:
     flags.define("seed", "repeats")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -210,4 +210,4 @@ def define_flags() -> None:
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -162,4 +162,4 @@ def define_flags() -> None:
     )
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -13,8 +13,8 @@ device   on GPUs, the time from one call to the next in a program of 32 calls, f
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
 wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
 for the whole result of the previous one (`repeated`), and a trace tells when each kernel started
-(support/traces.py). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall time
-of the program. It is less precise: each device has a host thread, and these vary more than the devices.
+(`timing.call_seconds`). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall
+time of the program. It is less precise: each device has a host thread, and these vary more than the devices.
 
 The traffic on the links comes from the compiled program of one call (support/links.py).
 """
@@ -36,7 +36,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax
-from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
+from benchmarks.support import answers, cases, driver, flags, links, plot, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, fetch
 from benchmarks.support.result import Benchmark, Record
@@ -186,7 +186,7 @@ def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array,
     record.add(
         collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
         link_bytes=sum(each.received for each in found),
-        rows_checked=check.rows,
+        rows_checked=len(rows),
         error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
     )
     if not check.ok:
@@ -205,8 +205,8 @@ def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array,
 def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
     """Returns the device time of a call in a program of `CALLS` calls, and how it was found."""
     try:
-        seconds, timed_by = traces.call_seconds(lambda: program(x), CALLS), "trace"
-    except traces.NoKernels:
+        seconds, timed_by = timing.call_seconds(lambda: program(x), CALLS), "trace"
+    except timing.NoKernels:
         one, many = (Call(functools.partial(each, x), "") for each in (single, program))
         seconds, timed_by = timing.seconds_per_further_call(one, many, CALLS), "host's clock"
     return {"device_us": 1e6 * seconds, "timed_by": timed_by}
@@ -280,4 +280,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -185,4 +185,4 @@ def define_flags() -> None:
     flags.define_words("lengths", ("none", "even"), text, "none")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

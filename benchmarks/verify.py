@@ -201,4 +201,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS, default=("sample", "jax"))
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

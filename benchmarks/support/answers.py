@@ -20,7 +20,6 @@ class Check:
     """The verdict on one contender's result."""
 
     ok: bool
-    rows: int  # how many rows were checked
     error_eps: float = 0.0  # the largest relative error, in units of the dtype's eps
     error_share: float = 0.0  # the largest error as a share of its bound
     detail: str = ""  # what is wrong
@@ -29,7 +28,6 @@ class Check:
 def all_of(checks: list[Check]) -> Check:
     return Check(
         ok=all(check.ok for check in checks),
-        rows=checks[0].rows,
         error_eps=max(check.error_eps for check in checks),
         error_share=max(check.error_share for check in checks),
         detail=", ".join(check.detail for check in checks if check.detail),
@@ -68,15 +66,14 @@ class Expected:
 
     def check(self, name: str, got: np.ndarray) -> Check:
         """Compares `got` with `want`. The verdict has the error in units of the dtype's eps at `scale`."""
-        rows = len(self.want)
         if got.shape != self.want.shape:
-            return Check(False, rows, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
+            return Check(False, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
         share = self._error(got, self.bound)
         error_eps = self._error(got, bounds.eps(self.dtype) * self.scale + _least(self.dtype))
         if share <= 1:
-            return Check(True, rows, error_eps, share)
+            return Check(True, error_eps, share)
         far = f"{share:#.3g}x its bound" if np.isfinite(share) else "has a NaN or an inf out of place"
-        return Check(False, rows, error_eps, share, f"{name} {far}")
+        return Check(False, error_eps, share, f"{name} {far}")
 
     def at(self, indices: np.ndarray) -> "Expected":
         want, bound, scale = (np.take_along_axis(a, indices, -1) for a in (self.want, self.bound, self.scale))
@@ -204,9 +201,8 @@ class Answer:
         winner by an element of nearly the same probability: the two may differ by twice the bound.
         """
         assert self.indices is not None
-        rows = len(self.indices)
         if got.shape != self.indices.shape:
-            return Check(False, rows, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
+            return Check(False, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
         differs = got != self.indices
         if not stable:
             chosen = np.take_along_axis(self.output.want, got, axis=-1)
@@ -214,7 +210,7 @@ class Answer:
             differs &= ~((np.abs(chosen - want) <= 2 * bound) | (np.isnan(chosen) & np.isnan(want)))
             differs[:, 1:] |= np.diff(np.sort(got, axis=-1), axis=-1) == 0  # the same element chosen twice
         wrong = int(np.sum(np.any(differs, axis=-1)))
-        return Check(not wrong, rows, detail=f"indices of {wrong} rows" if wrong else "")
+        return Check(not wrong, detail=f"indices of {wrong} rows" if wrong else "")
 
 
 @np.errstate(invalid="ignore")

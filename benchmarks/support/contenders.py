@@ -1,7 +1,7 @@
 """The contenders: each one becomes a call that can be checked and then timed.
 
-A function under test maps x (and other inputs, such as a mask) to (y, indices), or to (y, None). A call has one of three
-directions:
+A function under test maps x (and other inputs, such as a mask) to (y, indices), or to (y, None). A call has one of
+three directions:
 
 forward   calls the function
 backward  computes the gradient, from values that an earlier forward call kept

@@ -5,7 +5,6 @@ pandas, so that a GPU machine can measure without it: see `benchmarks.support.re
 """
 
 import contextlib
-import functools
 import importlib.util
 import os
 import sys
@@ -174,10 +173,13 @@ def _cannot_run(error: Exception) -> bool:
 
 
 def program(
-    module: str, benchmark: Benchmark, define_flags: Callable[[], None]
+    module: str, define_flags: Callable[[], None], *benchmarks: Benchmark
 ) -> Callable[[list[str]], int]:
-    """Returns the `main` of a benchmark. Runs it if its module is the program: `module` is the module's __name__."""
-    run = functools.partial(main, benchmark)
+    """Returns the `main` of one benchmark or of several, which returns the largest exit code.
+
+    Runs it if its module is the program: `module` is the module's __name__.
+    """
+    run = lambda argv: max(main(benchmark, argv) for benchmark in benchmarks)  # noqa: E731
     if module == "__main__":
         define_flags()
         app.run(run)
@@ -197,10 +199,11 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
         todo = benchmark.cases(chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    if not todo:
+        return 0
     run = result.provenance(chosen.commit, jax.device_count() if benchmark.several else 1)
-    measured = {"copy": timing.copy_bandwidth, "read": timing.read_bandwidth}
     try:
-        run |= {f"{name}_tb_per_s": measured[name]() / 1e12 for name in benchmark.bandwidths(todo)}
+        run |= {f"{name}_tb_per_s": timing.bandwidth(name) / 1e12 for name in benchmark.bandwidths(todo)}
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []

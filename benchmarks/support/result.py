@@ -214,10 +214,10 @@ def frame(document: dict[str, Any], benchmark: Benchmark) -> Frame:
 
     def of(column: str, contender: str = "", **changed: Any) -> Frame:
         """Returns for each row the value of another row: a contender's in its case, or its own in a changed case."""
+        on = cases + ["contender"] * (not contender)
         own = rows[rows.contender == contender] if contender else rows
-        key = lambda rows: _key(rows[cases + ["contender"] * (not contender)])  # noqa: E731
-        values = own.set_index(key(own))[column].astype(float)
-        return key(rows.assign(**changed)).map(values[~values.index.duplicated(keep="last")])
+        values = own.drop_duplicates(on, keep="last")[on + [column]]
+        return rows[on].assign(**changed).merge(values, "left", on)[column].astype(float)
 
     baseline = next((name for name in benchmark.baselines if name in set(rows.contender)), "")
     if benchmark.baselines:
@@ -236,13 +236,6 @@ def frame(document: dict[str, Any], benchmark: Benchmark) -> Frame:
     if benchmark.derive:
         benchmark.derive(rows, of)
     return rows
-
-
-def _key(cases: Frame) -> Frame:
-    import pandas as pd
-
-    texts = ["|".join(map(str, row)) for row in cases.to_numpy().tolist()]
-    return pd.Series(texts, cases.index, dtype=object)
 
 
 def number(value: Any, digits: int = 3) -> str:

@@ -1,12 +1,13 @@
-"""Times of calls: kernel times on a GPU, wall times on a CPU."""
+"""Times of calls: kernel times on a GPU, wall times on a CPU, and traces of programs of many calls."""
 
 import contextlib
 import ctypes
 import functools
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from benchmarks.support.contenders import Call
 _CALLS_PER_TURN = 10
 _SECONDS_PER_TURN = 0.02
 _LEAST_SAMPLES = 3
+_TRACES = 3  # the time by traces is their median
 
 Name = TypeVar("Name")
 
@@ -96,6 +98,66 @@ def interleave(
     return times
 
 
+class NoKernels(RuntimeError):
+    """A trace has fewer kernels than calls. On some machines the profiler sees none."""
+
+
+def call_seconds(run: Callable[[], Any], calls: int) -> float:
+    """Returns the seconds from one call to the next on the GPUs of this process, by JAX's profiler.
+
+    Gaps between kernels count: a device may be waiting for other devices or for its host. The dispatch of the
+    program, and anything else before its first kernel, does not count.
+
+    Args:
+      run: runs a compiled program of `calls` equal calls. Each call waits for the previous one.
+      calls: the number of calls.
+
+    Raises:
+      NoKernels: a trace has fewer kernels than calls.
+    """
+    jax.block_until_ready(run())
+    return float(np.median([period(_kernel_starts(run), calls) for _ in range(_TRACES)]))
+
+
+def period(starts: list[list[float]], calls: int) -> float:
+    """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices.
+
+    Args:
+      starts: the start times of each device's kernels, in nanoseconds.
+      calls: the number of calls.
+    """
+    steps = []
+    for each in starts or [[]]:
+        # Extra kernels, such as an initial clearing of memory, come before the calls.
+        kernels = len(each) // calls
+        if not kernels:
+            raise NoKernels(f"the trace has {len(each)} kernels of {calls} calls")
+        ordered = np.sort(each)
+        steps.append(ordered[kernels:] - ordered[:-kernels])
+    return float(np.median(np.concatenate(steps))) / 1e9
+
+
+def _kernel_starts(run: Callable[[], Any]) -> list[list[float]]:
+    """Returns the start times of each GPU's kernels, in nanoseconds."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return [
+            [
+                event.start_ns
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+        ]
+
+
 def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
     """Returns what a further call adds to the wall time of a program of `calls` calls. The dispatch does not count.
 
@@ -110,44 +172,32 @@ def _reraise(name: object, error: Exception) -> None:
     raise error
 
 
-def _gigabyte() -> jax.Array:
-    """Returns 1 GB of float32, or 256 MB on a CPU."""
-    return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
-
-
 @functools.cache  # measured once per process
-def copy_bandwidth() -> float:
-    """Returns the bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
-    # On a CPU the result reuses the memory of x, because page faults of fresh memory would take longer than the copy.
-    add = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0)
-    x = _gigabyte()
-    bytes_moved = 2 * x.nbytes
+def bandwidth(kind: str) -> float:
+    """Returns the bytes per second of a jitted pass over 1 GB of float32 (256 MB on a CPU), the median of about 20.
+
+    The pass is a copy, x + 1.0, which counts as read plus written, or a read, sum(x): the fastest possible one.
+    """
+    x = jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
+    # On a CPU the copy reuses the memory of x, because page faults of fresh memory would take longer than the copy.
+    copy, read = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0), jax.jit(jnp.sum)
 
     def run() -> jax.Array:
         nonlocal x
-        x = add(x)
+        if kind == "read":
+            return read(x)
+        x = copy(x)
         return x
 
-    return bytes_moved / _median_seconds(run)
-
-
-@functools.cache
-def read_bandwidth() -> float:
-    """Returns the bytes per second of a jitted sum over a gigabyte: the fastest possible read."""
-    total, x = jax.jit(jnp.sum), _gigabyte()
-    return x.nbytes / _median_seconds(lambda: total(x))
-
-
-def _median_seconds(run: Callable[[], jax.Array]) -> float:
-    """Returns the median of about twenty samples of a JAX function without arguments."""
     run()  # compiles
     try:
-        return float(np.median(interleave({"bandwidth": Call(run, "jax")}, 20, 2.0, _reraise)["bandwidth"]))
+        seconds = interleave({kind: Call(run, "jax")}, 20, 2.0, _reraise)[kind]
     except Exception as error:
         raise RuntimeError(
             "timing on a GPU needs CUPTI, through JAX's CUDA plugin (jax[cuda12] or jax[cuda13])"
             " and without another profiler in the process"
         ) from error
+    return {"copy": 2, "read": 1}[kind] * x.nbytes / float(np.median(seconds))
 
 
 def cache() -> tuple[str, int]:
