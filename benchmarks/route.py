@@ -97,9 +97,7 @@ def _dense(weights: jax.Array, indices: jax.Array, experts: int) -> jax.Array:
     return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
 
 
-def _torch(x: Any, bias: Any, case: Router) -> tuple[Any, Any]:
-    import torch  # pyright: ignore[reportMissingImports]
-
+def _torch(torch: Any, x: Any, bias: Any, case: Router) -> tuple[Any, Any]:
     x = x.float()
     if case.gate == "softmax":
         return x.softmax(-1).topk(case.k, -1)
@@ -122,10 +120,11 @@ def contender(record: Record) -> Contender:
     name, case = record.contender, record.case
     if record.ours:
         return Contender(name, functools.partial(_ours, case=case, name=name), ours=True)
-    function = functools.partial(_JAX.get(name, _torch), case=case)
-    if name == "torch_compile":
-        function = torch_and_wait()[0].compile(function)
-    return Contender(name, function, torch=name not in _JAX)
+    if name in _JAX:
+        return Contender(name, functools.partial(_JAX[name], case=case))
+    torch, _ = torch_and_wait()
+    function = functools.partial(_torch, torch, case=case)
+    return Contender("torch", torch.compile(function) if name == "torch_compile" else function, torch=True)
 
 
 def check(case: Router, result: dict[str, Any], x: jax.Array, bias: jax.Array) -> int:

@@ -107,15 +107,14 @@ def _check(
     return answers.all_of(checks)
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _require_memory(case: Case) -> None:
     """Raises if a case does not fit a CPU's memory. Running it would kill the process, not only the call."""
     if timing.on_gpu() or not hasattr(os, "sysconf"):
         return
     # Eight float32 arrays hold x, its gradient, outputs, values that peers keep, and float32 copies of 16-bit rows.
-    needed = 8 * case.batch * case.vocab * 4
-    if needed > _memory():
-        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {_memory() / 1e9:.3g}")
+    needed, present = (
+        8 * case.batch * case.vocab * 4,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if needed > present:
+        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {present / 1e9:.3g}")

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -128,14 +128,14 @@ def _jax_call(
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
-        return _present(zip(("y", "indices"), function(x, *mask)))
+        return _present(*function(x, *mask))
 
     def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
         return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)
 
     def both(g: jax.Array | None, *arrays: jax.Array) -> dict[str, Any]:
         y, pull, indices = pullback(*arrays)
-        return _present({"y": y, "dx": pull(y if g is None else g)[0], "indices": indices}.items())
+        return _present(y, indices, pull(y if g is None else g)[0])
 
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
@@ -149,8 +149,8 @@ def _jax_call(
     return dataclasses.replace(call(backward, pull, g), indices=indices)
 
 
-def _present(results: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: a for name, a in results if a is not None}
+def _present(y: Any, indices: Any, dx: Any = None) -> dict[str, Any]:
+    return {name: a for name, a in {"y": y, "indices": indices, "dx": dx}.items() if a is not None}
 
 
 def need_gpu(library: str) -> None:
@@ -183,7 +183,7 @@ def _torch_call(
     gradient = None if g is None else torch.from_dlpack(g)
 
     def forward() -> dict[str, Any]:
-        return _present(zip(("y", "indices"), contender.function(leaf, *rest)))
+        return _present(*contender.function(leaf, *rest))
 
     def both() -> dict[str, Any]:
         result = forward()
