@@ -157,22 +157,20 @@ def _scanned(x: jax.Array, w: jax.Array, target: Any, **what: Any) -> jax.Array:
 def _losses(contender: str, loss: Loss) -> Callable:
     """Returns the function (x, w, target) -> mean, one loss per token, or `_stacked`, of a JAX contender."""
     transposed, mean = loss.w_shape == "VxD", loss.reduction == "mean"
-    what: dict[str, Any] = {"function": loss.function, "beta": loss.beta}
-    plain = {
-        "jax_scan": functools.partial(_scanned, **what),
-        "jax_float32": functools.partial(_plain, dtype=jnp.float32, **what),
-        "jax_inexact": functools.partial(_plain, dtype=jnp.dtype(loss.dtype), **what),
-    }
 
     def of_plain(x: jax.Array, w: jax.Array, target: Any) -> jax.Array:
         if transposed:
             w, target = w.T, (target[0], target[1].T) if isinstance(target, tuple) else target
         if contender == "matmul":
             return x @ w
-        losses = plain[contender](x, w, target)
+        what: dict[str, Any] = {"function": loss.function, "beta": loss.beta}
+        if contender == "jax_scan":
+            losses = _scanned(x, w, target, **what)
+        else:
+            losses = _plain(x, w, target, jnp.float32 if contender == "jax_float32" else x.dtype, **what)
         return jnp.mean(losses) if mean else losses
 
-    if contender == "matmul" or contender in plain:
+    if contender == "matmul" or contender.startswith("jax_"):
         return of_plain
     options: dict[str, Any] = {"transpose_w": transposed, "workspace_bytes": loss.workspace_mib * 2**20}
     if contender == "logsumexp":

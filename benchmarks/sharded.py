@@ -175,33 +175,6 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
-def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Call | None:
-    """Checks a contender and describes it in its record. A wrong result of ours is not timed."""
-    single: Any = jax.jit(function).lower(x).compile()
-    found = links.collectives(single.as_text())
-    counts = collections.Counter(each.kind for each in found)
-    record.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if record.ours else "jax"
-    rows, answer = _answer(record.case.case, devices)
-    check = _check(single(x), answer, rows)
-    record.add(
-        collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
-        link_bytes=sum(each.received for each in found),
-        rows_checked=len(rows),
-        error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
-    )
-    if not check.ok:
-        driver.note(record, driver.Wrong(check.detail))
-        if record.ours:
-            return None
-    if timing.on_gpu():
-        program = compile_repeated(function, CALLS, x)
-        if why := _not_repeated(single, program, CALLS, x):
-            record.reason = record.reason or why
-        else:
-            record.add(**device_time(single, program, x))
-    return Call(lambda: single(x), record.ran)
-
-
 def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
     """Returns the device time of a call in a program of `CALLS` calls, and how it was found."""
     try:
@@ -213,11 +186,37 @@ def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
 
 
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
-    """Checks and traces all contenders on one layout, then times them together."""
+    """Checks and traces all contenders on one layout, then times them together. A wrong result of ours is not timed."""
     contenders = functions(layout.case)
     present = max(n for n in chosen.devices if n <= jax.device_count())
     drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
-    prepare = lambda record: _prepare(record, contenders[record.contender], drawn(), present)  # noqa: E731
+
+    def prepare(record: Record) -> Call | None:
+        function, x = contenders[record.contender], drawn()
+        single: Any = jax.jit(function).lower(x).compile()
+        found = links.collectives(single.as_text())
+        counts = collections.Counter(each.kind for each in found)
+        record.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if record.ours else "jax"
+        rows, answer = _answer(layout.case, present)
+        check = _check(single(x), answer, rows)
+        record.add(
+            collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
+            link_bytes=sum(each.received for each in found),
+            rows_checked=len(rows),
+            error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
+        )
+        if not check.ok:
+            driver.note(record, driver.Wrong(check.detail))
+            if record.ours:
+                return None
+        if timing.on_gpu():
+            program = compile_repeated(function, CALLS, x)
+            if why := _not_repeated(single, program, CALLS, x):
+                record.reason = record.reason or why
+            else:
+                record.add(**device_time(single, program, x))
+        return Call(lambda: single(x), record.ran)
+
     timed = {"sample": timing.wall_times, "prefix": "wall_"}
     return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, **timed)
 

@@ -151,37 +151,35 @@ def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -
     assert abs(accepted.sum() - mean.sum()) <= bound, f"{accepted.sum()} accepted, expected {mean.sum():.1f}"
 
 
-def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Call:
-    """Makes the call of a contender and checks its tokens."""
-    name, filters = record.contender, FILTERS[record.case.function]
-    if name == "flashinfer":
-        need_gpu("FlashInfer")
-        torch, _ = torch_and_wait()
-        drafts, q = (torch.from_dlpack(a) for a in (given["draft_tokens"], jnp.exp(given["draft_log_probs"])))
-        draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
-        call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
-    elif name == "sample":
-        sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
-        call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
-    elif name == "jax":
-        call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
-    else:
-        call = jax_call(functools.partial(ours, name, filters=filters), key, given)
-    driver.describe(record, call)
-    record.add(extra_mb=call.extra_mb)
-    result = call.result()
-    if name != "sample":
-        tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
-        with driver.wrong_if_refuted():
-            check(tokens, given, filters)
-        record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
-    return call
-
-
 def _run(step: Step, chosen: Any) -> list[Record]:
-    key, given = jax.random.key(step.seed + 1), inputs(step)
+    key, given, filters = jax.random.key(step.seed + 1), inputs(step), FILTERS[step.function]
+
+    def prepare(record: Record) -> Call:
+        name = record.contender
+        if name == "flashinfer":
+            need_gpu("FlashInfer")
+            torch, _ = torch_and_wait()
+            q = torch.from_dlpack(jnp.exp(given["draft_log_probs"]))
+            drafts = torch.from_dlpack(given["draft_tokens"])
+            draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
+            call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
+        elif name == "sample":
+            sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
+            call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
+        elif name == "jax":
+            call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
+        else:
+            call = jax_call(functools.partial(ours, name, filters=filters), key, given)
+        driver.describe(record, call, extra_mb=call.extra_mb)
+        result = call.result()
+        if name != "sample":
+            tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
+            with driver.wrong_if_refuted():
+                check(tokens, given, filters)
+            record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
+        return call
+
     names = [*chosen.implementations, *chosen.peers]
-    prepare = functools.partial(_prepare, key=key, given=given)
     return driver.measure(step, names, prepare, chosen, bytes=given["logits"].nbytes)
 
 

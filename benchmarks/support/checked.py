@@ -15,7 +15,10 @@ from benchmarks.support.result import Record
 
 
 def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Record]:
-    """Checks every contender of a case, then times them together."""
+    """Checks every contender of a case, then times them together.
+
+    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
+    """
     cache, cache_bytes = timing.cache()
     named = {contender.name: contender for contender in contenders}
 
@@ -24,15 +27,26 @@ def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Recor
         _require_memory(case)
         return question(case, case.checked_rows)
 
-    return driver.measure(
-        case,
-        named,
-        lambda record: _prepare(record, named[record.contender], *asked()),
-        chosen,
-        ours={contender.name for contender in contenders if contender.ours},
-        bytes=case.least_bytes,
-        fits_cache=cache if case.least_bytes <= cache_bytes else "",
-    )
+    def prepare(record: Record) -> Call | None:
+        contender = named[record.contender]
+        arrays, g, answer = asked()
+        if contender.torch and len(arrays) > 1:
+            raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
+        # explain comes later: it would do part of the tracing, which first_result_s should include.
+        call = contender.call(case.direction, arrays, g)
+        options = {"direction": case.direction, "asked": contender.asked, "extra_mb": call.extra_mb}
+        driver.describe(record, call, contender.function, *arrays, **options)
+        check = _check(call, contender, case, answer)
+        record.add(rows_checked=len(case.checked_rows))
+        if np.isfinite(check.error_share):
+            record.add(error_eps=check.error_eps, error_share_of_bound=check.error_share)
+        if not check.ok:
+            driver.note(record, driver.Wrong(check.detail))
+        return call if check.ok or not contender.ours else None
+
+    found = {"bytes": case.least_bytes, "fits_cache": cache if case.least_bytes <= cache_bytes else ""}
+    ours = [contender.name for contender in contenders if contender.ours]
+    return driver.measure(case, named, prepare, chosen, ours=ours, **found)
 
 
 def rows_of(array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
@@ -59,38 +73,9 @@ def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.A
     return arrays, g, answers.Answer(rows_of(x, case, rows), g_rows, function, case.k, kept)
 
 
-def _prepare(
-    record: Record,
-    contender: Contender,
-    arrays: tuple[jax.Array, ...],
-    g: jax.Array | None,
-    answer: answers.Answer,
-) -> Call | None:
-    """Makes the contender's call, checks it and describes it in its record.
-
-    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
-    """
-    case = record.case
-    if contender.torch and len(arrays) > 1:
-        raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
-    # explain comes later: it would do part of the tracing, which first_result_s should include.
-    call = contender.call(case.direction, arrays, g)
-    options = {"direction": case.direction, "asked": contender.asked, "extra_mb": call.extra_mb}
-    driver.describe(record, call, contender.function, *arrays, **options)
-    check = _check(call, contender, case, answer, case.checked_rows)
-    record.add(rows_checked=len(case.checked_rows))
-    if np.isfinite(check.error_share):
-        record.add(error_eps=check.error_eps, error_share_of_bound=check.error_share)
-    if not check.ok:
-        driver.note(record, driver.Wrong(check.detail))
-    return call if check.ok or not contender.ours else None
-
-
-def _check(
-    call: Call, contender: Contender, case: Case, answer: answers.Answer, rows: np.ndarray
-) -> answers.Check:
+def _check(call: Call, contender: Contender, case: Case, answer: answers.Answer) -> answers.Check:
     """Runs the call once and compares the result with the answer."""
-    result, checks = call.result(), []
+    result, rows, checks = call.result(), case.checked_rows, []
     found = {name: fetch(result[name], rows, 0) for name in ("y", "indices") if name in result and case.k}
     if not contender.ordered:
         found = answer.in_order(found)
