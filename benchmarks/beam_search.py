@@ -22,7 +22,7 @@ Romeo and Juliet, in the public domain, from data/tinyshakespeare of github.com/
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,9 +36,7 @@ from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.language_model import Weights
 from benchmarks.support.result import Benchmark, Record
 
-# (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Arrays = tuple[jax.Array, ...]
-Select = Callable[[jax.Array, jax.Array], Arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,40 +59,28 @@ def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
     return (scores[..., None] + log_probs(logits)).reshape(len(scores), -1)
 
 
-def select_at_once(scores: jax.Array, logits: jax.Array) -> Arrays:
-    """Selects the best of all candidates of each prompt."""
-    _, beams, vocab = logits.shape
-    scores, best = lax.top_k(all_scores(scores, logits), beams)
-    return scores, best // vocab, best % vocab
-
-
-def select_by_rows(
-    winners: Callable[[jax.Array, int], Arrays], scores: jax.Array, logits: jax.Array
-) -> Arrays:
-    """Selects in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
-
-    `winners` maps the logits and k to the k best entries of every row, as float32 log p and tokens.
-    """
-    batch, beams, _ = logits.shape
-    log_p, tokens = winners(logits, beams)
-    scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
-    return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
-
-
-def _jax_rows(logits: jax.Array, k: int) -> Any:
-    return lax.top_k(log_probs(logits), k)
-
-
 def _ours(name: str, logits: jax.Array, k: int) -> Any:
     return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, implementation=named(name))
 
 
-def selection(contender: str) -> Select:
-    """Returns the selection of a contender: jax, jax_rows, or one of our implementations."""
+def select(contender: str, scores: jax.Array, logits: jax.Array) -> Arrays:
+    """Selects the best candidates of each prompt: at once, or from the best tokens of each beam.
+
+    Args:
+      contender: jax, jax_rows, or one of our implementations.
+      scores, logits: (batch, beams) and (batch, beams, V).
+
+    Returns:
+      The scores, parents and tokens, (batch, beams).
+    """
+    batch, beams, vocab = logits.shape
     if contender == "jax":
-        return select_at_once
-    winners = _jax_rows if contender == "jax_rows" else functools.partial(_ours, contender)
-    return functools.partial(select_by_rows, winners)
+        scores, best = lax.top_k(all_scores(scores, logits), beams)
+        return scores, best // vocab, best % vocab
+    by_jax = contender == "jax_rows"
+    log_p, tokens = lax.top_k(log_probs(logits), beams) if by_jax else _ours(contender, logits, beams)
+    scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
+    return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
 
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
@@ -108,13 +94,13 @@ def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     )
 
 
-def decode(select: Select, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
+def decode(contender: str, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
     """Searches. Returns the hypotheses, best first, and each step's choices. All are (sequence, batch, beams)."""
 
     def step(carry: Any, _: None) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
         hidden, logits = language_model.model(weights, hidden, token)
-        scores, parents, token = select(scores, logits)
+        scores, parents, token = select(contender, scores, logits)
         return (_of(hidden, parents), token, scores), (token, parents, scores)
 
     start = _start(weights, prompts, search.beams)
@@ -197,7 +183,7 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
 
     def prepare(record: Record) -> Call:
         name = record.contender
-        program = functools.partial(decode, selection(name), search)
+        program = functools.partial(decode, name, search)
         call = jax_call(program, weights, prompts, ran="" if record.ours else "jax")
         logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
         driver.describe(record, call, functools.partial(_ours, name), logits, search.beams)

@@ -108,18 +108,9 @@ def jax_call(
     if memory := compiled.memory_analysis():
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         extra_mb = extra / 1e6
-    return Call(
-        run=lambda: compiled(*args),
-        ran=ran or _lowered_to(lowered.as_text()),
-        first_result_s=first_result_s,
-        extra_mb=extra_mb,
-    )
-
-
-def _lowered_to(text: str) -> str:
-    """Returns the implementations with kernels in a lowered program, joined by "+", or "xla"."""
-    found = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', text)]
-    return "+".join(found) or "xla"
+    kernels = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', lowered.as_text())]
+    ran = ran or "+".join(kernels) or "xla"
+    return Call(lambda: compiled(*args), ran, first_result_s=first_result_s, extra_mb=extra_mb)
 
 
 def _jax_call(

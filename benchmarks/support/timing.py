@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ _CALLS_PER_TURN = 10
 _SECONDS_PER_TURN = 0.02
 _LEAST_SAMPLES = 3
 _TRACES = 3  # the time by traces is their median
-
-Name = TypeVar("Name")
 
 
 def on_gpu() -> bool:
@@ -64,12 +62,12 @@ def _device_times(call: Call) -> list[float]:
 
 
 def interleave(
-    calls: dict[Name, Call],
+    calls: dict[str, Call],
     repeats: int,
     seconds: float,
-    failed: Callable[[Name, Exception], None],
+    failed: Callable[[str, Exception], None],
     sample: Callable[[Call], list[float]] | None = None,
-) -> dict[Name, list[float]]:
+) -> dict[str, list[float]]:
     """Samples the calls in turn, so that a slow spell of the machine affects all of them.
 
     Args:
@@ -84,7 +82,7 @@ def interleave(
       The samples in seconds, by name, of the calls that did not raise.
     """
     sample = sample or (_device_times if on_gpu() else wall_times)
-    times: dict[Name, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     deadline = time.monotonic() + seconds
     least = 0
     while times and least < repeats and (least < _LEAST_SAMPLES or time.monotonic() <= deadline):
@@ -164,8 +162,8 @@ def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
     `one` is a program of one call, which has run before, and `many` a program of `calls` calls.
     """
     wall_times(many)
-    times = interleave({1: one, calls: many}, 10, 2.0, _reraise, wall_times)
-    return float(np.median(times[calls]) - np.median(times[1])) / (calls - 1)
+    times = interleave({"one": one, "many": many}, 10, 2.0, _reraise, wall_times)
+    return float(np.median(times["many"]) - np.median(times["one"])) / (calls - 1)
 
 
 def _reraise(name: object, error: Exception) -> None:
