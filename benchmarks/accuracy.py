@@ -1,6 +1,7 @@
 """How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,8 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
         expected = {"y": lambda: answer.output, "dx": answer.gradient}
         return call.ran, {output: expected[output]().ulps(got[output]) for output in outputs}
 
-    *ours, jax = softmax.contenders(case, chosen.implementations, ("jax",))
+    asked = SimpleNamespace(implementations=chosen.implementations, peers=("jax",))
+    *ours, jax = softmax.contenders(case, asked)
     _, xla = ulps_of(jax)
     records = []
     for contender in ours:

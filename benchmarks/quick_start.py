@@ -6,6 +6,7 @@ table in README.md, elsewhere small ones. The other benchmarks check and time th
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,13 +59,23 @@ def make_calls(chosen: Any) -> list[Quick]:
         line = Line(name, f"{batch:,} x {vocab:,}", dtype)
         return Quick(line, of.BENCHMARK.run, case, peer, call, (_array(batch, vocab, dtype=dtype),))
 
-    softmax_rows, topk_rows, sample_rows = rows
+    key, (softmax_rows, topk_rows, sample_rows) = jax.random.key(0), rows
     width, vocab = linear.HEADS[head]
     of_loss = _array(loss_tokens, width, dtype="bfloat16"), _array(width, vocab, dtype="bfloat16")
     return [
         on_rows(softmax_rows, "softmax", softmax, "softmax", None, "jax", ps.softmax),
-        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, "jax_stable", _best),
-        on_rows(sample_rows, "sample, top_p = 0.9", sample, "top_p", None, "jax", _nucleus),
+        on_rows(
+            topk_rows, "fused_topk, k = 5", topk, "softmax", 5, "jax_stable", partial(ps.fused_topk, k=5)
+        ),
+        on_rows(
+            sample_rows,
+            "sample, top_p = 0.9",
+            sample,
+            "top_p",
+            None,
+            "jax",
+            partial(ps.sample, key, top_p=0.9),
+        ),
         Quick(  # DeepSeek-V3's gate
             Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
             route.BENCHMARK.run,
@@ -86,14 +97,6 @@ def make_calls(chosen: Any) -> list[Quick]:
 
 def _array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _best(logits: jax.Array) -> Any:
-    return ps.fused_topk(logits, 5)
-
-
-def _nucleus(logits: jax.Array) -> Any:
-    return ps.sample(jax.random.key(0), logits, top_p=0.9)
 
 
 def run_call(quick: Quick, chosen: Any) -> list[Record]:

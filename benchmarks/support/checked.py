@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ from benchmarks.support.contenders import Call, Contender, fetch
 from benchmarks.support.result import Record
 
 
-def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Record]:
-    """Checks every contender of a case, then times them together.
+def run_case(contenders_of: Callable[[Case, Any], list[Contender]], case: Case, chosen: Any) -> list[Record]:
+    """Checks every contender of a case, then times them together. `contenders_of` maps the case and the flags to them.
 
     A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
     """
     cache, cache_bytes = timing.cache()
-    named = {contender.name: contender for contender in contenders}
+    named = {contender.name: contender for contender in contenders_of(case, chosen)}
 
     @functools.cache
     def asked() -> Any:
@@ -45,7 +46,7 @@ def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Recor
         return call if check.ok or not contender.ours else None
 
     found = {"bytes": case.least_bytes, "fits_cache": cache if case.least_bytes <= cache_bytes else ""}
-    ours = [contender.name for contender in contenders if contender.ours]
+    ours = [name for name, contender in named.items() if contender.ours]
     return driver.measure(case, named, prepare, chosen, ours=ours, **found)
 
 

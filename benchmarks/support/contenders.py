@@ -24,6 +24,8 @@ from pallas_softmax import ImplementationName
 # Implementations that appear in a lowered program as custom calls of these names.
 _KERNELS = ("mosaic_gpu", "triton")
 
+Arrays = tuple[jax.Array, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -57,7 +59,7 @@ class Contender:
     asked: str = ""  # the implementation that ours must run; empty if ours may choose
     options: dict[str, bool] | None = None  # XLA's
 
-    def call(self, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None) -> Call:
+    def call(self, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
         """Returns its call for one direction, from x, any further inputs, and the cotangent g: by default it is y."""
         return (_torch_call if self.torch else _jax_call)(self, direction, arrays, g)
 
@@ -113,9 +115,7 @@ def jax_call(
     return Call(lambda: compiled(*args), ran, first_result_s=first_result_s, extra_mb=extra_mb)
 
 
-def _jax_call(
-    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
-) -> Call:
+def _jax_call(contender: Contender, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
@@ -164,9 +164,7 @@ def from_torch(result: dict[str, Any]) -> dict[str, jax.Array]:
     return {name: jnp.from_dlpack(a.detach().contiguous()) for name, a in result.items()}
 
 
-def _torch_call(
-    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
-) -> Call:
+def _torch_call(contender: Contender, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
     """DLPack shares the JAX arrays' memory with torch."""
     torch, wait = torch_and_wait()
     x, *rest = map(torch.from_dlpack, arrays)
