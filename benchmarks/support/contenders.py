@@ -56,7 +56,7 @@ class Contender:
     stable: bool = True  # whether ties are guaranteed to be in order of their indices
     of_logits: bool = False  # whether it is a top-k without softmax, so that its values are logits
     ordered: bool = True  # whether its winners are in order
-    asked: str = ""  # the implementation that ours must run; empty if ours may choose
+    asked: str = ""  # the implementation that ours must run, if its name does not say it
     options: dict[str, bool] | None = None  # XLA's
 
     def call(self, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
@@ -72,13 +72,7 @@ def named(name: str) -> ImplementationName | None:
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
     """Returns a contender per implementation of a function of ours. With auto, the function chooses."""
     return [
-        Contender(
-            name,
-            functools.partial(function, implementation=named(name)),
-            ours=True,
-            asked="" if name == "auto" else name,
-        )
-        for name in names
+        Contender(name, functools.partial(function, implementation=named(name)), ours=True) for name in names
     ]
 
 

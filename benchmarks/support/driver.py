@@ -104,7 +104,7 @@ def describe(
       explained: a function of ours and its arguments, if the call is one call of ours. Without them, the call is a
         whole program.
       direction: of the call.
-      asked: the implementation that ours must run. By default it is the contender's name, unless that is auto.
+      asked: the implementation that ours must run, if the contender's name (which may be auto) does not say it.
       found: what else to write.
     """
     record.ran = call.ran
