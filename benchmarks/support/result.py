@@ -1,4 +1,4 @@
-"""A result: its records, its provenance, its JSON, and what pandas makes of them (derived columns, CSV and table).
+"""A benchmark and its result: records, provenance, JSON, and what pandas makes of them (more columns, CSV and table).
 
 The JSON holds what cannot be computed again: {"benchmark", "runs": [provenance], "rows": [record]}. A row of a result
 that was put together from several runs has the index of its run.
@@ -173,29 +173,21 @@ def read(file: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its cases, how to measure one, and how to show the result.
+    """A benchmark: its cases, how to measure one, and how to show the result."""
 
-    Attributes:
-      name: also the name of its files.
-      cases: flags -> cases, which are frozen dataclasses.
-      run: (case, flags) -> records.
-      columns: what the table shows of each contender.
-      baselines: the contenders with speed-up 1. The first of them that the result has is its baseline.
-      derive: (rows, of) -> None. It adds columns to the rows; see `frame` for `of`.
-      draw: (rows, document, file) -> None. It writes the picture.
-      bandwidths: cases -> which bandwidths to measure: copy, read.
-      several: whether it uses all devices. Such a long run is written after every case.
-    """
-
-    name: str
-    cases: Callable[[Any], list[Any]]
-    run: Callable[[Any, Any], list[Record]]
-    columns: tuple[str, ...]
-    baselines: tuple[str, ...] = ()
-    derive: Callable[[Frame, Callable[..., Frame]], None] | None = None
-    draw: Callable[[Frame, dict[str, Any], Path], None] | None = None
-    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()
-    several: bool = False
+    name: str  # also of its files
+    cases: Callable[[Any], list[Any]]  # flags -> cases, which are frozen dataclasses
+    run: Callable[[Any, Any], list[Record]]  # (case, flags) -> records
+    columns: tuple[str, ...]  # what the table shows of each contender
+    baselines: tuple[str, ...] = ()  # contenders with speed-up 1: the first of them that the result has
+    derive: Callable[[Frame, Callable], None] | None = (
+        None  # (rows, of) -> None: adds columns; see `frame` for `of`
+    )
+    draw: Callable[[Frame, dict[str, Any], Path], None] | None = (
+        None  # (rows, document, file) -> None: the picture
+    )
+    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()  # which to measure: copy, read
+    several: bool = False  # whether it uses all devices. Such a long run is written after every case
 
 
 def case_columns(rows: Frame) -> list[str]:
