@@ -42,12 +42,10 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
     everything = np.arange(case.batch)
     arrays, g, answer = question(case, everything)
 
-    def ulps_of(contender: Any) -> tuple[str, dict[str, float]]:
+    def ulps_of(contender: Any) -> tuple[str, list[float]]:
         call = contender.call(case.direction, arrays, g)
-        result = call.result()
-        got = {output: rows_of(result[output], case, everything) for output in outputs}
-        expected = {"y": lambda: answer.output, "dx": answer.gradient}
-        return call.ran, {output: expected[output]().ulps(got[output]) for output in outputs}
+        result, expected = call.result(), {"y": lambda: answer.output, "dx": answer.gradient}
+        return call.ran, [expected[name]().ulps(rows_of(result[name], case, everything)) for name in outputs]
 
     asked = SimpleNamespace(implementations=chosen.implementations, peers=("jax",))
     *ours, jax = softmax.contenders(case, asked)
@@ -61,10 +59,10 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
             for record in found:
                 driver.note(record, error)
         else:
-            for record, output in zip(found, outputs):
+            for record, own, xlas in zip(found, ulps, xla):
                 record.ran = ran
-                record.add(ulps=ulps[output], xla_ulps=xla[output])
-                if worse(ulps[output], xla[output], case.dtype):
+                record.add(ulps=own, xla_ulps=xlas)
+                if worse(own, xlas, case.dtype):
                     record.status = "WORSE"
         records += found
     return records

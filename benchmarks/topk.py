@@ -22,10 +22,6 @@ from benchmarks.support.contenders import Contender, need_gpu, ours
 from benchmarks.support.result import Benchmark
 
 
-def _ours(x: jax.Array, k: int, **options: Any) -> Any:
-    return pallas_softmax.fused_topk(x, k, **options)
-
-
 def _jax_stable(x: jax.Array, k: int) -> Any:
     return lax.top_k(jax.nn.softmax(x), k)
 
@@ -120,7 +116,7 @@ def contenders(case: Case, chosen: Any) -> list[Contender]:
     assert case.k is not None
     of_logits = case.function == "top_k"
     ordered = chosen.sorted if of_logits else True
-    own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else _ours
+    own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else pallas_softmax.fused_topk
     found = ours(functools.partial(own, k=case.k), chosen.implementations)
     for name in chosen.peers:
         if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):

@@ -28,7 +28,7 @@ def flags_of(benchmark, *args):
     own = set(FLAGS) - others
     try:
         FLAGS([benchmark.__name__, *args])
-        yield {name: getattr(FLAGS, name) for name in own}
+        yield SimpleNamespace(**{name: getattr(FLAGS, name) for name in own})
     finally:
         for name in own:
             delattr(FLAGS, name)
@@ -37,7 +37,7 @@ def flags_of(benchmark, *args):
 def parse(benchmark, *args):
     """Returns the flags of a command line of a benchmark, given as its module."""
     with flags_of(benchmark, *args) as found:
-        return SimpleNamespace(**found)
+        return found
 
 
 @pytest.fixture
