@@ -217,8 +217,7 @@ def run_layout(layout: Layout, chosen: Any) -> list[Record]:
                 record.add(**device_time(single, program, x))
         return Call(lambda: single(x), record.ran)
 
-    timed = {"sample": timing.wall_times, "prefix": "wall_"}
-    return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, **timed)
+    return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, prefix="wall_")
 
 
 def compare(rows: Any, of: Callable) -> None:

@@ -45,7 +45,6 @@ def measure(
     *,
     ours: Container[str] = IMPLEMENTATIONS,
     required: Container[str] = (),
-    sample: Callable[[Call], list[float]] | None = None,
     prefix: str = "",
     steps: int = 0,
     **found: Any,
@@ -60,8 +59,7 @@ def measure(
       chosen: the parsed flags, which say how long to time.
       ours: the contenders that are ours.
       required: the peers that may not fail either.
-      sample: how to time a call; the default is device times on a GPU, wall times on a CPU.
-      prefix: of the names of the percentiles.
+      prefix: of the names of the percentiles, if these are of wall times. Otherwise a GPU's times are device times.
       steps: the steps of a call that decodes. It is timed by wall time, and on a GPU by the device time of a step too.
       found: what all records share.
     """
@@ -77,7 +75,7 @@ def measure(
         except Exception as error:
             note(record, error)
     failed = lambda name, error: note(records[name], error)  # noqa: E731
-    sample = timing.wall_times if steps else sample
+    sample = timing.wall_times if steps or prefix else None
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
         times = {f"{prefix}p{n}_us": 1e6 * float(np.percentile(seconds, n)) for n in (20, 50, 80)}
         records[name].add(samples=len(seconds), **times)
