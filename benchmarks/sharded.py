@@ -175,16 +175,6 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
-def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
-    """Returns the device time of a call in a program of `CALLS` calls, and how it was found."""
-    try:
-        seconds, timed_by = timing.call_seconds(lambda: program(x), CALLS), "trace"
-    except timing.NoKernels:
-        one, many = (Call(functools.partial(each, x), "") for each in (single, program))
-        seconds, timed_by = timing.seconds_per_further_call(one, many, CALLS), "host's clock"
-    return {"device_us": 1e6 * seconds, "timed_by": timed_by}
-
-
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
     """Checks and traces all contenders on one layout, then times them together. A wrong result of ours is not timed."""
     contenders = functions(layout.case)
@@ -209,13 +199,15 @@ def run_layout(layout: Layout, chosen: Any) -> list[Record]:
             driver.note(record, driver.Wrong(check.detail))
             if record.ours:
                 return None
+        call = Call(lambda: single(x), record.ran)
         if timing.on_gpu():
             program = compile_repeated(function, CALLS, x)
             if why := _not_repeated(single, program, CALLS, x):
                 record.reason = record.reason or why
             else:
-                record.add(**device_time(single, program, x))
-        return Call(lambda: single(x), record.ran)
+                seconds, timed_by = timing.call_seconds(call, Call(lambda: program(x), record.ran), CALLS)
+                record.add(device_us=1e6 * seconds, timed_by=timed_by)
+        return call
 
     return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, prefix="wall_")
 

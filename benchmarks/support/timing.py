@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,21 +99,25 @@ class NoKernels(RuntimeError):
     """A trace has fewer kernels than calls. On some machines the profiler sees none."""
 
 
-def call_seconds(run: Callable[[], Any], calls: int) -> float:
-    """Returns the seconds from one call to the next on the GPUs of this process, by JAX's profiler.
+def call_seconds(one: Call, many: Call, calls: int) -> tuple[float, str]:
+    """Returns the seconds from one call to the next on the GPUs of this process, and how they were found.
 
-    Gaps between kernels count: a device may be waiting for other devices or for its host. The dispatch of the
-    program, and anything else before its first kernel, does not count.
+    By JAX's profiler, gaps between kernels count: a device may be waiting for other devices or for its host. The
+    dispatch of the program, and anything else before its first kernel, does not count. If a trace has fewer kernels
+    than calls, the time is what a further call adds to the wall time of the program.
 
     Args:
-      run: runs a compiled program of `calls` equal calls. Each call waits for the previous one.
+      one: a program of one call, which has run before.
+      many: a program of `calls` equal calls. Each call waits for the previous one.
       calls: the number of calls.
-
-    Raises:
-      NoKernels: a trace has fewer kernels than calls.
     """
-    jax.block_until_ready(run())
-    return float(np.median([period(_kernel_starts(run), calls) for _ in range(_TRACES)]))
+    many.result()
+    try:
+        return float(np.median([period(_kernel_starts(many), calls) for _ in range(_TRACES)])), "trace"
+    except NoKernels:
+        times = interleave({"one": one, "many": many}, 10, 2.0, _reraise, wall_times)
+        further = np.median(times["many"]) - np.median(times["one"])
+        return float(further) / (calls - 1), "host's clock"
 
 
 def period(starts: list[list[float]], calls: int) -> float:
@@ -135,13 +138,13 @@ def period(starts: list[list[float]], calls: int) -> float:
     return float(np.median(np.concatenate(steps))) / 1e9
 
 
-def _kernel_starts(run: Callable[[], Any]) -> list[list[float]]:
+def _kernel_starts(call: Call) -> list[list[float]]:
     """Returns the start times of each GPU's kernels, in nanoseconds."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(run())
+            call.result()
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         return [
@@ -154,16 +157,6 @@ def _kernel_starts(run: Callable[[], Any]) -> list[list[float]]:
             for plane in planes
             if plane.name.startswith("/device:GPU")
         ]
-
-
-def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
-    """Returns what a further call adds to the wall time of a program of `calls` calls. The dispatch does not count.
-
-    `one` is a program of one call, which has run before, and `many` a program of `calls` calls.
-    """
-    wall_times(many)
-    times = interleave({"one": one, "many": many}, 10, 2.0, _reraise, wall_times)
-    return float(np.median(times["many"]) - np.median(times["one"])) / (calls - 1)
 
 
 def _reraise(name: object, error: Exception) -> None:

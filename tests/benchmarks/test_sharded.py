@@ -16,6 +16,7 @@ import pytest
 import pallas_softmax
 from benchmarks import sharded
 from benchmarks.support import links, result, timing
+from benchmarks.support.contenders import Call
 from benchmarks.support.links import Collective
 from tests.benchmarks.conftest import parse
 
@@ -92,14 +93,13 @@ def test_the_device_time_is_the_period_of_a_kernel():
         timing.period([first, late[:3]], 4)
 
 
-def test_a_record_says_how_its_device_time_was_found(monkeypatch):
+def test_a_device_time_says_how_it_was_found(monkeypatch):
     """Without kernels in the trace, it is what a further call adds to the wall time."""
-    monkeypatch.setattr(sharded, "CALLS", 8)
     kernels, sleep = [1000.0 * i for i in range(8)], 0.002
     for starts, timed_by, us in ((kernels, "trace", 1), ([], "host's clock", 1e6 * sleep)):
-        monkeypatch.setattr(timing, "_kernel_starts", lambda run, starts=starts: [starts])
-        found = sharded.device_time(lambda x: x, lambda x: time.sleep(sleep * 7), np.zeros(1))
-        assert found == {"device_us": pytest.approx(us, rel=0.5), "timed_by": timed_by}
+        monkeypatch.setattr(timing, "_kernel_starts", lambda call, starts=starts: [starts])
+        one, many = (Call(run, "jax") for run in (lambda: 0, lambda: time.sleep(sleep * 7)))
+        assert timing.call_seconds(one, many, 8) == (pytest.approx(us / 1e6, rel=0.5), timed_by)
 
 
 def test_how_rows_compare():
