@@ -12,7 +12,7 @@ device   on GPUs, the time from one call to the next in a program of 32 calls, f
 
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
 wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
-for the whole result of the previous one (`repeated`), and a trace tells when each kernel started
+for the whole result of the previous one (`compile_repeated`), and a trace tells when each kernel started
 (`timing.call_seconds`). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall
 time of the program. It is less precise: each device has a host thread, and these vary more than the devices.
 
@@ -103,8 +103,8 @@ def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
     return jax.device_put(x, lying(axis_type))  # this moves nothing
 
 
-def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.Array], Any]:
-    """Returns a program of `calls` calls in sequence. Each starts when the previous one has its whole result.
+def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
+    """Compiles a program of `calls` calls in sequence. Each starts when the previous one has its whole result.
 
     A barrier makes the input of a call depend on all earlier results. A result of x's shape becomes the next
     input. Without a use, XLA would remove it from the barrier, and its call from the program. Other results are
@@ -123,13 +123,9 @@ def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.
                 x, kept = lax.optimization_barrier((x, kept))
         return kept or x
 
-    return program
-
-
-def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
     # On a GPU, XLA drops the barriers after scheduling. On a CPU it would drop them before it merges equal calls.
     options = {} if timing.on_gpu() else {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return jax.jit(repeated(function, calls)).lower(x).compile(compiler_options=options)
+    return jax.jit(program).lower(x).compile(compiler_options=options)
 
 
 def parts(hlo_text: str) -> collections.Counter[str]:
