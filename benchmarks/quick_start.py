@@ -32,12 +32,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Quick:
-    """A call: its line of the table, how another benchmark measures it, and what `explain` traces."""
+    """A call: its line of the table, the benchmark and the case that measure it, and what `explain` traces."""
 
     line: Line
-    run: Callable[[Any, Any], list[Record]]
+    benchmark: Benchmark  # its first baseline is plain JAX
     case: Any
-    peer: str  # the contender of that benchmark that is plain JAX
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
 
@@ -51,44 +50,32 @@ def make_calls(chosen: Any) -> list[Quick]:
         rows = (64, 50257, "float32"), (64, 50257, "float32"), (16, 50257, "float32")
         tokens, (loss_tokens, head) = 4096, (128, "gpt2")
 
-    def on_rows(
-        size: tuple, name: str, of: Any, what: str, k: int | None, peer: str, call: Callable
-    ) -> Quick:
+    def on_rows(size: tuple, name: str, of: Any, what: str, k: int | None, call: Callable) -> Quick:
         batch, vocab, dtype = size
         case = Case(batch, vocab, dtype, what, "none", -1, k, "forward", "normal", chosen.seed)
         line = Line(name, f"{batch:,} x {vocab:,}", dtype)
-        return Quick(line, of.BENCHMARK.run, case, peer, call, (_array(batch, vocab, dtype=dtype),))
+        return Quick(line, of.BENCHMARK, case, call, (_array(batch, vocab, dtype=dtype),))
 
     key, (softmax_rows, topk_rows, sample_rows) = jax.random.key(0), rows
     width, vocab = linear.HEADS[head]
     of_loss = _array(loss_tokens, width, dtype="bfloat16"), _array(width, vocab, dtype="bfloat16")
     return [
-        on_rows(softmax_rows, "softmax", softmax, "softmax", None, "jax", ps.softmax),
+        on_rows(softmax_rows, "softmax", softmax, "softmax", None, ps.softmax),
+        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, partial(ps.fused_topk, k=5)),
         on_rows(
-            topk_rows, "fused_topk, k = 5", topk, "softmax", 5, "jax_stable", partial(ps.fused_topk, k=5)
-        ),
-        on_rows(
-            sample_rows,
-            "sample, top_p = 0.9",
-            sample,
-            "top_p",
-            None,
-            "jax",
-            partial(ps.sample, key, top_p=0.9),
+            sample_rows, "sample, top_p = 0.9", sample, "top_p", None, partial(ps.sample, key, top_p=0.9)
         ),
         Quick(  # DeepSeek-V3's gate
             Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
-            route.BENCHMARK.run,
+            route.BENCHMARK,
             route.Router(tokens, 256, 8, "float32", "groups", "forward"),
-            "jax",
             lambda x, bias: ps.route(x, 8, **route.GATES["groups"].keywords(bias)),
             (_array(tokens, 256), _array(256)),
         ),
         Quick(  # the mean loss of a language model's head
             Line("linear_cross_entropy, gradients", f"{loss_tokens:,} x {width:,} x {vocab:,}", "bfloat16"),
-            linear.BENCHMARK.run,
+            linear.BENCHMARK,
             linear.Loss(loss_tokens, head, "bfloat16", "mean", "both"),
-            "jax_float32",
             ps.linear_cross_entropy,
             (*of_loss, _array(loss_tokens, dtype="int32")),
         ),
@@ -102,10 +89,11 @@ def _array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 def run_call(quick: Quick, chosen: Any) -> list[Record]:
     """Measures one call. Returns a record of plain JAX and one of this package."""
     sampling = {name: getattr(chosen, name) for name in ("seed", "repeats", "seconds")}
-    options = SimpleNamespace(implementations=("auto",), peers=(quick.peer,), **sampling)
-    measured = {record.contender: record for record in quick.run(quick.case, options)}
+    peer = quick.benchmark.baselines[0]
+    options = SimpleNamespace(implementations=("auto",), peers=(peer,), **sampling)
+    measured = {record.contender: record for record in quick.benchmark.run(quick.case, options)}
     records = []
-    for name, contender in (("plain JAX", quick.peer), ("pallas_softmax", "auto")):
+    for name, contender in (("plain JAX", peer), ("pallas_softmax", "auto")):
         of = measured[contender]
         found = {key: value for key, value in of.found.items() if key in _KEPT}
         records.append(dataclasses.replace(of, case=quick.line, contender=name, found=found))
