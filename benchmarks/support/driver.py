@@ -198,7 +198,7 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     if not todo:
-        print(f"{benchmark.name}: nothing to measure")
+        print(f"{benchmark.name}: nothing to measure", file=sys.stderr)
         return 0
     run = result.provenance(chosen.commit, jax.device_count() if benchmark.several else 1)
     try:
