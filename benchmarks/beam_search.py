@@ -85,13 +85,12 @@ def select(contender: str, scores: jax.Array, logits: jax.Array) -> Arrays:
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
-    batch, hidden = len(prompts), language_model.prefill(weights, prompts)
-    scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
-    return (
-        jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
-        jnp.broadcast_to(prompts[:, -1:], (batch, beams)),
-        jnp.broadcast_to(scores, (batch, beams)),
+    hidden, scores = (
+        language_model.prefill(weights, prompts),
+        jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf),
     )
+    arrays = hidden[:, None], prompts[:, -1:], scores[None]
+    return tuple(jnp.broadcast_to(a, (len(prompts), beams, *a.shape[2:])) for a in arrays)
 
 
 def decode(contender: str, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
