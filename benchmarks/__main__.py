@@ -20,10 +20,8 @@ benchmarks.sharded          How do softmax and top-k scale over devices?
 benchmarks.support.redraw   Makes the CSV, the table and the picture of results again
 """
 
-from absl import app
-
 from benchmarks import softmax, topk
-from benchmarks.support import flags
+from benchmarks.support import driver, flags
 
 
 def define_flags() -> None:
@@ -32,11 +30,4 @@ def define_flags() -> None:
     flags.define_peers(softmax.PEERS, topk.PEERS)
 
 
-def main(argv: list[str]) -> int:
-    """Runs both benchmarks and returns the larger exit code."""
-    return max(softmax.main(argv), topk.main(argv))
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, define_flags, softmax.BENCHMARK, topk.BENCHMARK)

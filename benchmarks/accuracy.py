@@ -1,6 +1,7 @@
 """How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from benchmarks import softmax
 from benchmarks.support import driver, flags
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import question, rows_of
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,13 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
     everything = np.arange(case.batch)
     arrays, g, answer = question(case, everything)
 
-    def ulps_of(contender: Any) -> tuple[str, dict[str, float]]:
+    def ulps_of(contender: Any) -> tuple[str, list[float]]:
         call = contender.call(case.direction, arrays, g)
-        result = call.result()
-        got = {output: rows_of(result[output], case, everything) for output in outputs}
-        expected = {"y": lambda: answer.output, "dx": lambda: answer.gradient}
-        return call.ran, {output: expected[output]().ulps(got[output]) for output in outputs}
+        result, expected = call.result(), {"y": lambda: answer.output, "dx": answer.gradient}
+        return call.ran, [expected[name]().ulps(rows_of(result[name], case, everything)) for name in outputs]
 
-    *ours, jax = softmax.contenders(case, chosen.implementations, ("jax",))
+    asked = SimpleNamespace(implementations=chosen.implementations, peers=("jax",))
+    *ours, jax = softmax.contenders(case, asked)
     _, xla = ulps_of(jax)
     records = []
     for contender in ours:
@@ -59,18 +59,16 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
             for record in found:
                 driver.note(record, error)
         else:
-            for record, output in zip(found, outputs):
+            for record, own, xlas in zip(found, ulps, xla):
                 record.ran = ran
-                record.add(ulps=ulps[output], xla_ulps=xla[output])
-                if worse(ulps[output], xla[output], case.dtype):
+                record.add(ulps=own, xla_ulps=xlas)
+                if worse(own, xlas, case.dtype):
                     record.status = "WORSE"
         records += found
     return records
 
 
-BENCHMARK = driver.Benchmark(
-    "accuracy", make_cases, _compare, View(columns=("ran", "status", "ulps", "xla_ulps"))
-)
+BENCHMARK = Benchmark("accuracy", make_cases, _compare, ("ran", "status", "ulps", "xla_ulps"))
 
 
 def define_flags() -> None:
@@ -78,4 +76,4 @@ def define_flags() -> None:
     flags.define("implementations", "logits", "seed")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -22,7 +22,7 @@ Romeo and Juliet, in the public domain, from data/tinyshakespeare of github.com/
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,11 +34,9 @@ import pallas_softmax
 from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.language_model import Weights
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
-# (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Arrays = tuple[jax.Array, ...]
-Select = Callable[[jax.Array, jax.Array], Arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,60 +59,47 @@ def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
     return (scores[..., None] + log_probs(logits)).reshape(len(scores), -1)
 
 
-def select_at_once(scores: jax.Array, logits: jax.Array) -> Arrays:
-    """Selects the best of all candidates of each prompt."""
-    _, beams, vocab = logits.shape
-    scores, best = lax.top_k(all_scores(scores, logits), beams)
-    return scores, best // vocab, best % vocab
-
-
-def select_by_rows(
-    winners: Callable[[jax.Array, int], Arrays], scores: jax.Array, logits: jax.Array
-) -> Arrays:
-    """Selects in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
-
-    `winners` maps the logits and k to the k best entries of every row, as float32 log p and tokens.
-    """
-    batch, beams, _ = logits.shape
-    log_p, tokens = winners(logits, beams)
-    scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
-    return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
-
-
-def _jax_rows(logits: jax.Array, k: int) -> Any:
-    return lax.top_k(log_probs(logits), k)
-
-
 def _ours(name: str, logits: jax.Array, k: int) -> Any:
     return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, implementation=named(name))
 
 
-def selection(contender: str) -> Select:
-    """Returns the selection of a contender: jax, jax_rows, or one of our implementations."""
+def select(contender: str, scores: jax.Array, logits: jax.Array) -> Arrays:
+    """Selects the best candidates of each prompt: at once, or from the best tokens of each beam.
+
+    Args:
+      contender: jax, jax_rows, or one of our implementations.
+      scores, logits: (batch, beams) and (batch, beams, V).
+
+    Returns:
+      The scores, parents and tokens, (batch, beams).
+    """
+    batch, beams, vocab = logits.shape
     if contender == "jax":
-        return select_at_once
-    winners = _jax_rows if contender == "jax_rows" else functools.partial(_ours, contender)
-    return functools.partial(select_by_rows, winners)
+        scores, best = lax.top_k(all_scores(scores, logits), beams)
+        return scores, best // vocab, best % vocab
+    by_jax = contender == "jax_rows"
+    log_p, tokens = lax.top_k(log_probs(logits), beams) if by_jax else _ours(contender, logits, beams)
+    scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
+    return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
 
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
-    batch, hidden = len(prompts), language_model.prefill(weights, prompts)
-    scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
-    return (
-        jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
-        jnp.broadcast_to(prompts[:, -1:], (batch, beams)),
-        jnp.broadcast_to(scores, (batch, beams)),
+    hidden, scores = (
+        language_model.prefill(weights, prompts),
+        jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf),
     )
+    arrays = hidden[:, None], prompts[:, -1:], scores[None]
+    return tuple(jnp.broadcast_to(a, (len(prompts), beams, *a.shape[2:])) for a in arrays)
 
 
-def decode(select: Select, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
+def decode(contender: str, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
     """Searches. Returns the hypotheses, best first, and each step's choices. All are (sequence, batch, beams)."""
 
     def step(carry: Any, _: None) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
         hidden, logits = language_model.model(weights, hidden, token)
-        scores, parents, token = select(scores, logits)
+        scores, parents, token = select(contender, scores, logits)
         return (_of(hidden, parents), token, scores), (token, parents, scores)
 
     start = _start(weights, prompts, search.beams)
@@ -193,13 +178,11 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
     """Checks all contenders in one search, then times them together."""
     weights, prompts, training_loss = language_model.trained(search, chosen)
     peers = ["jax", "jax_rows"]
-    names = [*peers, *chosen.implementations]
-    records = driver.records_of(search, names, required=peers, training_loss=training_loss)
     jaxs: list[np.ndarray] = []  # the hypotheses of jax, which the others are compared with
 
     def prepare(record: Record) -> Call:
         name = record.contender
-        program = functools.partial(decode, selection(name), search)
+        program = functools.partial(decode, name, search)
         call = jax_call(program, weights, prompts, ran="" if record.ours else "jax")
         logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
         driver.describe(record, call, functools.partial(_ours, name), logits, search.beams)
@@ -217,16 +200,15 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
             raise driver.Wrong(reason)  # timing a wrong search would be pointless
         return call
 
-    language_model.measure_decoding(records, prepare, chosen)
-    return records
+    names = [*peers, *chosen.implementations]
+    found = {"steps": search.sequence, "training_loss": training_loss}
+    return driver.measure(search, names, prepare, chosen, required=peers, **found)
 
 
-VIEW = View(
-    ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
-    baselines=("jax",),
-    derive=language_model.add_tokens_per_s,
+COLUMNS = "ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"
+BENCHMARK = Benchmark(
+    "beam_search", make_searches, run_search, COLUMNS, ("jax",), derive=language_model.add_tokens_per_s
 )
-BENCHMARK = driver.Benchmark("beam_search", make_searches, run_search, VIEW)
 
 
 def define_flags() -> None:
@@ -238,4 +220,4 @@ def define_flags() -> None:
     )
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

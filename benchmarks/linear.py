@@ -48,16 +48,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, from_torch, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
-from benchmarks.support.result import Record, View, case_columns
+from benchmarks.support.result import Benchmark, Record, case_columns
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -97,10 +95,6 @@ class Loss:
     function: str = "cross_entropy"  # or token_stats, kl_divergence
     teacher_width: int = 0  # kl_divergence only
     beta: float = 0.0
-
-    @property
-    def stats(self) -> bool:
-        return self.function == "token_stats"
 
 
 def _logits(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -163,22 +157,20 @@ def _scanned(x: jax.Array, w: jax.Array, target: Any, **what: Any) -> jax.Array:
 def _losses(contender: str, loss: Loss) -> Callable:
     """Returns the function (x, w, target) -> mean, one loss per token, or `_stacked`, of a JAX contender."""
     transposed, mean = loss.w_shape == "VxD", loss.reduction == "mean"
-    what: dict[str, Any] = {"function": loss.function, "beta": loss.beta}
-    plain = {
-        "jax_scan": functools.partial(_scanned, **what),
-        "jax_float32": functools.partial(_plain, dtype=jnp.float32, **what),
-        "jax_inexact": functools.partial(_plain, dtype=jnp.dtype(loss.dtype), **what),
-    }
 
     def of_plain(x: jax.Array, w: jax.Array, target: Any) -> jax.Array:
         if transposed:
             w, target = w.T, (target[0], target[1].T) if isinstance(target, tuple) else target
         if contender == "matmul":
             return x @ w
-        losses = plain[contender](x, w, target)
+        what: dict[str, Any] = {"function": loss.function, "beta": loss.beta}
+        if contender == "jax_scan":
+            losses = _scanned(x, w, target, **what)
+        else:
+            losses = _plain(x, w, target, jnp.float32 if contender == "jax_float32" else x.dtype, **what)
         return jnp.mean(losses) if mean else losses
 
-    if contender == "matmul" or contender in plain:
+    if contender == "matmul" or contender.startswith("jax_"):
         return of_plain
     options: dict[str, Any] = {"transpose_w": transposed, "workspace_bytes": loss.workspace_mib * 2**20}
     if contender == "logsumexp":
@@ -186,7 +178,7 @@ def _losses(contender: str, loss: Loss) -> Callable:
     if contender == "log_probs":
         return functools.partial(pallas_softmax.linear_log_probs, **options)
     options["implementation"] = named(contender)
-    if loss.stats:
+    if loss.function == "token_stats":
         return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options)[:4])
     options["reduction"] = "mean" if mean else None
     if loss.function == "kl_divergence":
@@ -228,14 +220,15 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
 
     if loss.function == "kl_divergence":
         raise NotImplementedError(f"{contender} has no divergence")
-    if loss.stats and contender != "liger":
+    stats = loss.function == "token_stats"
+    if stats and contender != "liger":
         raise NotImplementedError(f"{contender} has no entropy")
     reduction = {"reduction": loss.reduction}
     match contender:
         case "liger":
             from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
-            if loss.stats:
+            if stats:
                 options = (1.0, -100, 1, True)  # temperature, ignored label, tiles per cluster, entropy
                 function = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
                 return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
@@ -349,8 +342,7 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
 
     A failure of a torch library does not fail the run.
     """
-    names = [REFERENCE, "matmul", *chosen.peers, *chosen.implementations]
-    records = driver.records_of(loss, names, set(PEERS) - set(TORCH))
+    names = [*dict.fromkeys((REFERENCE, "matmul", *chosen.peers, *chosen.implementations))]
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
 
@@ -369,12 +361,11 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
             if name not in INEXACT:
                 raise
             record.status, record.reason = "differs", str(wrong)
-        if record is records[-1]:
+        if name == names[-1]:
             wanted.clear()
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    return driver.measure(loss, names, prepare, chosen, required=set(PEERS) - set(TORCH))
 
 
 def _derive(rows: Any, of: Callable) -> None:
@@ -427,13 +418,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
-VIEW = View(
-    ("ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"),
-    baselines=("jax_float32", "jax_scan"),
-    derive=_derive,
-    draw=_draw,
-)
-BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
+COLUMNS = "ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"
+BENCHMARK = Benchmark("linear", make_losses, run_loss, COLUMNS, ("jax_float32", "jax_scan"), _derive, _draw)
 
 
 # --- Training
@@ -512,16 +498,13 @@ def run_training(training: Training, chosen: Any) -> list[Record]:
 
 
 def make_trainings(chosen: Any) -> list[Training]:
-    sizes = chosen.tokens, chosen.training_steps
-    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in chosen.dtype]
+    """Returns a run for each vocabulary and dtype, or none without steps."""
+    sizes, dtypes = (chosen.tokens, chosen.training_steps), chosen.dtype if chosen.training_steps else ()
+    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in dtypes]
 
 
-TRAINING = Benchmark(
-    "linear_training",
-    make_trainings,
-    run_training,
-    View(("first_loss", "last_loss", "largest_gap", "step_us", "memory_mib")),
-)
+COLUMNS_OF_TRAINING = "first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"
+TRAINING = Benchmark("linear_training", make_trainings, run_training, COLUMNS_OF_TRAINING)
 
 
 def define_flags() -> None:
@@ -549,12 +532,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 
 
-def main(argv: list[str]) -> int:
-    """Times the losses, then trains with them. Returns the larger exit code."""
-    code = driver.main(BENCHMARK, argv)
-    return max(code, driver.main(TRAINING, argv)) if flags.FLAGS.training_steps else code
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+main = driver.program(__name__, define_flags, BENCHMARK, TRAINING)

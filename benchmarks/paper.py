@@ -18,8 +18,7 @@ from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Frame, Record, View
+from benchmarks.support.result import Benchmark, Frame
 from pallas_softmax import paper
 
 _ALGORITHMS = paper.SOFTMAX | paper.TOPK
@@ -45,10 +44,10 @@ def make_paper_cases(chosen: Any) -> list[Case]:
     return make_cases(chosen, chosen.k if set(chosen.algorithms) <= set(paper.TOPK) else (None,))
 
 
-def _run(case: Case, chosen: Any) -> list[Record]:
-    """Measures the paper's algorithms, then our implementations and peers for the same case."""
-    others = (softmax if case.k is None else topk).contenders(case, chosen.implementations, chosen.peers)
-    return run_case(case, [_algorithm(name, case) for name in chosen.algorithms] + others, chosen)
+def contenders(case: Case, chosen: Any) -> list[Contender]:
+    """Returns the paper's algorithms, then our implementations and peers for the same case."""
+    others = (softmax if case.k is None else topk).contenders(case, chosen)
+    return [_algorithm(name, case) for name in chosen.algorithms] + others
 
 
 def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
@@ -73,13 +72,14 @@ def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     plot.over_sizes(own, document, file, over, baseline, title.strip())
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "paper",
+    make_paper_cases,
+    functools.partial(run_case, contenders),
     ("ran", "status", "error_eps", "p50_us", "elements_per_s", "share_of_copy", "speedup"),
     baselines=("safe", "safe_unfused"),
     draw=_draw,
-)
-BENCHMARK = Benchmark(
-    "paper", make_paper_cases, _run, VIEW, lambda cases: ("copy",) if cases[0].k is None else ("copy", "read")
+    bandwidths=lambda cases: ("copy",) if cases[0].k is None else ("copy", "read"),
 )
 
 
@@ -99,4 +99,4 @@ def define_flags() -> None:
     flags.define_peers(softmax.PEERS, topk.PEERS)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -26,7 +26,7 @@ from absl import flags as absl_flags
 import pallas_softmax
 from benchmarks.support import driver, flags, timing
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take", "loss_lse")
 # Peers that compute attention in one call.
@@ -73,7 +73,7 @@ def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / depth
 
 
-def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def block(nn: Any, weights: dict[str, jax.Array], x: jax.Array, heads: int, mask_by_where: bool) -> jax.Array:
     """Returns a block's mean squared output, as a loss. x is (batch, sequence, width)."""
     batch, sequence, _ = x.shape
     qkv = (_normed(x) @ weights["qkv"]).reshape(batch, sequence, 3, heads, -1)
@@ -87,7 +87,7 @@ def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array
     return _mean_square(x + jax.nn.gelu(_normed(x) @ weights["up"]) @ weights["down"])
 
 
-def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], queries: jax.Array) -> jax.Array:
+def attention(nn: Any, keys_and_values: dict[str, jax.Array], queries: jax.Array, causal: bool) -> jax.Array:
     """Returns attention's mean squared output, as a loss. All arrays are (batch, sequence, heads, depth)."""
     keys, values = keys_and_values["keys"], keys_and_values["values"]
     if callable(nn):
@@ -99,7 +99,7 @@ def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], quer
 
 
 def loss(
-    nn: Any, by_logsumexp: bool, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array
+    nn: Any, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array, by_logsumexp: bool
 ) -> jax.Array:
     """Returns the mean cross entropy of the logits hidden @ head against the labels."""
     logits = hidden @ weights["head"]
@@ -115,10 +115,8 @@ def loss(
 def make_programs(chosen: Any) -> list[Program]:
     """Returns every program on every size: sequence lengths for block and attention, V for the loss."""
     if chosen.width % chosen.heads:
-        raise SystemExit(
-            f"--width={chosen.width} is not accepted; with --heads={chosen.heads} it takes a multiple of"
-            f" {chosen.heads}"
-        )
+        refused = f"--width={chosen.width} is not accepted; with --heads={chosen.heads}"
+        raise ValueError(f"{refused} it takes a multiple of {chosen.heads}")
     return [
         Program(name, size, dtype, remat)
         for name in chosen.programs
@@ -145,24 +143,18 @@ def build(program: Program, chosen: Any) -> tuple[Callable[[str], Callable], tup
         sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
         weights = {name: matrix(rows * width, columns * width) for name, (rows, columns) in sizes.items()}
         args = weights, normal(batch, size, width)
-        body: tuple = block, chosen.heads, kind == "block_where"
+        body = functools.partial(block, heads=chosen.heads, mask_by_where=kind == "block_where")
     elif kind.startswith("attention"):
         shape = batch, size, chosen.heads, width // chosen.heads
         args = {"keys": normal(*shape), "values": normal(*shape)}, normal(*shape)
-        body = attention, kind == "attention_causal"
+        body = functools.partial(attention, causal=kind == "attention_causal")
     else:
         labels = jax.random.randint(next(keys), (tokens,), 0, size)
         args = {"head": matrix(width, size)}, normal(tokens, width), labels
-        body = loss, kind == "loss_lse"
-
-    compute, *options = body
+        body = functools.partial(loss, by_logsumexp=kind == "loss_lse")
 
     def with_implementation(name: str) -> Callable:
-        nn = FUSED[name] if name in FUSED else functions(name)
-
-        def function(weights: dict[str, jax.Array], x: jax.Array, *labels: jax.Array) -> jax.Array:
-            return compute(nn, *options, weights, x, *labels)
-
+        function = functools.partial(body, FUSED[name] if name in FUSED else functions(name))
         function = jax.checkpoint(function) if program.remat else function
         differentiated = jax.value_and_grad(function, argnums=(0, 1))
         return lambda *args: {"y": differentiated(*args)}
@@ -177,7 +169,6 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
     """
     fused = FUSED if program.program.startswith("attention") else ()
     peers = ["jax", *(name for name in fused if name != "cudnn" or timing.on_gpu())]
-    records = driver.records_of(program, [*peers, *chosen.implementations], required=["jax"])
     wanted: dict[str, Any] = {}
     built = functools.cache(lambda: build(program, chosen))
 
@@ -192,16 +183,11 @@ def run_program(program: Program, chosen: Any) -> list[Record]:
         driver.compare(record, got, wanted, TOLERANCE[program.dtype], "jax.nn")
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    return driver.measure(program, [*peers, *chosen.implementations], prepare, chosen, required=["jax"])
 
 
-BENCHMARK = driver.Benchmark(
-    "programs",
-    make_programs,
-    run_program,
-    View(("ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"), baselines=("jax",)),
-)
+COLUMNS = "ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"
+BENCHMARK = Benchmark("programs", make_programs, run_program, COLUMNS, ("jax",))
 
 
 def define_flags() -> None:
@@ -216,4 +202,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

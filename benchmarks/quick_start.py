@@ -6,6 +6,7 @@ table in README.md, elsewhere small ones. The other benchmarks check and time th
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,7 @@ import pallas_softmax as ps
 from benchmarks import linear, route, sample, softmax, topk
 from benchmarks.support import driver, flags, timing
 from benchmarks.support.cases import Case
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 _KEPT = ("samples", "p20_us", "p50_us", "p80_us", "first_result_s", "rows_checked", "error")
 
@@ -32,12 +32,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Quick:
-    """A call: its line of the table, how another benchmark measures it, and what `explain` traces."""
+    """A call: its line of the table, the benchmark and the case that measure it, and what `explain` traces."""
 
     line: Line
-    run: Callable[[Any, Any], list[Record]]
+    benchmark: Benchmark  # its first baseline is plain JAX
     case: Any
-    peer: str  # the contender of that benchmark that is plain JAX
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
 
@@ -51,34 +50,32 @@ def make_calls(chosen: Any) -> list[Quick]:
         rows = (64, 50257, "float32"), (64, 50257, "float32"), (16, 50257, "float32")
         tokens, (loss_tokens, head) = 4096, (128, "gpt2")
 
-    def on_rows(
-        size: tuple, name: str, of: Any, what: str, k: int | None, peer: str, call: Callable
-    ) -> Quick:
+    def on_rows(size: tuple, name: str, of: Any, what: str, k: int | None, call: Callable) -> Quick:
         batch, vocab, dtype = size
         case = Case(batch, vocab, dtype, what, "none", -1, k, "forward", "normal", chosen.seed)
         line = Line(name, f"{batch:,} x {vocab:,}", dtype)
-        return Quick(line, of.BENCHMARK.run, case, peer, call, (_array(batch, vocab, dtype=dtype),))
+        return Quick(line, of.BENCHMARK, case, call, (_array(batch, vocab, dtype=dtype),))
 
-    softmax_rows, topk_rows, sample_rows = rows
+    key, (softmax_rows, topk_rows, sample_rows) = jax.random.key(0), rows
     width, vocab = linear.HEADS[head]
     of_loss = _array(loss_tokens, width, dtype="bfloat16"), _array(width, vocab, dtype="bfloat16")
     return [
-        on_rows(softmax_rows, "softmax", softmax, "softmax", None, "jax", ps.softmax),
-        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, "jax_stable", _best),
-        on_rows(sample_rows, "sample, top_p = 0.9", sample, "top_p", None, "jax", _nucleus),
+        on_rows(softmax_rows, "softmax", softmax, "softmax", None, ps.softmax),
+        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, partial(ps.fused_topk, k=5)),
+        on_rows(
+            sample_rows, "sample, top_p = 0.9", sample, "top_p", None, partial(ps.sample, key, top_p=0.9)
+        ),
         Quick(  # DeepSeek-V3's gate
             Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
-            route.BENCHMARK.run,
+            route.BENCHMARK,
             route.Router(tokens, 256, 8, "float32", "groups", "forward"),
-            "jax",
             lambda x, bias: ps.route(x, 8, **route.GATES["groups"].keywords(bias)),
             (_array(tokens, 256), _array(256)),
         ),
         Quick(  # the mean loss of a language model's head
             Line("linear_cross_entropy, gradients", f"{loss_tokens:,} x {width:,} x {vocab:,}", "bfloat16"),
-            linear.BENCHMARK.run,
+            linear.BENCHMARK,
             linear.Loss(loss_tokens, head, "bfloat16", "mean", "both"),
-            "jax_float32",
             ps.linear_cross_entropy,
             (*of_loss, _array(loss_tokens, dtype="int32")),
         ),
@@ -89,21 +86,14 @@ def _array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _best(logits: jax.Array) -> Any:
-    return ps.fused_topk(logits, 5)
-
-
-def _nucleus(logits: jax.Array) -> Any:
-    return ps.sample(jax.random.key(0), logits, top_p=0.9)
-
-
 def run_call(quick: Quick, chosen: Any) -> list[Record]:
     """Measures one call. Returns a record of plain JAX and one of this package."""
     sampling = {name: getattr(chosen, name) for name in ("seed", "repeats", "seconds")}
-    options = SimpleNamespace(implementations=("auto",), peers=(quick.peer,), **sampling)
-    measured = {record.contender: record for record in quick.run(quick.case, options)}
+    peer = quick.benchmark.baselines[0]
+    options = SimpleNamespace(implementations=("auto",), peers=(peer,), **sampling)
+    measured = {record.contender: record for record in quick.benchmark.run(quick.case, options)}
     records = []
-    for name, contender in (("plain JAX", quick.peer), ("pallas_softmax", "auto")):
+    for name, contender in (("plain JAX", peer), ("pallas_softmax", "auto")):
         of = measured[contender]
         found = {key: value for key, value in of.found.items() if key in _KEPT}
         records.append(dataclasses.replace(of, case=quick.line, contender=name, found=found))
@@ -116,13 +106,12 @@ def _add_spread(rows: Any, of: Callable) -> None:
     rows["spread"] = (rows.p80_us - rows.p20_us) / rows.p50_us
 
 
-_COLUMNS = "ran", "status", "p50_us", "spread", "speedup", "first_result_s"
-VIEW = View(_COLUMNS, baselines=("plain JAX",), derive=_add_spread)
-BENCHMARK = Benchmark("quick_start", make_calls, run_call, VIEW)
+COLUMNS = "ran", "status", "p50_us", "spread", "speedup", "first_result_s"
+BENCHMARK = Benchmark("quick_start", make_calls, run_call, COLUMNS, ("plain JAX",), derive=_add_spread)
 
 
 def define_flags() -> None:
     flags.define("seed", "repeats")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -31,9 +31,8 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot
-from benchmarks.support.contenders import Call, fetch, from_torch, jax_call, named, torch_and_wait
-from benchmarks.support.driver import Benchmark, records_of
-from benchmarks.support.result import Record, View
+from benchmarks.support.contenders import Call, Contender, fetch, from_torch, named, torch_and_wait
+from benchmarks.support.result import Benchmark, Record
 from tests.support import oracle, routing
 from tests.support.routing import Gate
 
@@ -60,18 +59,18 @@ class Router:
     direction: str  # forward or both
 
 
-def _ours(name: str, case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _ours(x: jax.Array, bias: jax.Array, case: Router, name: str) -> tuple[jax.Array, jax.Array]:
     gate: Any = GATES[case.gate].keywords(bias)
     found = pallas_softmax.route(x, case.k, **gate, implementation=named(name))
     return found.weights, found.indices
 
 
-def _topk(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _topk(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, jax.Array]:
     weights, indices = pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32)
     return weights, indices
 
 
-def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _jax(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, jax.Array]:
     """Returns weights and indices by `lax.top_k`."""
     x = x.astype(jnp.float32)
     if case.gate == "softmax":
@@ -88,76 +87,51 @@ def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Ar
     return weights / weights.sum(-1, keepdims=True) * SCALE, indices
 
 
-def _jax_dense(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _dense(_jax(case, x, bias), case.experts), jnp.zeros(())
+def _jax_dense(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, None]:
+    return _dense(*_jax(x, bias, case), case.experts), None
 
 
-def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
+def _dense(weights: jax.Array, indices: jax.Array, experts: int) -> jax.Array:
     """Returns the weights as an array (tokens, experts), 0 for experts that were not chosen."""
-    weights, indices = found
     rows = jnp.arange(len(indices))[:, None]
     return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
 
 
-_FUNCTIONS: dict[str, Any] = {"fused_topk": _topk, "jax": _jax, "jax_dense": _jax_dense}
+def _torch(torch: Any, x: Any, bias: Any, case: Router) -> tuple[Any, Any]:
+    x = x.float()
+    if case.gate == "softmax":
+        return x.softmax(-1).topk(case.k, -1)
+    score = x.sigmoid()
+    steered = score.detach() + bias
+    if case.gate == "groups":
+        of_groups = steered.view(len(x), GROUPS, -1)
+        best = of_groups.topk(2, -1)[0].sum(-1).topk(TOP_GROUPS, -1)[1]
+        out = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+        steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
+    indices = steered.topk(case.k, -1)[1]
+    weights = score.gather(1, indices)
+    return weights / weights.sum(-1, keepdim=True) * SCALE, indices
 
 
-def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
+_JAX: dict[str, Any] = {"fused_topk": _topk, "jax": _jax, "jax_dense": _jax_dense}
+
+
+def contender(record: Record) -> Contender:
     name, case = record.contender, record.case
-    function = functools.partial(functools.partial(_ours, name) if record.ours else _FUNCTIONS[name], case)
-
-    def forward(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
-        weights, indices = function(x, bias)
-        return {"weights": weights, "indices": indices}
-
-    def both(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
-        weights, pull, indices = jax.vjp(lambda x: function(x, bias), x, has_aux=True)
-        return {"weights": weights, "indices": indices, "dx": pull(weights)[0]}
-
-    return jax_call(
-        forward if case.direction == "forward" else both, x, bias, ran="" if record.ours else "jax"
-    )
-
-
-def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
-    torch, wait = torch_and_wait()
-    case: Router = record.case
-    leaf, steer = torch.from_dlpack(x), torch.from_dlpack(bias)
-
-    def function(x: Any) -> tuple[Any, Any]:
-        x = x.float()
-        if case.gate == "softmax":
-            return x.softmax(-1).topk(case.k, -1)
-        score = x.sigmoid()
-        steered = score.detach() + steer
-        if case.gate == "groups":
-            of_groups = steered.view(len(x), GROUPS, -1)
-            best = of_groups.topk(2, -1)[0].sum(-1).topk(TOP_GROUPS, -1)[1]
-            out = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(1, best, False)
-            steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
-        indices = steered.topk(case.k, -1)[1]
-        weights = score.gather(1, indices)
-        return weights / weights.sum(-1, keepdim=True) * SCALE, indices
-
-    function = torch.compile(function) if record.contender == "torch_compile" else function
-
-    def run() -> dict[str, Any]:
-        if case.direction == "forward":
-            weights, indices = function(leaf)
-            return {"weights": weights, "indices": indices}
-        own = leaf.detach().requires_grad_()
-        weights, indices = function(own)
-        dx = torch.autograd.grad(weights, own, weights.detach())[0]
-        return {"weights": weights.detach(), "indices": indices, "dx": dx}
-
-    return Call(run, "torch", wait)
+    if record.ours:
+        return Contender(name, functools.partial(_ours, case=case, name=name), ours=True)
+    if name in _JAX:
+        return Contender(name, functools.partial(_JAX[name], case=case))
+    torch, _ = torch_and_wait()
+    function = functools.partial(_torch, torch, case=case)
+    return Contender("torch", torch.compile(function) if name == "torch_compile" else function, torch=True)
 
 
 def check(case: Router, result: dict[str, Any], x: jax.Array, bias: jax.Array) -> int:
     """Compares a result of ours with the float64 definition in some rows. Returns how many rows."""
     rows = np.linspace(0, case.tokens - 1, min(case.tokens, CHECKED_ROWS)).astype(int)
     logits, steer, gate = fetch(x, rows, 0), np.asarray(bias), GATES[case.gate]
-    weights, indices = (fetch(result[name], rows, 0) for name in ("weights", "indices"))
+    weights, indices = (fetch(result[name], rows, 0) for name in ("y", "indices"))
     routing.judge((weights, indices, oracle.logsumexp(logits, -1)), logits, case.k, gate, steer)
     if "dx" in result:  # for cotangents that equal the weights
         routing.judge_vjp(fetch(result["dx"], rows, 0), logits, indices, gate, weights, np.zeros(len(rows)))
@@ -178,16 +152,14 @@ def make_routers(chosen: Any) -> list[Router]:
 
 def run_router(case: Router, chosen: Any) -> list[Record]:
     """Compares all contenders of a gate with plain JAX, then times them together."""
-    names = ["jax", *chosen.peers, *chosen.implementations]
-    records = records_of(case, names, required=_FUNCTIONS)
     keys = jax.random.split(jax.random.key(chosen.seed))
     x = jax.random.normal(keys[0], (case.tokens, case.experts), case.dtype)
     bias = 0.1 * jax.random.normal(keys[1], (case.experts,))
     wanted: dict[str, jax.Array] = {}
 
     def prepare(record: Record) -> Call:
-        by_torch = record.contender.startswith("torch")
-        call = (_torch_call if by_torch else _jax_call)(record, x, bias)
+        each = contender(record)
+        call = each.call(case.direction, (x, bias), None)  # the cotangent is the weights
         driver.describe(record, call)
         got = call.result()
         if record.contender == "fused_topk":
@@ -195,15 +167,14 @@ def run_router(case: Router, chosen: Any) -> list[Record]:
         if record.ours:
             with driver.wrong_if_refuted():
                 record.add(rows_checked=check(case, got, x, bias))
-        got = from_torch(got) if by_torch else got
-        indices = got.pop("indices")
-        if record.contender != "jax_dense":
-            got["weights"] = _dense((got["weights"], indices), case.experts)
+        got = from_torch(got) if each.torch else got
+        if (indices := got.pop("indices", None)) is not None:
+            got["y"] = _dense(got["y"], indices, case.experts)
         driver.compare(record, got, wanted, TOLERANCE, "jax")
         return call
 
-    driver.measure(records, prepare, chosen)
-    return records
+    names = ["jax", *chosen.peers, *chosen.implementations]
+    return driver.measure(case, names, prepare, chosen, required=_JAX)
 
 
 def _derive(rows: Any, of: Callable) -> None:
@@ -228,13 +199,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, claim, int(9.5 * width))
 
 
-VIEW = View(
-    ("ran", "status", "rows_checked", "error", "p50_us", "speedup", "of_topk"),
-    baselines=("jax",),
-    derive=_derive,
-    draw=_draw,
-)
-BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
+COLUMNS = "ran", "status", "rows_checked", "error", "p50_us", "speedup", "of_topk"
+BENCHMARK = Benchmark("route", make_routers, run_router, COLUMNS, ("jax",), _derive, _draw)
 
 
 def define_flags() -> None:
@@ -243,4 +209,4 @@ def define_flags() -> None:
     flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -27,8 +27,7 @@ import pallas_softmax
 from benchmarks.support import cases, driver, flags, plot
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.driver import Benchmark, describe, measure, records_of, wrong_if_refuted
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 from tests.support import bounds, draws, oracle
 
 K, P, MIN_P = 50, 0.9, 0.05
@@ -123,28 +122,6 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     return getattr(sampling, f"{filters[-1]}_sampling_from_probs")(p, given[filters[-1]]), None
 
 
-def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
-    """Makes the call of a contender and checks it. Ours returns {"sample": Sample}, a peer {"y": indices}."""
-    name = record.contender
-    if name == "jax":
-        call = Contender(name, lambda x: (by_jax(key, x, given), None)).call("forward", (x,), None)
-    elif name in PEERS:
-        if name == "flashinfer":
-            need_gpu("FlashInfer")
-        torch, _ = torch_and_wait()
-        draw = by_torch if name == "torch" else by_flashinfer
-        shared = {of: torch.from_dlpack(a) for of, a in given.items()}
-        peer = Contender(name, functools.partial(draw, given=shared), torch=True)
-        call = peer.call("forward", (x,), None)
-    else:
-        call = jax_call(functools.partial(ours, name), key, x, given)
-    describe(record, call, functools.partial(ours, name), key, x, given)
-    record.add(extra_mb=call.extra_mb)
-    with wrong_if_refuted():
-        record.add(rows_checked=check(call.result(), record.case, key, x, given))
-    return call
-
-
 def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict[str, Any]:
     return {"sample": pallas_softmax.sample(key, x, **given, implementation=named(name))}
 
@@ -173,17 +150,40 @@ def check(result: dict[str, Any], case: Case, key, x, given) -> int:
 
 def _run(case: Case, chosen: Any) -> list[Record]:
     key, x, given = jax.random.key(case.seed), cases.logits(case), parameters(case)
-    records = records_of(case, [*chosen.implementations, *chosen.peers], bytes=x.nbytes)
-    measure(records, lambda record: _prepare(record, key, x, given), chosen)
-    return records
+
+    def prepare(record: Record) -> Call:
+        """Ours returns {"sample": Sample}, a peer {"y": indices}."""
+        name, own = record.contender, functools.partial(ours, record.contender)
+        if name == "jax":
+            call = Contender(name, lambda x: (by_jax(key, x, given), None)).call("forward", (x,), None)
+        elif name in PEERS:
+            if name == "flashinfer":
+                need_gpu("FlashInfer")
+            torch, _ = torch_and_wait()
+            draw = by_torch if name == "torch" else by_flashinfer
+            shared = {of: torch.from_dlpack(a) for of, a in given.items()}
+            peer = Contender(name, functools.partial(draw, given=shared), torch=True)
+            call = peer.call("forward", (x,), None)
+        else:
+            call = jax_call(own, key, x, given)
+        driver.describe(record, call, own, key, x, given)
+        record.add(extra_mb=call.extra_mb)
+        with driver.wrong_if_refuted():
+            record.add(rows_checked=check(call.result(), case, key, x, given))
+        return call
+
+    return driver.measure(case, [*chosen.implementations, *chosen.peers], prepare, chosen, bytes=x.nbytes)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "sample",
+    make_draws,
+    _run,
     ("ran", "status", "rows_checked", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
     draw=lambda rows, document, file: plot.heat(rows, document, file, "jax.random.categorical", "sample"),
+    bandwidths=lambda cases: ("copy", "read"),
 )
-BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:
@@ -192,4 +192,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

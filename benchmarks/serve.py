@@ -25,7 +25,7 @@ import numpy as np
 import pallas_softmax
 from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 from tests.support import bounds
 
 _CHECKED = 8  # requests, replayed from first to last step
@@ -122,7 +122,6 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
 
 def run_service(service: Service, chosen: Any) -> list[Record]:
     """Checks ours against the oracle, then times both contenders together."""
-    records = driver.records_of(service, ["sort", *chosen.implementations], required=["sort"])
     weights, prompts, _ = language_model.trained(service, chosen)
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
     asked = requests(service.batch)
@@ -138,8 +137,8 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
                 record.add(draws_checked=check(call.result()["drawn"], weights, prompts, seeds, asked))
         return call
 
-    language_model.measure_decoding(records, prepare, chosen)
-    return records
+    names = ["sort", *chosen.implementations]
+    return driver.measure(service, names, prepare, chosen, required=["sort"], steps=service.sequence)
 
 
 def make_services(chosen: Any) -> list[Service]:
@@ -149,12 +148,10 @@ def make_services(chosen: Any) -> list[Service]:
     ]
 
 
-VIEW = View(
-    ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
-    baselines=("sort",),
-    derive=language_model.add_tokens_per_s,
+COLUMNS = "ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"
+BENCHMARK = Benchmark(
+    "serve", make_services, run_service, COLUMNS, ("sort",), derive=language_model.add_tokens_per_s
 )
-BENCHMARK = driver.Benchmark("serve", make_services, run_service, VIEW)
 
 
 def define_flags() -> None:
@@ -165,4 +162,4 @@ def define_flags() -> None:
     )
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

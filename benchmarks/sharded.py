@@ -12,9 +12,9 @@ device   on GPUs, the time from one call to the next in a program of 32 calls, f
 
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
 wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
-for the whole result of the previous one (`repeated`), and a trace tells when each kernel started
-(support/traces.py). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall time
-of the program. It is less precise: each device has a host thread, and these vary more than the devices.
+for the whole result of the previous one (`compile_repeated`), and a trace tells when each kernel started
+(`timing.call_seconds`). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall
+time of the program. It is less precise: each device has a host thread, and these vary more than the devices.
 
 The traffic on the links comes from the compiled program of one call (support/links.py).
 """
@@ -36,10 +36,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax
-from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
+from benchmarks.support import answers, cases, driver, flags, links, plot, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, fetch
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the name of the sharding on one device
@@ -103,8 +103,8 @@ def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
     return jax.device_put(x, lying(axis_type))  # this moves nothing
 
 
-def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.Array], Any]:
-    """Returns a program of `calls` calls in sequence. Each starts when the previous one has its whole result.
+def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
+    """Compiles a program of `calls` calls in sequence. Each starts when the previous one has its whole result.
 
     A barrier makes the input of a call depend on all earlier results. A result of x's shape becomes the next
     input. Without a use, XLA would remove it from the barrier, and its call from the program. Other results are
@@ -123,13 +123,9 @@ def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.
                 x, kept = lax.optimization_barrier((x, kept))
         return kept or x
 
-    return program
-
-
-def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
     # On a GPU, XLA drops the barriers after scheduling. On a CPU it would drop them before it merges equal calls.
     options = {} if timing.on_gpu() else {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return jax.jit(repeated(function, calls)).lower(x).compile(compiler_options=options)
+    return jax.jit(program).lower(x).compile(compiler_options=options)
 
 
 def parts(hlo_text: str) -> collections.Counter[str]:
@@ -175,52 +171,41 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
-def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Call | None:
-    """Checks a contender and describes it in its record. A wrong result of ours is not timed."""
-    single: Any = jax.jit(function).lower(x).compile()
-    found = links.collectives(single.as_text())
-    counts = collections.Counter(each.kind for each in found)
-    record.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if record.ours else "jax"
-    rows, answer = _answer(record.case.case, devices)
-    check = _check(single(x), answer, rows)
-    record.add(
-        collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
-        link_bytes=sum(each.received for each in found),
-        rows_checked=check.rows,
-        error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
-    )
-    if not check.ok:
-        driver.note(record, driver.Wrong(check.detail))
-        if record.ours:
-            return None
-    if timing.on_gpu():
-        program = compile_repeated(function, CALLS, x)
-        if why := _not_repeated(single, program, CALLS, x):
-            record.reason = record.reason or why
-        else:
-            record.add(**device_time(single, program, x))
-    return Call(lambda: single(x), record.ran)
-
-
-def device_time(single: Any, program: Any, x: jax.Array) -> dict[str, Any]:
-    """Returns the device time of a call in a program of `CALLS` calls, and how it was found."""
-    try:
-        seconds, timed_by = traces.call_seconds(lambda: program(x), CALLS), "trace"
-    except traces.NoKernels:
-        one, many = (Call(functools.partial(each, x), "") for each in (single, program))
-        seconds, timed_by = timing.seconds_per_further_call(one, many, CALLS), "host's clock"
-    return {"device_us": 1e6 * seconds, "timed_by": timed_by}
-
-
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
-    """Checks and traces all contenders on one layout, then times them together."""
+    """Checks and traces all contenders on one layout, then times them together. A wrong result of ours is not timed."""
     contenders = functions(layout.case)
-    records = [Record(layout, name, ours=name == OURS) for name in contenders]
     present = max(n for n in chosen.devices if n <= jax.device_count())
     drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
-    prepare = lambda record: _prepare(record, contenders[record.contender], drawn(), present)  # noqa: E731
-    driver.measure(records, prepare, chosen, timing.wall_times, prefix="wall_")
-    return records
+
+    def prepare(record: Record) -> Call | None:
+        function, x = contenders[record.contender], drawn()
+        single: Any = jax.jit(function).lower(x).compile()
+        found = links.collectives(single.as_text())
+        counts = collections.Counter(each.kind for each in found)
+        record.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if record.ours else "jax"
+        rows, answer = _answer(layout.case, present)
+        check = _check(single(x), answer, rows)
+        record.add(
+            collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
+            link_bytes=sum(each.received for each in found),
+            rows_checked=len(rows),
+            error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
+        )
+        if not check.ok:
+            driver.note(record, driver.Wrong(check.detail))
+            if record.ours:
+                return None
+        call = Call(lambda: single(x), record.ran)
+        if timing.on_gpu():
+            program = compile_repeated(function, CALLS, x)
+            if why := _not_repeated(single, program, CALLS, x):
+                record.reason = record.reason or why
+            else:
+                seconds, timed_by = timing.call_seconds(call, Call(lambda: program(x), record.ran), CALLS)
+                record.add(device_us=1e6 * seconds, timed_by=timed_by)
+        return call
+
+    return driver.measure(layout, contenders, prepare, chosen, ours={OURS}, prefix="wall_")
 
 
 def compare(rows: Any, of: Callable) -> None:
@@ -262,13 +247,13 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.finish(figure, file, document, title)
 
 
-VIEW = View(
-    ("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device")
-    + ("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
-    derive=compare,
-    draw=picture,
+COLUMNS = (
+    *("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device"),
+    *("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
 )
-BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=True)
+BENCHMARK = Benchmark(
+    "sharded", make_layouts, run_layout, COLUMNS, derive=compare, draw=picture, several=True
+)
 
 
 def define_flags() -> None:
@@ -281,4 +266,4 @@ def define_flags() -> None:
     absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -15,8 +15,7 @@ from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, need_gpu, ours
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark
 
 
 def _ours(x: jax.Array, where: Any = None, *, function: str, **options: Any) -> tuple[jax.Array, None]:
@@ -64,18 +63,14 @@ PEERS = {"jax": "jax.nn's function", "torch": "the function of torch", "quack": 
 _FUNCTIONS: dict[str, Any] = {"jax": _jax, "torch": _torch, "quack": _quack}
 
 
-def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, ...]) -> list[Contender]:
+def contenders(case: Case, chosen: Any) -> list[Contender]:
     """Returns implementations and peers of softmax, ours first."""
     what = {"function": case.function, "axis": case.axis}
-    return ours(functools.partial(_ours, **what), implementations) + [
+    return ours(functools.partial(_ours, **what), chosen.implementations) + [
         Contender(name, functools.partial(_FUNCTIONS[name], **what), torch=name != "jax")
-        for name in peers
+        for name in chosen.peers
         if name in PEERS
     ]
-
-
-def _run(case: Case, chosen: Any) -> list[Record]:
-    return run_case(case, contenders(case, chosen.implementations, chosen.peers), chosen)
 
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
@@ -85,12 +80,11 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.heat(rows, document, file, baseline, functions + axis)
 
 
-VIEW = View(
-    ("ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"),
-    baselines=("jax",),
-    draw=_draw,
+run = functools.partial(run_case, contenders)
+COLUMNS = "ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"
+BENCHMARK = Benchmark(
+    "softmax", make_cases, run, COLUMNS, baselines=("jax",), draw=_draw, bandwidths=lambda cases: ("copy",)
 )
-BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",))
 
 
 def define_flags() -> None:
@@ -100,4 +94,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

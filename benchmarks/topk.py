@@ -19,12 +19,7 @@ from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, need_gpu, ours
-from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View
-
-
-def _ours(x: jax.Array, k: int, **options: Any) -> Any:
-    return pallas_softmax.fused_topk(x, k, **options)
+from benchmarks.support.result import Benchmark
 
 
 def _jax_stable(x: jax.Array, k: int) -> Any:
@@ -116,26 +111,19 @@ _CONTENDERS = {
 }
 
 
-def contenders(
-    case: Case, implementations: tuple[str, ...], peers: tuple[str, ...], ordered: bool = True
-) -> list[Contender]:
-    """Returns implementations and peers of top-k, ours first. `ordered` is for top_k and its peers."""
+def contenders(case: Case, chosen: Any) -> list[Contender]:
+    """Returns implementations and peers of top-k, ours first."""
     assert case.k is not None
     of_logits = case.function == "top_k"
-    ordered = ordered or not of_logits  # --nosorted is of top_k
-    own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else _ours
-    found = ours(functools.partial(own, k=case.k), implementations)
-    for name in peers:
+    ordered = chosen.sorted if of_logits else True
+    own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else pallas_softmax.fused_topk
+    found = ours(functools.partial(own, k=case.k), chosen.implementations)
+    for name in chosen.peers:
         if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):
             options = {"sorted": ordered} if name in ("torch_topk", "flashinfer") else {}
             function = functools.partial(_CONTENDERS[name].function, k=case.k, **options)
             found.append(dataclasses.replace(_CONTENDERS[name], function=function))
     return [dataclasses.replace(each, of_logits=of_logits, ordered=ordered) for each in found]
-
-
-def _run(case: Case, chosen: Any) -> list[Record]:
-    ordered = getattr(chosen, "sorted", True)
-    return run_case(case, contenders(case, chosen.implementations, chosen.peers, ordered), chosen)
 
 
 def _cases(chosen: Any) -> list[Case]:
@@ -165,12 +153,15 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         plot.heat(rows, document, file, baseline, what)
 
 
-VIEW = View(
+BENCHMARK = Benchmark(
+    "topk",
+    _cases,
+    functools.partial(run_case, contenders),
     ("ran", "status", "error_eps", "p50_us", "share_of_read", "speedup", "slowdown", "first_result_s"),
     baselines=("jax_stable", "jax_unstable", "lax_stable", "lax_unstable"),
     draw=_draw,
+    bandwidths=lambda cases: ("copy", "read"),
 )
-BENCHMARK = Benchmark("topk", _cases, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:
@@ -183,4 +174,4 @@ def define_flags() -> None:
     flags.define_words("lengths", ("none", "even"), text, "none")
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

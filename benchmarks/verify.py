@@ -24,7 +24,7 @@ import pallas_softmax
 from benchmarks.sample import within_top_p
 from benchmarks.support import driver, flags
 from benchmarks.support.contenders import Call, Contender, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Benchmark, Record
 
 TEMPERATURE, TOP_P = 0.8, 0.9
 FILTERS = {"none": {}, "top_p": {"top_p": TOP_P}}
@@ -151,39 +151,36 @@ def check(tokens: Any, given: dict[str, jax.Array], filters: dict[str, float]) -
     assert abs(accepted.sum() - mean.sum()) <= bound, f"{accepted.sum()} accepted, expected {mean.sum():.1f}"
 
 
-def _prepare(record: Record, key: jax.Array, given: dict[str, jax.Array]) -> Call:
-    """Makes the call of a contender and checks its tokens."""
-    name, filters = record.contender, FILTERS[record.case.function]
-    if name == "flashinfer":
-        need_gpu("FlashInfer")
-        torch, _ = torch_and_wait()
-        drafts, q = (torch.from_dlpack(a) for a in (given["draft_tokens"], jnp.exp(given["draft_log_probs"])))
-        draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
-        call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
-    elif name == "sample":
-        sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
-        call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
-    elif name == "jax":
-        call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
-    else:
-        call = jax_call(functools.partial(ours, name, filters=filters), key, given)
-    driver.describe(record, call)
-    record.add(extra_mb=call.extra_mb)
-    result = call.result()
-    if name != "sample":
-        tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
-        with driver.wrong_if_refuted():
-            check(tokens, given, filters)
-        record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
-    return call
-
-
 def _run(step: Step, chosen: Any) -> list[Record]:
-    key, given = jax.random.key(step.seed + 1), inputs(step)
+    key, given, filters = jax.random.key(step.seed + 1), inputs(step), FILTERS[step.function]
+
+    def prepare(record: Record) -> Call:
+        name = record.contender
+        if name == "flashinfer":
+            need_gpu("FlashInfer")
+            torch, _ = torch_and_wait()
+            q = torch.from_dlpack(jnp.exp(given["draft_log_probs"]))
+            drafts = torch.from_dlpack(given["draft_tokens"])
+            draw = functools.partial(by_flashinfer, drafts=drafts, q=q, filters=filters)
+            call = Contender(name, draw, torch=True).call("forward", (given["logits"],), None)
+        elif name == "sample":
+            sample = functools.partial(pallas_softmax.sample, temperature=TEMPERATURE, **filters)
+            call = jax_call(lambda key, given: sample(key, given["logits"]), key, given)
+        elif name == "jax":
+            call = jax_call(lambda key, given: by_jax(key, **given, **filters), key, given, ran="jax")
+        else:
+            call = jax_call(functools.partial(ours, name, filters=filters), key, given)
+        driver.describe(record, call, extra_mb=call.extra_mb)
+        result = call.result()
+        if name != "sample":
+            tokens = np.asarray(result["y"].cpu() if name == "flashinfer" else result)
+            with driver.wrong_if_refuted():
+                check(tokens, given, filters)
+            record.add(accepted=float((tokens >= 0).sum(-1).mean() - 1))
+        return call
+
     names = [*chosen.implementations, *chosen.peers]
-    records = driver.records_of(step, names, bytes=given["logits"].nbytes)
-    driver.measure(records, lambda record: _prepare(record, key, given), chosen)
-    return records
+    return driver.measure(step, names, prepare, chosen, bytes=given["logits"].nbytes)
 
 
 def make_steps(chosen: Any) -> list[Step]:
@@ -191,11 +188,8 @@ def make_steps(chosen: Any) -> list[Step]:
     return [Step(*values, chosen.seed) for values in itertools.product(*lists)]
 
 
-VIEW = View(
-    ("ran", "status", "accepted", "p50_us", "share_of_read", "speedup", "first_result_s"),
-    baselines=("jax",),
-)
-BENCHMARK = driver.Benchmark("verify", make_steps, _run, VIEW, lambda cases: ("read",))
+COLUMNS = "ran", "status", "accepted", "p50_us", "share_of_read", "speedup", "first_result_s"
+BENCHMARK = Benchmark("verify", make_steps, _run, COLUMNS, ("jax",), bandwidths=lambda cases: ("read",))
 
 
 def define_flags() -> None:
@@ -205,4 +199,4 @@ def define_flags() -> None:
     flags.define_peers(PEERS, default=("sample", "jax"))
 
 
-main = driver.program(__name__, BENCHMARK, define_flags)
+main = driver.program(__name__, define_flags, BENCHMARK)

@@ -20,7 +20,6 @@ class Check:
     """The verdict on one contender's result."""
 
     ok: bool
-    rows: int  # how many rows were checked
     error_eps: float = 0.0  # the largest relative error, in units of the dtype's eps
     error_share: float = 0.0  # the largest error as a share of its bound
     detail: str = ""  # what is wrong
@@ -29,7 +28,6 @@ class Check:
 def all_of(checks: list[Check]) -> Check:
     return Check(
         ok=all(check.ok for check in checks),
-        rows=checks[0].rows,
         error_eps=max(check.error_eps for check in checks),
         error_share=max(check.error_share for check in checks),
         detail=", ".join(check.detail for check in checks if check.detail),
@@ -68,15 +66,14 @@ class Expected:
 
     def check(self, name: str, got: np.ndarray) -> Check:
         """Compares `got` with `want`. The verdict has the error in units of the dtype's eps at `scale`."""
-        rows = len(self.want)
         if got.shape != self.want.shape:
-            return Check(False, rows, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
+            return Check(False, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
         share = self._error(got, self.bound)
         error_eps = self._error(got, bounds.eps(self.dtype) * self.scale + _least(self.dtype))
         if share <= 1:
-            return Check(True, rows, error_eps, share)
+            return Check(True, error_eps, share)
         far = f"{share:#.3g}x its bound" if np.isfinite(share) else "has a NaN or an inf out of place"
-        return Check(False, rows, error_eps, share, f"{name} {far}")
+        return Check(False, error_eps, share, f"{name} {far}")
 
     def at(self, indices: np.ndarray) -> "Expected":
         want, bound, scale = (np.take_along_axis(a, indices, -1) for a in (self.want, self.bound, self.scale))
@@ -107,13 +104,14 @@ class Answer:
         mask: np.ndarray | None = None,
     ):
         self.x, self.dy, self.function, self.mask = x, cotangent, function, mask
+        self.labels = np.zeros(len(x), np.int32)
         self.indices = None if k is None else oracle.topk_indices(x, k, mask)
 
     @functools.cached_property
     def output(self) -> Expected:
         """The expected y of whole rows. For token_stats: log p, the entropy, logsumexp and the argmax."""
         if self.function == "token_stats":
-            want = np.stack(oracle.token_stats(self.x, self._labels, self.mask), -1)
+            want = np.stack(oracle.token_stats(self.x, self.labels, self.mask), -1)
             scale = np.maximum(np.abs(np.nan_to_num(want, posinf=0, neginf=0)), [1, 0, 1, 1])
             scale[:, 1] = 1
             bound = bounds.eps(F32) * 4 * (1 + np.log(self.x.shape[1])) * scale * [1, 1, 1, 0]
@@ -129,18 +127,11 @@ class Answer:
             want, bound, scale = want[:, 0], bound[:, 0], scale[:, 0]
         return Expected(want, bound, scale, self.x.dtype)
 
-    @property
-    def _labels(self) -> np.ndarray:
-        return np.zeros(len(self.x), np.int32)
-
-    @functools.cached_property
-    def gradient(self) -> Expected:
-        """The expected dx. For top-k the winners are the stable order's."""
-        return self._gradient(self.indices)
-
-    def _gradient(self, indices: np.ndarray | None) -> Expected:
+    def gradient(self, indices: np.ndarray | None = None) -> Expected:
+        """Returns the expected dx. The winners of top-k are at `indices`, or in the stable order if that is None."""
         assert self.dy is not None, "a gradient needs a cotangent"
         x, mask, dtype = self.x, self.mask, self.x.dtype
+        indices = self.indices if indices is None else indices
         if self.function == "token_stats":
             return self._gradient_of_statistics(self.dy.T[:3].astype(np.float64))
         dy = self.dy.astype(dtype)
@@ -170,7 +161,7 @@ class Answer:
 
         The bound is relative to the terms of a row, which may cancel, and to 1 + |x|: rounding x moves log p.
         """
-        want, _ = oracle.token_stats_vjp(self.x, self._labels, tuple(g), self.mask)
+        want, _ = oracle.token_stats_vjp(self.x, self.labels, tuple(g), self.mask)
         of_label, of_entropy, of_logsumexp = np.abs(g)
         entropy = np.nan_to_num(self.output.want[:, 1])
         scale = (of_label + of_logsumexp + of_entropy * (1 + entropy))[:, None] + np.zeros_like(want)
@@ -210,9 +201,8 @@ class Answer:
         winner by an element of nearly the same probability: the two may differ by twice the bound.
         """
         assert self.indices is not None
-        rows = len(self.indices)
         if got.shape != self.indices.shape:
-            return Check(False, rows, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
+            return Check(False, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
         differs = got != self.indices
         if not stable:
             chosen = np.take_along_axis(self.output.want, got, axis=-1)
@@ -220,11 +210,7 @@ class Answer:
             differs &= ~((np.abs(chosen - want) <= 2 * bound) | (np.isnan(chosen) & np.isnan(want)))
             differs[:, 1:] |= np.diff(np.sort(got, axis=-1), axis=-1) == 0  # the same element chosen twice
         wrong = int(np.sum(np.any(differs, axis=-1)))
-        return Check(not wrong, rows, detail=f"indices of {wrong} rows" if wrong else "")
-
-    def check_gradient(self, got: np.ndarray, indices: np.ndarray | None = None) -> Check:
-        """Checks dx. The winners are at `indices`, or in the stable order if that is None."""
-        return (self.gradient if indices is None else self._gradient(indices)).check("dx", got)
+        return Check(not wrong, detail=f"indices of {wrong} rows" if wrong else "")
 
 
 @np.errstate(invalid="ignore")

@@ -5,13 +5,56 @@ import functools
 import itertools
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import random
 
-from benchmarks.support.flags import LOGITS
+# name: its explanation, and the logits, from normal numbers x, the indices i in a row, and the key of other numbers
+LOGITS: dict[str, tuple[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]] = {
+    "normal": ("standard normal numbers", lambda x, i, key: x),
+    "uniform": (
+        "0 to 1, as the paper's benchmark draws them",
+        lambda x, i, key: random.uniform(key, x.shape),
+    ),
+    "peaked": ("normal, one in 1000 times 20", lambda x, i, key: _some(x, key, 1e-3, 20 * x)),
+    # -0.0 is replaced: it ranks below 0.0, but both have the same softmax
+    "ties": ("normal, rounded to integers", lambda x, i, key: jnp.where(abs(x) <= 0.5, 0.0, jnp.round(x))),
+    "quantized": ("normal, drawn in bfloat16", lambda x, i, key: x),
+    "constant": ("all 1", lambda x, i, key: jnp.ones(x.shape)),
+    "two_values": ("0 or 1", lambda x, i, key: random.bernoulli(key, 0.5, x.shape)),
+    "ascending": ("from -4 to 4", lambda x, i, key: 8 * i / x.shape[-1] - 4),
+    "descending": ("from 4 to -4", lambda x, i, key: 4 - 8 * i / x.shape[-1]),
+    "shifted": ("normal, plus 1000", lambda x, i, key: x + 1000),
+    "scaled": ("normal, times 0.001", lambda x, i, key: x * 1e-3),
+    "close": (
+        "1 and less than 2^-11 more: alike in their upper bits",
+        lambda x, i, key: 1 + random.randint(key, x.shape, 0, 2**12) * jnp.finfo(jnp.float32).eps,
+    ),
+    "blocked": (
+        "normal, 256 in the middle 10 higher",
+        lambda x, i, key: jnp.where(jnp.abs(i + 0.5 - x.shape[-1] // 2) < 128, x + 10, x),
+    ),
+    "one_lane": (  # of one thread, if up to 256 threads take turns with vectors of four or more
+        "normal, four in 1024 10 higher: one thread's",
+        lambda x, i, key: jnp.where(i % 1024 < 4, x + 10, x),
+    ),
+    "neg_inf": ("all -inf", lambda x, i, key: jnp.full(x.shape, -jnp.inf)),
+    "one_finite": (
+        "all -inf but one",
+        lambda x, i, key: jnp.where(i == random.randint(key, (len(x), 1), 0, x.shape[-1]), 1.0, -jnp.inf),
+    ),
+    "nan": ("normal, a third of it NaN", lambda x, i, key: _some(x, key, 1 / 3, jnp.nan)),
+}
+
+
+def _some(x: jax.Array, key: jax.Array, share: float, other: Any) -> jax.Array:
+    """Returns x, with another value at a random share of its elements."""
+    return jnp.where(random.bernoulli(key, share, x.shape), other, x)
+
 
 # How many elements of a case are checked. numpy takes about half a second for them.
 _CHECKED_ELEMENTS = 2**20
@@ -138,7 +181,7 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
 def _key(case: Case, purpose: str) -> jax.Array:
     """Returns a random key. It is the same for every dtype, function, k and direction of a shape."""
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
-    return jax.random.fold_in(jax.random.key(case.seed), zlib.crc32(text.encode()))
+    return random.fold_in(random.key(case.seed), zlib.crc32(text.encode()))
 
 
 def logits(case: Case) -> jax.Array:
@@ -163,49 +206,16 @@ def mask(case: Case) -> jax.Array | None:
     if not case.mask_shape:
         return None
     if case.where == "lengths":
-        return jax.random.randint(_key(case, "lengths"), case.mask_shape, 0, case.vocab + 1)
-    kept = jax.random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
+        return random.randint(_key(case, "lengths"), case.mask_shape, 0, case.vocab + 1)
+    kept = random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
     return jnp.atleast_2d(kept).T if case.axis == 0 else kept
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once per shape, kind, dtype and axis
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
     """Draws logits of one of the kinds in LOGITS."""
-    normal_key, other_key = jax.random.split(key)
-    x = jax.random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
-    x = x.astype(jnp.float32)
+    normal_key, other_key = random.split(key)
+    x = random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
     i = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    vocab = shape[-1]
-    match kind:
-        case "uniform":
-            x = jax.random.uniform(other_key, shape)
-        case "peaked":
-            x = jnp.where(jax.random.bernoulli(other_key, 1e-3, shape), 20 * x, x)
-        case "ties":
-            x = jnp.round(x)
-            x = jnp.where(x == 0, 0.0, x)  # replaces -0.0: it ranks below 0.0, but both have the same softmax
-        case "constant":
-            x = jnp.ones(shape)
-        case "two_values":
-            x = jax.random.bernoulli(other_key, 0.5, shape)
-        case "ascending":
-            x = 8 * i / vocab - 4
-        case "descending":
-            x = 4 - 8 * i / vocab
-        case "shifted":
-            x = x + 1000
-        case "scaled":
-            x = x * 1e-3
-        case "close":
-            x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
-        case "blocked":
-            x = jnp.where(jnp.abs(i + 0.5 - vocab // 2) < 128, x + 10, x)
-        case "one_lane":  # of one thread, if up to 256 threads take turns with vectors of four or more
-            x = jnp.where(i % 1024 < 4, x + 10, x)
-        case "neg_inf":
-            x = jnp.full(shape, -jnp.inf)
-        case "one_finite":
-            x = jnp.where(i == jax.random.randint(other_key, (shape[0], 1), 0, vocab), 1.0, -jnp.inf)
-        case "nan":
-            x = jnp.where(jax.random.bernoulli(other_key, 1 / 3, shape), jnp.nan, x)
+    x = LOGITS[kind][1](x.astype(jnp.float32), i, other_key)
     return (x.T if axis == 0 else x).astype(dtype)

@@ -2,34 +2,52 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_softmax
 from benchmarks.support import answers, cases, driver, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, Contender, fetch
 from benchmarks.support.result import Record
 
 
-def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Record]:
-    """Checks every contender of a case, then times them together."""
+def run_case(contenders_of: Callable[[Case, Any], list[Contender]], case: Case, chosen: Any) -> list[Record]:
+    """Checks every contender of a case, then times them together. `contenders_of` maps the case and the flags to them.
+
+    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
+    """
     cache, cache_bytes = timing.cache()
-    named = {contender.name: contender for contender in contenders}
-    records = [Record(case, contender.name, contender.ours) for contender in contenders]
-    for record in records:
-        record.add(bytes=case.least_bytes, fits_cache=cache if case.least_bytes <= cache_bytes else "")
+    named = {contender.name: contender for contender in contenders_of(case, chosen)}
 
     @functools.cache
     def asked() -> Any:
         _require_memory(case)
         return question(case, case.checked_rows)
 
-    driver.measure(records, lambda record: _prepare(record, named[record.contender], *asked()), chosen)
-    return records
+    def prepare(record: Record) -> Call | None:
+        contender = named[record.contender]
+        arrays, g, answer = asked()
+        if contender.torch and len(arrays) > 1:
+            raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
+        # explain comes later: it would do part of the tracing, which first_result_s should include.
+        call = contender.call(case.direction, arrays, g)
+        options = {"direction": case.direction, "asked": contender.asked, "extra_mb": call.extra_mb}
+        driver.describe(record, call, contender.function, *arrays, **options)
+        check = _check(call, contender, case, answer)
+        record.add(rows_checked=len(case.checked_rows))
+        if np.isfinite(check.error_share):
+            record.add(error_eps=check.error_eps, error_share_of_bound=check.error_share)
+        if not check.ok:
+            driver.note(record, driver.Wrong(check.detail))
+        return call if check.ok or not contender.ours else None
+
+    found = {"bytes": case.least_bytes, "fits_cache": cache if case.least_bytes <= cache_bytes else ""}
+    ours = [name for name, contender in named.items() if contender.ours]
+    return driver.measure(case, named, prepare, chosen, ours=ours, **found)
 
 
 def rows_of(array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
@@ -56,40 +74,9 @@ def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.A
     return arrays, g, answers.Answer(rows_of(x, case, rows), g_rows, function, case.k, kept)
 
 
-def _prepare(
-    record: Record,
-    contender: Contender,
-    arrays: tuple[jax.Array, ...],
-    g: jax.Array | None,
-    answer: answers.Answer,
-) -> Call | None:
-    """Makes the contender's call, checks it and describes it in its record.
-
-    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
-    """
-    case = record.case
-    # explain comes later: it would do part of the tracing, which first_result_s should include.
-    call = contender.call(case.direction, arrays, g)
-    record.ran = call.ran
-    record.add(first_result_s=call.first_result_s, extra_mb=call.extra_mb)
-    if contender.ours:
-        choices = pallas_softmax.explain(contender.function, *arrays)
-        record.add(explain="; ".join(map(str, choices)))
-        require_name(contender, case, choices, call.ran)
-    check = _check(call, contender, case, answer, case.checked_rows)
-    record.add(rows_checked=check.rows)
-    if np.isfinite(check.error_share):
-        record.add(error_eps=check.error_eps, error_share_of_bound=check.error_share)
-    if not check.ok:
-        driver.note(record, driver.Wrong(check.detail))
-    return call if check.ok or not contender.ours else None
-
-
-def _check(
-    call: Call, contender: Contender, case: Case, answer: answers.Answer, rows: np.ndarray
-) -> answers.Check:
+def _check(call: Call, contender: Contender, case: Case, answer: answers.Answer) -> answers.Check:
     """Runs the call once and compares the result with the answer."""
-    result, checks = call.result(), []
+    result, rows, checks = call.result(), case.checked_rows, []
     found = {name: fetch(result[name], rows, 0) for name in ("y", "indices") if name in result and case.k}
     if not contender.ordered:
         found = answer.in_order(found)
@@ -102,28 +89,8 @@ def _check(
         chosen = None
         if not contender.ours and case.k is not None:  # a peer may order ties freely
             chosen = fetch(result.get("indices", call.indices), rows, 0)
-        checks.append(answer.check_gradient(rows_of(result["dx"], case, rows), chosen))
+        checks.append(answer.gradient(chosen).check("dx", rows_of(result["dx"], case, rows)))
     return answers.all_of(checks)
-
-
-def require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
-    """Raises if the program runs another implementation than the one asked for and explained."""
-    said = set()
-    for choice in choices:  # a gradient without kernels is plain JAX, and has no choice
-        is_gradient = choice.call.op.endswith("_grad")
-        if case.direction in ("both", "backward" if is_gradient else "forward"):
-            said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
-    asked = {contender.asked} if contender.asked else said
-    if choices and not said and asked - {"xla"}:
-        function = case.function if case.k is None else "fused_topk"
-        raise NotImplementedError(f"the gradient of {function} is plain JAX: it has no kernel here")
-    said = said or asked  # explain says nothing about the paper's algorithms
-    if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
-        raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _require_memory(case: Case) -> None:
@@ -131,6 +98,9 @@ def _require_memory(case: Case) -> None:
     if timing.on_gpu() or not hasattr(os, "sysconf"):
         return
     # Eight float32 arrays hold x, its gradient, outputs, values that peers keep, and float32 copies of 16-bit rows.
-    needed = 8 * case.batch * case.vocab * 4
-    if needed > _memory():
-        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {_memory() / 1e9:.3g}")
+    needed, present = (
+        8 * case.batch * case.vocab * 4,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if needed > present:
+        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {present / 1e9:.3g}")

@@ -1,6 +1,7 @@
 """The contenders: each one becomes a call that can be checked and then timed.
 
-A function under test maps x (and a mask) to (y, None), or x to (values, indices). A call has one of three directions:
+A function under test maps x (and other inputs, such as a mask) to (y, indices), or to (y, None). A call has one of
+three directions:
 
 forward   calls the function
 backward  computes the gradient, from values that an earlier forward call kept
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -22,6 +23,8 @@ from pallas_softmax import ImplementationName
 
 # Implementations that appear in a lowered program as custom calls of these names.
 _KERNELS = ("mosaic_gpu", "triton")
+
+Arrays = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +56,11 @@ class Contender:
     stable: bool = True  # whether ties are guaranteed to be in order of their indices
     of_logits: bool = False  # whether it is a top-k without softmax, so that its values are logits
     ordered: bool = True  # whether its winners are in order
-    asked: str = ""  # the implementation that ours must run; empty if ours may choose
+    asked: str = ""  # the implementation that ours must run, if its name does not say it
     options: dict[str, bool] | None = None  # XLA's
 
-    def call(self, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None) -> Call:
-        """Returns its call for one direction, from x, any mask and the cotangent g."""
+    def call(self, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
+        """Returns its call for one direction, from x, any further inputs, and the cotangent g: by default it is y."""
         return (_torch_call if self.torch else _jax_call)(self, direction, arrays, g)
 
 
@@ -69,13 +72,7 @@ def named(name: str) -> ImplementationName | None:
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
     """Returns a contender per implementation of a function of ours. With auto, the function chooses."""
     return [
-        Contender(
-            name,
-            functools.partial(function, implementation=named(name)),
-            ours=True,
-            asked="" if name == "auto" else name,
-        )
-        for name in names
+        Contender(name, functools.partial(function, implementation=named(name)), ours=True) for name in names
     ]
 
 
@@ -107,34 +104,23 @@ def jax_call(
     if memory := compiled.memory_analysis():
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         extra_mb = extra / 1e6
-    return Call(
-        run=lambda: compiled(*args),
-        ran=ran or _lowered_to(lowered.as_text()),
-        first_result_s=first_result_s,
-        extra_mb=extra_mb,
-    )
+    kernels = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', lowered.as_text())]
+    ran = ran or "+".join(kernels) or "xla"
+    return Call(lambda: compiled(*args), ran, first_result_s=first_result_s, extra_mb=extra_mb)
 
 
-def _lowered_to(text: str) -> str:
-    """Returns the implementations with kernels in a lowered program, joined by "+", or "xla"."""
-    found = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', text)]
-    return "+".join(found) or "xla"
-
-
-def _jax_call(
-    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
-) -> Call:
+def _jax_call(contender: Contender, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
-        return _present(zip(("y", "indices"), function(x, *mask)))
+        return _present(*function(x, *mask))
 
     def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
         return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)
 
-    def both(g: jax.Array, *arrays: jax.Array) -> dict[str, Any]:
+    def both(g: jax.Array | None, *arrays: jax.Array) -> dict[str, Any]:
         y, pull, indices = pullback(*arrays)
-        return _present({"y": y, "dx": pull(g)[0], "indices": indices}.items())
+        return _present(y, indices, pull(y if g is None else g)[0])
 
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
@@ -148,8 +134,8 @@ def _jax_call(
     return dataclasses.replace(call(backward, pull, g), indices=indices)
 
 
-def _present(results: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: a for name, a in results if a is not None}
+def _present(y: Any, indices: Any, dx: Any = None) -> dict[str, Any]:
+    return {name: a for name, a in {"y": y, "indices": indices, "dx": dx}.items() if a is not None}
 
 
 def need_gpu(library: str) -> None:
@@ -169,26 +155,23 @@ def torch_and_wait() -> tuple[Any, Callable[[Any], None]]:
 
 
 def from_torch(result: dict[str, Any]) -> dict[str, jax.Array]:
-    return {name: jnp.from_dlpack(a.contiguous()) for name, a in result.items()}
+    return {name: jnp.from_dlpack(a.detach().contiguous()) for name, a in result.items()}
 
 
-def _torch_call(
-    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
-) -> Call:
+def _torch_call(contender: Contender, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
     """DLPack shares the JAX arrays' memory with torch."""
-    x, *mask = arrays
-    if mask:
-        raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
     torch, wait = torch_and_wait()
-    leaf = torch.from_dlpack(x).requires_grad_(direction != "forward")
+    x, *rest = map(torch.from_dlpack, arrays)
+    leaf = x.requires_grad_(direction != "forward")
     gradient = None if g is None else torch.from_dlpack(g)
 
     def forward() -> dict[str, Any]:
-        return _present(zip(("y", "indices"), contender.function(leaf)))
+        return _present(*contender.function(leaf, *rest))
 
     def both() -> dict[str, Any]:
         result = forward()
-        return result | {"dx": torch.autograd.grad(result["y"], leaf, gradient)[0]}
+        of_y = result["y"].detach() if gradient is None else gradient
+        return result | {"dx": torch.autograd.grad(result["y"], leaf, of_y)[0]}
 
     def backward() -> dict[str, Any]:
         return {"dx": torch.autograd.grad(kept["y"], leaf, gradient, retain_graph=True)[0]}

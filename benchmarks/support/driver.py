@@ -5,13 +5,11 @@ pandas, so that a GPU machine can measure without it: see `benchmarks.support.re
 """
 
 import contextlib
-import dataclasses
-import functools
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +21,7 @@ import pallas_softmax
 from benchmarks.support import result, timing
 from benchmarks.support.contenders import Call
 from benchmarks.support.flags import FLAGS, IMPLEMENTATIONS
-from benchmarks.support.result import Record
-
-
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """A benchmark: its cases, how to measure one, and how to show the result."""
-
-    name: str
-    cases: Callable[[Any], list[Any]]  # flags -> cases, which are frozen dataclasses
-    run: Callable[[Any, Any], list[Record]]  # (case, flags) -> records
-    view: result.View
-    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()  # which to measure: copy, read
-    several: bool = False  # whether it uses all devices. Such a long run is written after every case
+from benchmarks.support.result import Benchmark, Record
 
 
 class Wrong(Exception):
@@ -51,67 +37,95 @@ def wrong_if_refuted() -> Iterator[None]:
         raise Wrong(str(error)) from None
 
 
-def records_of(case: Any, names: Iterable[str], required: Iterable[str] = (), **found: Any) -> list[Record]:
-    """Returns a record per contender of a case. Contenders with the name of an implementation are ours.
-
-    A repeated name counts once. `required` has the peers that may not fail either, `found` what all records share.
-    """
-    required = {*IMPLEMENTATIONS, *required}
-    return [
-        Record(case, name, name in IMPLEMENTATIONS, found={**found}, required=name in required)
-        for name in dict.fromkeys(names)
-    ]
-
-
 def measure(
-    records: Iterable[Record],
+    case: Any,
+    names: Iterable[str],
     prepare: Callable[[Record], Call | None],
     chosen: Any,
-    sample: Callable[[Call], list[float]] | None = None,
+    *,
+    ours: Container[str] = IMPLEMENTATIONS,
+    required: Container[str] = (),
     prefix: str = "",
-) -> dict[str, Call]:
-    """Prepares every contender of a case, then times them together. Returns the timed calls, by contender.
+    steps: int = 0,
+    **found: Any,
+) -> list[Record]:
+    """Checks every contender of a case, then times them together. Returns a record per contender.
 
     Args:
-      records: one per contender. They receive what is found.
+      case: a frozen dataclass.
+      names: the contenders. A repeated name counts once.
       prepare: compiles and checks the contender of a record, and returns the call to time. It returns None if the
         call must not be timed, and raises if the contender cannot run.
       chosen: the parsed flags, which say how long to time.
-      sample: how to time a call; the default is device times on a GPU, wall times on a CPU.
-      prefix: of the names of the percentiles.
+      ours: the contenders that are ours.
+      required: the peers that may not fail either.
+      prefix: of the names of the percentiles, if these are of wall times. Otherwise a GPU's times are device times.
+      steps: the steps of a call that decodes. It is timed by wall time, and on a GPU by the device time of a step too.
+      found: what all records share.
     """
-    found = {record.contender: record for record in records}
+    records = {
+        name: Record(case, name, name in ours, found={**found}, required=name in required)
+        for name in dict.fromkeys(names)
+    }
     calls = {}
-    for name, record in found.items():
+    for name, record in records.items():
         try:
             if (call := prepare(record)) is not None:
                 calls[name] = call
         except Exception as error:
             note(record, error)
-    failed = lambda name, error: note(found[name], error)  # noqa: E731
+    failed = lambda name, error: note(records[name], error)  # noqa: E731
+    sample = timing.wall_times if steps or prefix else None
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
         times = {f"{prefix}p{n}_us": 1e6 * float(np.percentile(seconds, n)) for n in (20, 50, 80)}
-        found[name].add(samples=len(seconds), **times)
-    return calls
+        records[name].add(samples=len(seconds), **times)
+    if steps and timing.on_gpu():
+
+        def without(name: str, error: Exception) -> None:
+            records[name].reason = f"no device time: {error}"
+
+        for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, without).items():
+            records[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
+    return list(records.values())
 
 
-def describe(record: Record, call: Call, *explained: Any) -> None:
+def describe(
+    record: Record, call: Call, *explained: Any, direction: str = "forward", asked: str = "", **found: Any
+) -> None:
     """Writes into a record what its call ran, and how long that took the first time.
 
-    `explained` is a function of ours and its arguments, if the call is one call of ours. Without it, the call is a
-    whole program. Raises if ours ran another implementation than its name asks for, or than `explain` says.
+    Raises if ours ran another implementation than the one asked for, or than `explain` says.
+
+    Args:
+      record: of the contender.
+      call: its call.
+      explained: a function of ours and its arguments, if the call is one call of ours. Without them, the call is a
+        whole program.
+      direction: of the call.
+      asked: the implementation that ours must run, if the contender's name (which may be auto) does not say it.
+      found: what else to write.
     """
     record.ran = call.ran
-    record.add(first_result_s=call.first_result_s)
+    record.add(first_result_s=call.first_result_s, **found)
     if not record.ours:
         return
-    said, accepted = {call.ran}, {"auto", "xla", *call.ran.split("+")}
+    ran = {*call.ran.split("+")}
+    wanted = {asked or record.contender} - {"auto"}
+    said, is_right = {call.ran}, wanted <= {"xla", *ran}
     if explained:
         choices = pallas_softmax.explain(*explained)
         record.add(explain="; ".join(map(str, choices)))
-        said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
-        accepted = {"auto", call.ran}
-    if said != {call.ran} or record.contender not in accepted:
+        said = {
+            choice.cuda if timing.on_gpu() else choice.elsewhere
+            for choice in choices
+            if direction in ("both", "backward" if choice.call.op.endswith("_grad") else "forward")
+        }
+        if choices and not said and wanted - {"xla"}:  # a gradient without kernels has no choice
+            of = choices[0].call.op
+            raise NotImplementedError(f"the gradient of {of} is plain JAX: it has no kernel here")
+        said = said or wanted  # explain says nothing about the paper's algorithms
+        is_right = said <= (wanted or said) and said - {"xla"} == ran - {"xla"}
+    if not is_right:
         raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {call.ran}")
 
 
@@ -138,7 +152,7 @@ def note(record: Record, error: Exception) -> None:
     """Records an error in the status and the reason."""
     record.reason = " ".join(str(error).split())[:400] or type(error).__name__
     if isinstance(error, Wrong):
-        record.status = "FAILED" if record.required else "differs"
+        record.status = "FAILED" if record.ours or record.required else "differs"
     elif _cannot_run(error):
         record.status = "not run"
     else:
@@ -157,10 +171,13 @@ def _cannot_run(error: Exception) -> bool:
 
 
 def program(
-    module: str, benchmark: Benchmark, define_flags: Callable[[], None]
+    module: str, define_flags: Callable[[], None], *benchmarks: Benchmark
 ) -> Callable[[list[str]], int]:
-    """Returns the `main` of a benchmark. Runs it if its module is the program: `module` is the module's __name__."""
-    run = functools.partial(main, benchmark)
+    """Returns the `main` of one benchmark or of several, which returns the largest exit code.
+
+    Runs it if its module is the program: `module` is the module's __name__.
+    """
+    run = lambda argv: max(main(benchmark, argv) for benchmark in benchmarks)  # noqa: E731
     if module == "__main__":
         define_flags()
         app.run(run)
@@ -180,10 +197,12 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
         todo = benchmark.cases(chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    if not todo:
+        print(f"{benchmark.name}: nothing to measure", file=sys.stderr)
+        return 0
     run = result.provenance(chosen.commit, jax.device_count() if benchmark.several else 1)
-    measured = {"copy": timing.copy_bandwidth, "read": timing.read_bandwidth}
     try:
-        run |= {f"{name}_tb_per_s": measured[name]() / 1e12 for name in benchmark.bandwidths(todo)}
+        run |= {f"{name}_tb_per_s": timing.bandwidth(name) / 1e12 for name in benchmark.bandwidths(todo)}
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []
@@ -223,5 +242,9 @@ def show(benchmark: Benchmark, directory: Path) -> None:
     document = result.read(file)
     run = document["runs"][0]
     print(f"\n{benchmark.name} on {run['device']}, jax {run['jax']}")
-    print(result.show(document, benchmark.view, directory))
+    rows = result.frame(document, benchmark)
+    rows.to_csv(file.with_suffix(".csv"), index=False, lineterminator="\n")
+    if benchmark.draw:
+        benchmark.draw(rows, document, file.with_suffix(".png"))
+    print(result.table(rows, benchmark.columns))
     print(f"files: {directory}/{benchmark.name}.*")

@@ -9,6 +9,8 @@ from typing import Any
 
 from absl import flags
 
+from benchmarks.support.cases import LOGITS
+
 FLAGS = flags.FLAGS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,25 +18,6 @@ FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
 WHERES = ("none", "full", "vocab", "rows")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
-LOGITS = {
-    "normal": "standard normal numbers",
-    "uniform": "0 to 1, as the paper's benchmark draws them",
-    "peaked": "normal, one in 1000 times 20",
-    "ties": "normal, rounded to integers",
-    "quantized": "normal, drawn in bfloat16",
-    "constant": "all 1",
-    "two_values": "0 or 1",
-    "ascending": "from -4 to 4",
-    "descending": "from 4 to -4",
-    "shifted": "normal, plus 1000",
-    "scaled": "normal, times 0.001",
-    "close": "1 and less than 2^-11 more: alike in their upper bits",
-    "blocked": "normal, 256 in the middle 10 higher",
-    "one_lane": "normal, four in 1024 10 higher: one thread's",
-    "neg_inf": "all -inf",
-    "one_finite": "all -inf but one",
-    "nan": "normal, a third of it NaN",
-}
 
 # --help lists a flag under the module that defines it. This makes absl see the caller of this module, the benchmark.
 flags.disclaim_key_flags()
@@ -103,7 +86,7 @@ _LISTS = {
     "logits": (
         Items("|".join([*LOGITS, r".+\.npy"]), f"any of {', '.join(LOGITS)} and paths of .npy files"),
         "normal",
-        f"The input: {'; '.join(f'{name} ({text})' for name, text in LOGITS.items())}; or your own file, which is"
+        f"The input: {'; '.join(f'{name} ({text})' for name, (text, _) in LOGITS.items())}; or your own file, which is"
         " memory-mapped and gives its own V (the last axis; the others are rows).",
     ),
 }

@@ -1,4 +1,4 @@
-"""A small language model (a GRU), trained on the text in data/, and the timing of its decoding.
+"""A small language model (a GRU), trained on the text in data/, and its decoding.
 
 The text has only about 3,500 different tokens (words, punctuation, line ends). The output layer has all V tokens, and
 learns by the full cross entropy that the others are improbable.
@@ -16,10 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.example_libraries import optimizers
-
-from benchmarks.support import driver, timing
-from benchmarks.support.contenders import Call
-from benchmarks.support.result import Record
 
 TEXT = Path(__file__).parents[1] / "data" / "romeo_and_juliet.txt"
 UNKNOWN = 0
@@ -152,20 +148,6 @@ def generate(choose: Callable, weights: Weights, prompts: jax.Array, given: jax.
         return (hidden, token), found
 
     return lax.scan(step, (prefill(weights, prompts), prompts[:, -1]), given)[1]
-
-
-def measure_decoding(records: list[Record], prepare: Callable[[Record], Call], chosen: Any) -> None:
-    """Prepares and times the contenders by wall time, and on a GPU by the device time of a step as well."""
-    calls = driver.measure(records, prepare, chosen, timing.wall_times)
-    if not timing.on_gpu():
-        return
-    found = {record.contender: record for record in records}
-
-    def failed(name: str, error: Exception) -> None:
-        found[name].reason = f"no device time: {error}"
-
-    for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed).items():
-        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / found[name].case.sequence)
 
 
 def add_tokens_per_s(rows: Any, of: Callable) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from absl import app
 
 from benchmarks.support import driver
+from benchmarks.support.result import Benchmark
 
 
-def benchmark_of(name: str) -> driver.Benchmark:
+def benchmark_of(name: str) -> Benchmark:
     """Returns the benchmark that wrote a result of this name."""
     if name == "linear_training":
         return importlib.import_module("benchmarks.linear").TRAINING

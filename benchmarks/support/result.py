@@ -1,4 +1,4 @@
-"""A result: its records, its provenance, its JSON, and what pandas makes of them (derived columns, CSV and table).
+"""A benchmark and its result: records, provenance, JSON, and what pandas makes of them (more columns, CSV and table).
 
 The JSON holds what cannot be computed again: {"benchmark", "runs": [provenance], "rows": [record]}. A row of a result
 that was put together from several runs has the index of its run.
@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,14 @@ class Record:
     status: str = "ok"
     reason: str = ""  # why the status is not ok
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
-    required: bool | None = None  # whether a failure fails the run; None: if ours
+    required: bool = False  # whether a failure of a peer fails the run as well
 
     def add(self, **found: Any) -> None:
         self.found |= found
 
-    def __post_init__(self) -> None:
-        self.required = self.ours if self.required is None else self.required
-
     @property
     def fails(self) -> bool:
-        return bool(self.required) and self.status in ("FAILED", "WORSE", "error")
+        return (self.ours or self.required) and self.status in ("FAILED", "WORSE", "error")
 
 
 def flat(case: Any) -> dict[str, Any]:
@@ -175,20 +172,22 @@ def read(file: Path) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
-    """How to show a result: the columns of its table, and its picture.
+class Benchmark:
+    """A benchmark: its cases, how to measure one, and how to show the result."""
 
-    Attributes:
-      columns: what the table shows of each contender.
-      baselines: the contenders with speed-up 1. The first of them that the result has is its baseline.
-      derive: (rows, of) -> None. It adds columns to the rows; see `frame` for `of`.
-      draw: (rows, document, file) -> None. It writes the picture.
-    """
-
-    columns: tuple[str, ...]
-    baselines: tuple[str, ...] = ()
-    derive: Callable[[Frame, Callable[..., Frame]], None] | None = None
-    draw: Callable[[Frame, dict[str, Any], Path], None] | None = None
+    name: str  # also of its files
+    cases: Callable[[Any], list[Any]]  # flags -> cases, which are frozen dataclasses
+    run: Callable[[Any, Any], list[Record]]  # (case, flags) -> records
+    columns: tuple[str, ...]  # what the table shows of each contender
+    baselines: tuple[str, ...] = ()  # contenders with speed-up 1: the first of them that the result has
+    derive: Callable[[Frame, Callable], None] | None = (
+        None  # (rows, of) -> None: adds columns; see `frame` for `of`
+    )
+    draw: Callable[[Frame, dict[str, Any], Path], None] | None = (
+        None  # (rows, document, file) -> None: the picture
+    )
+    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()  # which to measure: copy, read
+    several: bool = False  # whether it uses all devices. Such a long run is written after every case
 
 
 def case_columns(rows: Frame) -> list[str]:
@@ -196,7 +195,7 @@ def case_columns(rows: Frame) -> list[str]:
     return list(rows.columns[: list(rows.columns).index("contender")])
 
 
-def frame(document: dict[str, Any], view: View) -> Frame:
+def frame(document: dict[str, Any], benchmark: Benchmark) -> Frame:
     """Returns the rows of a result with everything that follows from them: rates, shares and speed-ups."""
     import pandas as pd
 
@@ -207,13 +206,13 @@ def frame(document: dict[str, Any], view: View) -> Frame:
 
     def of(column: str, contender: str = "", **changed: Any) -> Frame:
         """Returns for each row the value of another row: a contender's in its case, or its own in a changed case."""
+        on = cases + ["contender"] * (not contender)
         own = rows[rows.contender == contender] if contender else rows
-        key = lambda rows: _key(rows[cases + ["contender"] * (not contender)])  # noqa: E731
-        values = own.set_index(key(own))[column].astype(float)
-        return key(rows.assign(**changed)).map(values[~values.index.duplicated(keep="last")])
+        values = own.drop_duplicates(on, keep="last")[on + [column]]
+        return rows[on].assign(**changed).merge(values, "left", on)[column].astype(float)
 
-    baseline = next((name for name in view.baselines if name in set(rows.contender)), "")
-    if view.baselines:
+    baseline = next((name for name in benchmark.baselines if name in set(rows.contender)), "")
+    if benchmark.baselines:
         rows["p50_us"] = rows.p50_us.astype(float) if "p50_us" in rows else np.nan
         rows["speedup"] = of("p50_us", baseline) / rows.p50_us if baseline else np.nan
     if "bytes" in rows:
@@ -226,25 +225,9 @@ def frame(document: dict[str, Any], view: View) -> Frame:
         if "logits" in rows and rows.logits.nunique() > 1 and "normal" in rows.logits.values:
             slowdown = rows.p50_us / of("p50_us", logits="normal")
             rows["slowdown"] = slowdown.where(rows.logits != "normal")
-    if view.derive:
-        view.derive(rows, of)
+    if benchmark.derive:
+        benchmark.derive(rows, of)
     return rows
-
-
-def _key(cases: Frame) -> Frame:
-    import pandas as pd
-
-    texts = ["|".join(map(str, row)) for row in cases.to_numpy().tolist()]
-    return pd.Series(texts, cases.index, dtype=object)
-
-
-def show(document: dict[str, Any], view: View, directory: Path) -> str:
-    """Writes the CSV and the picture of a result. Returns its table as text."""
-    rows = frame(document, view)
-    rows.to_csv(directory / f"{document['benchmark']}.csv", index=False, lineterminator="\n")
-    if view.draw:
-        view.draw(rows, document, directory / f"{document['benchmark']}.png")
-    return table(rows, view)
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -260,15 +243,15 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def table(rows: Frame, view: View) -> str:
-    """Returns the rows as aligned text: the fields of the case that vary, the contender, and the view's columns.
+def table(rows: Frame, columns: Iterable[str]) -> str:
+    """Returns the rows as aligned text: the fields of the case that vary, the contender, and `columns`.
 
     A line above the table gives the fields that do not vary. Another one says if no kernel ran on this device. Notes
     below the table give the reasons behind a status, and the columns' meaning.
     """
     cases = case_columns(rows)
     varying = [name for name in cases if rows[name].map(str).nunique() > 1]
-    shown = [name for name in view.columns if name in rows and rows[name].notna().any()]
+    shown = [name for name in columns if name in rows and rows[name].notna().any()]
     reasons = list(dict.fromkeys(rows.reason[rows.reason != ""]))
     text = rows[varying + ["contender"] + shown].copy()
     for name in shown:

@@ -1,12 +1,12 @@
-"""Times of calls: kernel times on a GPU, wall times on a CPU."""
+"""Times of calls: kernel times on a GPU, wall times on a CPU, and traces of programs of many calls."""
 
 import contextlib
 import ctypes
 import functools
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,7 @@ from benchmarks.support.contenders import Call
 _CALLS_PER_TURN = 10
 _SECONDS_PER_TURN = 0.02
 _LEAST_SAMPLES = 3
-
-Name = TypeVar("Name")
+_TRACES = 3  # the time by traces is their median
 
 
 def on_gpu() -> bool:
@@ -62,12 +61,12 @@ def _device_times(call: Call) -> list[float]:
 
 
 def interleave(
-    calls: dict[Name, Call],
+    calls: dict[str, Call],
     repeats: int,
     seconds: float,
-    failed: Callable[[Name, Exception], None],
+    failed: Callable[[str, Exception], None],
     sample: Callable[[Call], list[float]] | None = None,
-) -> dict[Name, list[float]]:
+) -> dict[str, list[float]]:
     """Samples the calls in turn, so that a slow spell of the machine affects all of them.
 
     Args:
@@ -82,7 +81,7 @@ def interleave(
       The samples in seconds, by name, of the calls that did not raise.
     """
     sample = sample or (_device_times if on_gpu() else wall_times)
-    times: dict[Name, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     deadline = time.monotonic() + seconds
     least = 0
     while times and least < repeats and (least < _LEAST_SAMPLES or time.monotonic() <= deadline):
@@ -96,58 +95,100 @@ def interleave(
     return times
 
 
-def seconds_per_further_call(one: Call, many: Call, calls: int) -> float:
-    """Returns what a further call adds to the wall time of a program of `calls` calls. The dispatch does not count.
+class NoKernels(RuntimeError):
+    """A trace has fewer kernels than calls. On some machines the profiler sees none."""
 
-    `one` is a program of one call, which has run before, and `many` a program of `calls` calls.
+
+def call_seconds(one: Call, many: Call, calls: int) -> tuple[float, str]:
+    """Returns the seconds from one call to the next on the GPUs of this process, and how they were found.
+
+    By JAX's profiler, gaps between kernels count: a device may be waiting for other devices or for its host. The
+    dispatch of the program, and anything else before its first kernel, does not count. If a trace has fewer kernels
+    than calls, the time is what a further call adds to the wall time of the program.
+
+    Args:
+      one: a program of one call, which has run before.
+      many: a program of `calls` equal calls. Each call waits for the previous one.
+      calls: the number of calls.
     """
-    wall_times(many)
-    times = interleave({1: one, calls: many}, 10, 2.0, _reraise, wall_times)
-    return float(np.median(times[calls]) - np.median(times[1])) / (calls - 1)
+    many.result()
+    try:
+        return float(np.median([period(_kernel_starts(many), calls) for _ in range(_TRACES)])), "trace"
+    except NoKernels:
+        times = interleave({"one": one, "many": many}, 10, 2.0, _reraise, wall_times)
+        further = np.median(times["many"]) - np.median(times["one"])
+        return float(further) / (calls - 1), "host's clock"
+
+
+def period(starts: list[list[float]], calls: int) -> float:
+    """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices.
+
+    Args:
+      starts: the start times of each device's kernels, in nanoseconds.
+      calls: the number of calls.
+    """
+    steps = []
+    for each in starts or [[]]:
+        # Extra kernels, such as an initial clearing of memory, come before the calls.
+        kernels = len(each) // calls
+        if not kernels:
+            raise NoKernels(f"the trace has {len(each)} kernels of {calls} calls")
+        ordered = np.sort(each)
+        steps.append(ordered[kernels:] - ordered[:-kernels])
+    return float(np.median(np.concatenate(steps))) / 1e9
+
+
+def _kernel_starts(call: Call) -> list[list[float]]:
+    """Returns the start times of each GPU's kernels, in nanoseconds."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            call.result()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return [
+            [
+                event.start_ns
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+        ]
 
 
 def _reraise(name: object, error: Exception) -> None:
     raise error
 
 
-def _gigabyte() -> jax.Array:
-    """Returns 1 GB of float32, or 256 MB on a CPU."""
-    return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
-
-
 @functools.cache  # measured once per process
-def copy_bandwidth() -> float:
-    """Returns the bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
-    # On a CPU the result reuses the memory of x, because page faults of fresh memory would take longer than the copy.
-    add = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0)
-    x = _gigabyte()
-    bytes_moved = 2 * x.nbytes
+def bandwidth(kind: str) -> float:
+    """Returns the bytes per second of a jitted pass over 1 GB of float32 (256 MB on a CPU), the median of about 20.
+
+    The pass is a copy, x + 1.0, which counts as read plus written, or a read, sum(x): the fastest possible one.
+    """
+    x = jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
+    # On a CPU the copy reuses the memory of x, because page faults of fresh memory would take longer than the copy.
+    copy, read = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0), jax.jit(jnp.sum)
 
     def run() -> jax.Array:
         nonlocal x
-        x = add(x)
+        if kind == "read":
+            return read(x)
+        x = copy(x)
         return x
 
-    return bytes_moved / _median_seconds(run)
-
-
-@functools.cache
-def read_bandwidth() -> float:
-    """Returns the bytes per second of a jitted sum over a gigabyte: the fastest possible read."""
-    total, x = jax.jit(jnp.sum), _gigabyte()
-    return x.nbytes / _median_seconds(lambda: total(x))
-
-
-def _median_seconds(run: Callable[[], jax.Array]) -> float:
-    """Returns the median of about twenty samples of a JAX function without arguments."""
     run()  # compiles
     try:
-        return float(np.median(interleave({"bandwidth": Call(run, "jax")}, 20, 2.0, _reraise)["bandwidth"]))
+        seconds = interleave({kind: Call(run, "jax")}, 20, 2.0, _reraise)[kind]
     except Exception as error:
         raise RuntimeError(
             "timing on a GPU needs CUPTI, through JAX's CUDA plugin (jax[cuda12] or jax[cuda13])"
             " and without another profiler in the process"
         ) from error
+    return {"copy": 2, "read": 1}[kind] * x.nbytes / float(np.median(seconds))
 
 
 def cache() -> tuple[str, int]:

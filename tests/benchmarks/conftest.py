@@ -28,7 +28,7 @@ def flags_of(benchmark, *args):
     own = set(FLAGS) - others
     try:
         FLAGS([benchmark.__name__, *args])
-        yield {name: getattr(FLAGS, name) for name in own}
+        yield SimpleNamespace(**{name: getattr(FLAGS, name) for name in own})
     finally:
         for name in own:
             delattr(FLAGS, name)
@@ -37,7 +37,7 @@ def flags_of(benchmark, *args):
 def parse(benchmark, *args):
     """Returns the flags of a command line of a benchmark, given as its module."""
     with flags_of(benchmark, *args) as found:
-        return SimpleNamespace(**found)
+        return found
 
 
 @pytest.fixture
@@ -59,8 +59,7 @@ def run_benchmark(monkeypatch, tmp_path, titles):
 
     No bandwidth is measured, and no picture is saved. `choose` takes the cases of the flags, and returns those to run.
     """
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
+    monkeypatch.setattr(timing, "bandwidth", {"copy": 1e10, "read": 8e9}.get)
 
     def run(benchmark, *args, choose=None):
         name = benchmark.__name__.split(".")[-1]
@@ -78,16 +77,5 @@ def run_benchmark(monkeypatch, tmp_path, titles):
         with open(tmp_path / f"{name}.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == len(rows)
         return code, rows
-
-    return run
-
-
-@pytest.fixture
-def one(run_benchmark):
-    """Runs a benchmark on one case; returns the exit code and the rows by contender."""
-
-    def run(*args):
-        code, rows = run_benchmark(*args)
-        return code, {row["contender"]: row for row in rows}
 
     return run

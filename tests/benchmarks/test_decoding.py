@@ -41,7 +41,7 @@ def test_hypotheses_are_the_best_of_all():
     shapes = {"embed": (7, 16), "bias": 48, "input": (16, 48), "hidden": (16, 48)}
     normal = np.random.default_rng(0).standard_normal
     weights = {name: jnp.asarray(normal(shape), jnp.float32) for name, shape in shapes.items()}
-    decode = functools.partial(beam_search.decode, beam_search.selection("auto"), search)
+    decode = functools.partial(beam_search.decode, "auto", search)
     found = jax.jit(decode)(weights, jnp.asarray(ids))
 
     @jax.jit

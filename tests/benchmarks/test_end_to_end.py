@@ -18,8 +18,8 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import accuracy, paper, quick_start, sample, softmax, topk
-from benchmarks.support import cases, checked, driver, result, timing
-from benchmarks.support.contenders import Call, Contender, jax_call
+from benchmarks.support import cases, driver, result, timing
+from benchmarks.support.contenders import Call, jax_call
 from benchmarks.support.result import Record
 from tests.benchmarks.conftest import case_of, flags_of, parse
 from tests.support.covering import first, slow
@@ -122,11 +122,11 @@ def test_every_benchmark_runs_and_rejects_a_wrong_result(
     without_remat = lambda found: [case for case in found if not case.remat]  # noqa: E731
     choose = without_remat if name == "programs" else None
     code, rows = run_benchmark(benchmark, "--implementations=auto,xla", *args, choose=choose)
-    printed, view = capsys.readouterr(), benchmark.BENCHMARK.view
+    printed, of = capsys.readouterr(), benchmark.BENCHMARK
     assert code == 1 and "records failed" in printed.err and len(rows) == count
-    assert f"{name} on " in printed.out and bool(titles) == (view.draw is not None)
+    assert f"{name} on " in printed.out and bool(titles) == (of.draw is not None)
     header = (tmp_path / f"{name}.csv").read_text().partition("\n")[0].split(",")
-    assert set(view.columns) - set(header) <= {"slowdown", "device_us_per_step"}
+    assert set(of.columns) - set(header) <= {"slowdown", "device_us_per_step"}
     for row in rows:
         timed = row.get("p50_us", 0) > 0
         if row["contender"] == "xla":
@@ -177,24 +177,25 @@ def test_without_pandas_the_json_is_written(tmp_path, run_benchmark, monkeypatch
     assert "benchmarks.support.redraw" in capsys.readouterr().out
 
 
-def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(one, monkeypatch):
+def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(run_benchmark, monkeypatch):
     monkeypatch.setitem(softmax._FUNCTIONS, "jax", lambda x, function, axis: (x, None))
-    code, rows = one(softmax, "--peers=jax")
-    assert code == 0 and rows["auto"]["status"] == "ok"
-    assert rows["jax"]["status"] == "differs" and rows["jax"]["p50_us"] > 0
+    code, (auto, jaxs) = run_benchmark(softmax, "--peers=jax")
+    assert code == 0 and (auto["contender"], auto["status"]) == ("auto", "ok")
+    assert (jaxs["contender"], jaxs["status"]) == ("jax", "differs") and jaxs["p50_us"] > 0
     monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
-    code, rows = one(sample, "--peers=jax", "--shapes=3x60", "--filters=min_p", "--implementations=")
-    assert code == 0 and rows["jax"]["status"] == "differs" and "p50_us" not in rows["jax"]
+    args = "--peers=jax", "--shapes=3x60", "--filters=min_p", "--implementations="
+    code, (jaxs,) = run_benchmark(sample, *args)
+    assert code == 0 and jaxs["status"] == "differs" and "p50_us" not in jaxs
 
 
-def test_a_wrong_algorithm_of_the_paper_fails_the_run(one, monkeypatch):
+def test_a_wrong_algorithm_of_the_paper_fails_the_run(run_benchmark, monkeypatch):
     broken = replace(paper._ALGORITHMS["topk"], plain=lambda x, k: lax.top_k(x + 1, k))
     monkeypatch.setitem(paper._ALGORITHMS, "topk", broken)
-    code, rows = one(paper, "--algorithms=topk,safe_fused", "--implementations=")
-    assert code == 1 and [row["status"] for row in rows.values()] == ["FAILED", "ok"]
+    code, rows = run_benchmark(paper, "--algorithms=topk,safe_fused", "--implementations=")
+    assert code == 1 and [row["status"] for row in rows] == ["FAILED", "ok"]
 
 
-def test_a_call_that_is_not_what_its_name_says_fails_the_run(one, monkeypatch):
+def test_a_call_that_is_not_what_its_name_says_fails_the_run(run_benchmark, monkeypatch):
     plain = pallas_softmax.softmax
 
     def raises(x, **options):
@@ -205,24 +206,23 @@ def test_a_call_that_is_not_what_its_name_says_fails_the_run(one, monkeypatch):
         (lambda x, **options: plain(x), "asked for triton, explained as {'xla'}, lowered to xla"),
     ):
         monkeypatch.setattr(pallas_softmax, "softmax", wrong)
-        code, rows = one(softmax, "--implementations=triton")
-        assert code == 1 and rows["triton"]["status"] == "error" and reason in rows["triton"]["reason"]
+        code, (row,) = run_benchmark(softmax, "--implementations=triton")
+        assert code == 1 and row["status"] == "error" and reason in row["reason"]
 
 
 def test_a_gradient_without_a_kernel_is_not_timed_under_its_name():
-    contender = Contender("mosaic_gpu", pallas_softmax.logsumexp, ours=True, asked="mosaic_gpu")
-    choices = pallas_softmax.explain(pallas_softmax.logsumexp, np.zeros((2, 3), np.float32))
-    case = case_of(function="logsumexp", direction="backward")
+    record, call = Record(case_of(), "mosaic_gpu", ours=True), Call(lambda: None, "xla")
+    explained = pallas_softmax.logsumexp, np.zeros((2, 3), np.float32)
     with pytest.raises(NotImplementedError, match="gradient of logsumexp is plain JAX"):
-        checked.require_name(contender, case, choices, "xla")
+        driver.describe(record, call, *explained, direction="backward")
 
 
-def test_memory_beyond_the_arguments(one, monkeypatch):
+def test_memory_beyond_the_arguments(run_benchmark, monkeypatch):
     call = jax_call(lambda x: jnp.broadcast_to(x, (1000, 250)) + 1.0, jnp.ones(250))
     assert call.extra_mb is not None and 1.0 <= call.extra_mb < 1.1
-    monkeypatch.setattr(checked, "_memory", lambda: 100)
-    code, rows = one(softmax)
-    assert code == 0 and rows["auto"]["status"] == "not run" and "memory" in rows["auto"]["reason"]
+    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    code, (row,) = run_benchmark(softmax)
+    assert code == 0 and row["status"] == "not run" and "memory" in row["reason"]
 
 
 def test_a_call_that_raises_keeps_no_arrays_alive():
@@ -246,7 +246,7 @@ def test_a_call_that_raises_keeps_no_arrays_alive():
 def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp_path, capsys):
     code, (normal, *bad) = run_benchmark(topk, "--logits=normal,nan,neg_inf", "--k=30")
     assert code == 0 and "slowdown" in capsys.readouterr().out
-    rows = result.frame(result.read(tmp_path / "topk.json"), topk.VIEW)
+    rows = result.frame(result.read(tmp_path / "topk.json"), topk.BENCHMARK)
     np.testing.assert_allclose(rows.slowdown, [np.nan, *(row["p50_us"] / normal["p50_us"] for row in bad)])
 
 

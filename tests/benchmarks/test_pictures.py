@@ -20,8 +20,8 @@ def drawn(monkeypatch, tmp_path):
     close = plt.close
     monkeypatch.setattr(plt, "close", lambda figure: None)
 
-    def draw(document, view):
-        view.draw(result.frame(document, view), document, tmp_path / "x.png")
+    def draw(document, benchmark):
+        benchmark.draw(result.frame(document, benchmark), document, tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
         return plt.gcf()
 
@@ -44,7 +44,7 @@ def document_of(rows):
 def test_a_heat_map_shows_speed_ups_shares_and_where_they_come_from(drawn):
     rows = [row_of("jax", 4.0), row_of("auto", 2.0), row_of("jax", 3.0, vocab=50)]
     rows += [row_of("auto", 2.0, vocab=50) | {"fits_cache": "L2"}, row_of("auto", 1.0, vocab=60)]
-    figure = drawn(document_of(rows), softmax.VIEW)
+    figure = drawn(document_of(rows), softmax.BENCHMARK)
     left, right = figure.axes
     assert (
         left.get_title() == "speed-up over jax.nn.softmax, times" and "fits the L2 cache" in right.get_title()
@@ -60,7 +60,7 @@ def test_a_heat_map_shows_speed_ups_shares_and_where_they_come_from(drawn):
 def test_the_picture_of_several_gpus(drawn):
     """No CPU makes this picture. A hollow point has its reason."""
     document = result.read(RESULTS / "sharded/sharded.json")
-    figure = drawn(document, redraw.benchmark_of("sharded").view)
+    figure = drawn(document, redraw.benchmark_of("sharded"))
     (ours,) = [line for line in figure.axes[1].lines if line.get_label() == "pallas_softmax"]
     rows = [
         row for row in document["rows"] if (row["vocab"], row["k"], row["contender"]) == (262144, 64, "ours")
@@ -73,14 +73,14 @@ def test_the_picture_of_several_gpus(drawn):
 
 def test_no_baseline_no_picture(tmp_path):
     document = document_of([row_of("auto")])
-    softmax.VIEW.draw(result.frame(document, softmax.VIEW), document, tmp_path / "x.png")
+    softmax.BENCHMARK.draw(result.frame(document, softmax.BENCHMARK), document, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
 
 
 def test_the_committed_csvs_follow_from_their_json():
     assert len(FILES) > 40
     for file in FILES:
-        rows = result.frame(result.read(file), redraw.benchmark_of(file.stem).view)
+        rows = result.frame(result.read(file), redraw.benchmark_of(file.stem))
         assert rows.to_csv(index=False, lineterminator="\n") == file.with_suffix(".csv").read_text(), file
 
 
@@ -92,7 +92,9 @@ def test_a_table_fits_and_explains_itself():
     reasons = {"differs": "values 9.04x its bound, indices of 41 rows", "not run": "no " * 100}
     rows += [row_of("jax_unstable", 2.0, status, **wide) | {"reason": reasons[status]} for status in reasons]
     rows += [row_of("jax", 4.0, dtype="bfloat16", direction="backward")]
-    text = result.table(result.frame({"runs": [{}], "rows": rows}, softmax.VIEW), softmax.VIEW)
+    text = result.table(
+        result.frame({"runs": [{}], "rows": rows}, softmax.BENCHMARK), softmax.BENCHMARK.columns
+    )
     assert max(map(len, text.splitlines())) <= result.WIDTH == 120
     assert text.startswith("No kernels on this device") and "run 1 of these 1 calls" in text
     assert "1,234,567" in text and "\np50_us: the median time" in text

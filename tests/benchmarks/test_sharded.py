@@ -15,7 +15,8 @@ import pytest
 
 import pallas_softmax
 from benchmarks import sharded
-from benchmarks.support import links, result, traces
+from benchmarks.support import links, result, timing
+from benchmarks.support.contenders import Call
 from benchmarks.support.links import Collective
 from tests.benchmarks.conftest import parse
 
@@ -47,13 +48,13 @@ def test_on_eight_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_wrong_results_of_ours_and_of_a_peer(one, monkeypatch):
+def test_wrong_results_of_ours_and_of_a_peer(run_benchmark, monkeypatch):
     real = sharded.functions
     changed = {"jax": lambda x: jax.lax.top_k(x, 5), "ours": lambda x: pallas_softmax.fused_topk(-x, 5)}
     monkeypatch.setattr(sharded, "functions", lambda case: real(case) | changed)
-    code, rows = one(sharded, "--shapes=6x40x5")
-    assert code == 1 and rows["ours"]["status"] == "FAILED" and "wall_p50_us" not in rows["ours"]
-    assert rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
+    code, (ours, jaxs, _) = run_benchmark(sharded, "--shapes=6x40x5")
+    assert code == 1 and ours["status"] == "FAILED" and "wall_p50_us" not in ours
+    assert jaxs["status"] == "differs" and jaxs["wall_p50_us"] > 0
 
 
 def test_collectives_are_read():
@@ -87,19 +88,18 @@ def test_the_device_time_is_the_period_of_a_kernel():
     """A call has two kernels. One device clears memory before them, and the other device waits 50 µs once."""
     first = [0, 1000, 4000, 11000, 14000, 21000, 24000, 31000, 34000]
     late = [2000, 5000, 12000, 15000, 72000, 75000, 82000, 85000]
-    assert traces.period([first, late], 4) == pytest.approx(10e-6)
-    with pytest.raises(traces.NoKernels, match="3 kernels of 4 calls"):
-        traces.period([first, late[:3]], 4)
+    assert timing.period([first, late], 4) == pytest.approx(10e-6)
+    with pytest.raises(timing.NoKernels, match="3 kernels of 4 calls"):
+        timing.period([first, late[:3]], 4)
 
 
-def test_a_record_says_how_its_device_time_was_found(monkeypatch):
+def test_a_device_time_says_how_it_was_found(monkeypatch):
     """Without kernels in the trace, it is what a further call adds to the wall time."""
-    monkeypatch.setattr(sharded, "CALLS", 8)
     kernels, sleep = [1000.0 * i for i in range(8)], 0.002
     for starts, timed_by, us in ((kernels, "trace", 1), ([], "host's clock", 1e6 * sleep)):
-        monkeypatch.setattr(traces, "_kernel_starts", lambda run, starts=starts: [starts])
-        found = sharded.device_time(lambda x: x, lambda x: time.sleep(sleep * 7), np.zeros(1))
-        assert found == {"device_us": pytest.approx(us, rel=0.5), "timed_by": timed_by}
+        monkeypatch.setattr(timing, "_kernel_starts", lambda call, starts=starts: [starts])
+        one, many = (Call(run, "jax") for run in (lambda: 0, lambda: time.sleep(sleep * 7)))
+        assert timing.call_seconds(one, many, 8) == (pytest.approx(us / 1e6, rel=0.5), timed_by)
 
 
 def test_how_rows_compare():
@@ -111,7 +111,7 @@ def test_how_rows_compare():
         result.flat(case) | {"contender": name, "wall_p50_us": wall, "device_us": device}
         for (case, name), (wall, device) in times.items()
     ]
-    frame = result.frame({"benchmark": "sharded", "runs": [{}], "rows": rows}, sharded.VIEW)
+    frame = result.frame({"benchmark": "sharded", "runs": [{}], "rows": rows}, sharded.BENCHMARK)
     ours, softmaxs, jaxs = frame[frame.devices == 4].itertuples()
     assert (ours.of_linear, ours.of_softmax, ours.speedup_wall) == (0.8, 1.2, 3)
     assert np.isnan([ours.speedup_device, jaxs.of_linear]).all()
