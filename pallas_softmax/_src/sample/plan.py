@@ -1,6 +1,7 @@
-"""How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
+"""How the rows of `sample` lie over the GPU: `plan_sample` and `plan_stream`, pure functions of a shape.
 
-A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a part.
+With filters, a row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a
+part. Without filters, the warps of a cluster read the row once, as `stream_kernel` draws: a `StreamPlan`.
 """
 
 import dataclasses
@@ -195,3 +196,72 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Sa
         counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
         plan = first_that_fits(counts, MORE_WARPGROUPS, smem_of_each(capability, FEWER_RESIDENT)) or plan
     return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)
+
+
+# --- Without filters
+
+# "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
+# here too: a thread has 78 to 80 registers.
+STEP_ELEMENTS = 16  # elements of a lane in a step
+KEPT = 14  # entries that the list of a lane may carry to its next step
+LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
+# Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
+SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
+# How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
+PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
+CLUSTERS = *range(1, 9), 12, 16
+# The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
+OVERHEAD = 2**14
+# A few long rows are faster in the kernel for filters, which has more warps for each row.
+FEW_LONG_ROWS, LONG_BYTES = 4, 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPlan:
+    """How rows lie over clusters of CTAs; `stream_kernel` draws the steps of a row."""
+
+    vocab: int
+    itemsize: int
+    ctas: int  # in the cluster of a row
+
+    @property
+    def warpgroups(self) -> int:
+        """Number of warpgroups of a CTA."""
+        return 1 if self.vocab <= SHORT else WARPGROUPS
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of a lane in a step."""
+        return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
+
+    @property
+    def lists(self) -> int:
+        """The first word of the lists: one list for each lane, of elements and of their indices."""
+        return SCRATCH.histogram
+
+    @property
+    def words(self) -> int:
+        """Number of words of the scratch memory."""
+        return self.lists + 2 * LIST_SIZE * self.threads
+
+
+def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan | None:
+    """Returns how rows lie over a GPU of this compute capability; None if the kernel for filters is faster.
+
+    All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    if rows <= FEW_LONG_ROWS and vocab * itemsize > LONG_BYTES:
+        return None
+
+    def time(ctas: int) -> float:
+        places = next(places for size, places in PLACES.items() if ctas <= size)
+        return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
+
+    most = max(1, min(-(-vocab // SHORT), MAX_CLUSTER[capability[0]]))
+    return StreamPlan(vocab, itemsize, min((c for c in CLUSTERS if c <= most), key=time))
