@@ -17,7 +17,7 @@ from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.row_ptx import HIGHEST
-from pallas_softmax._src.softmax import counting
+from pallas_softmax._src.softmax import label_rank
 from pallas_softmax._src.topk.plan import merged_tile, padded_winners
 
 
@@ -111,7 +111,7 @@ def _masked_element(dtype, infinite):
 def _add_counts(part, before, terms, i, size):
     walk = part.job.parts.walk
     starts = [i * walk.step_size + at for at in range(0, size, walk.block_size)]
-    return before + normalizers.tree_sum(counting._count_in_block(part, start) for start in starts)
+    return before + normalizers.tree_sum(label_rank._count_in_block(part, start) for start in starts)
 
 
 # --- Top-k
@@ -278,8 +278,8 @@ TWINS = {
     "window_arrival.mask_step": _mask_step,
     "part._add": lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step),
     "part._combine_threads": lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes),
-    "counting.add_step": _add_counts,
-    "counting.overcount": lambda part: blocks.filled(0.0),
+    "label_rank.add_step": _add_counts,
+    "label_rank.overcount": lambda part: blocks.filled(0.0),
     "window_kernel._clear_list": lambda memory: None,
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,

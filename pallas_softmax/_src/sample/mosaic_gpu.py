@@ -72,7 +72,7 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import Mask, fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -133,7 +133,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        row_params = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        row_params = Params(*(number_of_row(ref, row) for ref in params_gmem))
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
@@ -142,7 +142,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     return gpu_kernel(
         sample,
         name="filter_cutoff" if words is None else "sample",
-        grid={"row": rows, "part": window.count} if window.count > 1 else {"row": rows},
+        grid={"row": rows, "part": window.count},
         cluster=window.count,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in names.values()],

@@ -27,10 +27,11 @@ import functools
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -62,16 +63,16 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
     rows, _ = x.shape
 
     def draw(x_gmem, temperature_gmem, words_gmem, *out, scratch):
-        row, part = jax.lax.axis_index("row"), jax.lax.axis_index("part") if plan.ctas > 1 else jnp.int32(0)
-        of_row = temperature_gmem[row if temperature_gmem.shape[0] > 1 else 0]
+        row, part = lax.axis_index("row"), cta_number("part", plan.ctas)
+        temperature = number_of_row(temperature_gmem, row)
         words = dict(zip(NOISE_OPERANDS, [words_gmem[row, i] for i in range(4)]))
         refs = {"x": x_gmem, "scratch": scratch, **dict(zip(DRAWN, out))}
-        _draw(plan, stride, refs, row_operands(row, part, of_row), words)
+        _draw(plan, stride, refs, row_operands(row, part, temperature), words)
 
     return gpu_kernel(
         draw,
         name="sample",
-        grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
+        grid={"row": rows, "part": plan.ctas},
         cluster=plan.ctas,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in DRAWN.values()],

@@ -24,11 +24,11 @@ from jax import lax
 
 from pallas_softmax._src.gpu import blocks, tiles
 from pallas_softmax._src.gpu.interpreter import laid_out
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import Formula
-from pallas_softmax._src.softmax.parts_job import Refs
+from pallas_softmax._src.softmax.part import Refs
 
 # --- Short columns, in registers ----------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
     soon as its step is written. If the result is one number per column, the slot is free once its step is reduced.
     """
-    cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
+    cta = _StripsOfCta(formula, plan, Refs(x_gmem, None, None, None, None, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
     if plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
@@ -132,7 +132,7 @@ def launch(
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return gpu_kernel(
         functools.partial(compute_strips, formula, plan),
-        grid={"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams},
+        grid={"team": teams, "part": plan.count},
         cluster=plan.count,
         scratch_types=scratch,
         **settings,
@@ -161,7 +161,7 @@ class _StripsOfCta:
         # The cluster takes strips team, team + teams, and so on: `turns` of them.
         strips, self.teams = _strips_and_teams(plan, shape)
         self.team = lax.axis_index("team")
-        self.part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+        self.part = cta_number("part", plan.count)
         self.turns: Any = lax.div(strips - 1 - self.team, self.teams) + 1 if plan.turns > 1 else 1
         self.across = -(-shape[2] // plan.width)  # strips side by side
 

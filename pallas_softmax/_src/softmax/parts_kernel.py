@@ -18,6 +18,8 @@ If the result is one number per row, plain JAX merges the reductions in place of
 `part.py` has these stages. A CTA has 128 threads, and `gpu.layout.Walk` draws which elements each thread holds.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,10 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
+from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.staged_row import StagedRow, part_place
 from pallas_softmax._src.softmax.formulas import Formula, Label
-from pallas_softmax._src.softmax.part import Part
-from pallas_softmax._src.softmax.parts_job import Job, Refs
+from pallas_softmax._src.softmax.moments_ptx import SCRATCH_WORDS
+from pallas_softmax._src.softmax.part import Job, Part, Refs
 from pallas_softmax._src.softmax.plan import Parts
 
 # --- One launch ---------------------------------------------------------------------------------------
@@ -147,14 +151,55 @@ def launch(
     job = Job(formula, arrays, mask, parts, scale, label, approximate)
     results = formula.out_type(job.view, (job.rows,), job.dtype)
     if parts.cluster:
-        return job.launch(compute_row if parts.slots is None else compute_rows_in_turns, name, results)
+        kernel = compute_row if parts.slots is None else compute_rows_in_turns
+        return _launch(job, kernel, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
     part_types = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, job.launch(reduce_part, f"{name}_reduce", part_types))
+    reductions = jax.tree.unflatten(structure, _launch(job, reduce_part, f"{name}_reduce", part_types))
     if formula.value is None:
         reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
         totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
         constants = formula.scaled(scale).constants(totals)
         return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
-    return job.launch(write_part, name, results, reductions)
+    return _launch(job, write_part, name, results, reductions)
+
+
+def _launch(
+    job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
+) -> list[jax.Array]:
+    """Launches kernel(job, refs) on all rows, and returns its results.
+
+    `reductions` has the reductions of the parts, arrays (rows, parts), if a launch before made them.
+    """
+    parts, reduction = job.parts, job.formula.reduction
+    scratch: dict[str, Any] = {
+        "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
+        "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
+    }
+    if reduction.per_thread:
+        words = SCRATCH_WORDS + (WARPS if job.formula.counts else 0)
+        scratch["scratch_smem"] = plgpu.SMEM((words,), jnp.float32)
+    if job.clustered:
+        reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
+        scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, reduction.empty)
+        scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
+
+    def body(*refs, **scratch):
+        kernel(job, Refs(*refs[:5], refs[5:], **scratch))
+
+    return gpu_kernel(
+        body,
+        grid={"row": job.teams, "part": parts.count},
+        cluster=parts.count if job.clustered else 1,
+        out_type=out_type,
+        scratch_types=scratch,
+        name=name,
+        approximate=job.approximate,
+    )(
+        [a.reshape(job.view) for a in job.arrays],
+        None if job.mask is None else job.mask.array,
+        job.scale,
+        job.label,
+        reductions,
+    )

@@ -40,7 +40,7 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
@@ -77,7 +77,7 @@ class Request:
         """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
         if scales is None:
             return None
-        scale = scales[row if scales.shape[0] > 1 else 0]
+        scale = number_of_row(scales, row)
         return scale_of(scale) if self.scaled else scale
 
 
@@ -133,7 +133,7 @@ class _CtaLists(NamedTuple):
 def _lists_of_cta(count: int, fan_in: int) -> _CtaLists:
     """Returns the lists that this CTA merges."""
     row = lax.axis_index("row")
-    number = jnp.int32(0) if fan_in >= count else lax.axis_index("merge")
+    number = cta_number("merge", -(-count // fan_in))
     first = number * fan_in
     return _CtaLists(row, first, jnp.minimum(fan_in, count - first), number)
 
@@ -219,7 +219,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
         functools.partial(topk_merge, count, fan_in, request),
-        grid={"row": rows} if merges == 1 else {"row": rows, "merge": merges},
+        grid={"row": rows, "merge": merges},
         out_type=lists_type(rows * merges, request, final=merges == 1),
         scratch_types={
             "best": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.topk.select_row_ptx import program_of
@@ -46,17 +46,15 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
         row = lax.axis_index("row")
-        length = jnp.int32(vocab)
-        if lengths_gmem is not None:
-            length = lengths_gmem[row if lengths_gmem.shape[0] > 1 else 0]
+        length = jnp.int32(vocab) if lengths_gmem is None else number_of_row(lengths_gmem, row)
         mask_row = None if mask is None else mask.row(row)
-        part = lax.axis_index("part") if plan.ctas > 1 else jnp.int32(0)
+        part = cta_number("part", plan.ctas)
         memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
         _select(plan, fill, memory, row, part, length, mask_row)
 
     return gpu_kernel(
         top_k_select,
-        grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
+        grid={"row": rows, "part": plan.ctas},
         cluster=plan.ctas,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],

@@ -145,7 +145,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     item = jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
         functools.partial(softmax_topk, window, mask, rows, request),
-        grid={"row": rows} if final else {"row": rows, "part": window.count},
+        grid={"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
             "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
