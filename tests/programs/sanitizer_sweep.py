@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax import paper
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.sample.plan import plan_of

@@ -147,7 +147,7 @@ def _rank_lists(lists_gmem, memory, own, request):
 
 
 def _sort_winners(ranked, keys, indices, inside, k):
-    """Writes the k best of the elements `inside` in the format of `ranking_ptx.put_in_shared_memory`."""
+    """Writes the k best of the elements `inside` in the format of `merge_kernel.put_in_shared_memory`."""
     _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
     padded = padded_winners(k)
     ranked[:k] = ~keys[:k]
@@ -290,7 +290,7 @@ TWINS = {
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,
     "kernel._exponentials": _exponentials,
-    "groups_ptx.keep_groups": _keep_groups,
+    "scores_ptx.keep_groups": _keep_groups,
     "logits_kernel._columns": lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1),
     "logits_kernel._first_of_largest": _first_of_largest,
     "several_labels._labels_at": lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)],

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from pallas_softmax._src.gpu.ptx import ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.topk import candidates_ptx, merging_ptx, ranking_ptx
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel, merging_ptx
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import oracle
@@ -14,10 +15,8 @@ def rank_ptx_of(capacity, k, dtype, vocab):
     """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
     p = CtaProgram()
     candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
-    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
-    ranking_ptx.rank(
-        p, ranking_ptx.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab)
-    )
+    put = merge_kernel.put_in_shared_memory(p, ranked, k)
+    ranking.rank(p, ranking.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab))
     return p
 
 

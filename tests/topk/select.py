@@ -7,8 +7,8 @@ import numpy as np
 
 from pallas_softmax._src import folding
 from pallas_softmax._src.topk import select_kernel
+from pallas_softmax._src.topk.select_kernel import program_of
 from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
-from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import oracle, ptx
 from tests.support.kernels import INTERPRET
 from tests.support.twins import interpreted

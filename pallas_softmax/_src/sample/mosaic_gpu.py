@@ -73,10 +73,9 @@ from pallas_softmax._src.folding import Mask, fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
-from pallas_softmax._src.gpu.layout import aligned_view
+from pallas_softmax._src.gpu.layout import Window, aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream

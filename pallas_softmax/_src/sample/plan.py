@@ -20,7 +20,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPS,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Window
 
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
@@ -93,7 +93,7 @@ SCRATCH = ScratchSizes(*itertools.accumulate(ScratchSizes()[:-1], initial=0))  #
 class SamplePlan:
     """How rows of `sample` lie in the shared memory of clusters of CTAs.
 
-    A part is a `Window`, as drawn in `gpu/window.py`. Each warpgroup has one step of it, and each warp a quarter of the
+    A part is a `Window`, as drawn there. Each warpgroup has one step of it, and each warp a quarter of the
     step: its span, cut into loads of 512 bytes, 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's
     elements all follow the order of the row:
 

@@ -21,12 +21,13 @@ The operands of the PTX program:
     <first>, <n>            the first winner in the row, and the number of winners
     <bound>                 a key that at least k of them reach
     <candidates>            shared memory for the winners that reach the bound
-    <ranked>                the k best, see `CandidateList`
+    <ranked>                the k best, see `put_in_shared_memory`
     <counts>, <buckets>     scratch in shared memory
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,18 +45,18 @@ from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
-from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
-from pallas_softmax._src.topk.ranking_ptx import (
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.ranking import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
     CandidateList,
     candidate_of,
     clear,
-    put_in_shared_memory,
     rank,
 )
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
+from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
 from pallas_softmax._src.topk.xla import TopK
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
@@ -235,6 +236,20 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
 # --- Lists of winners, which other kernels write too
 
 
+def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., None]:
+    """Returns `CandidateList.put` that writes to the address `ranked`:
+
+    <ranked>  | key of rank 0, 1, ... padded_winners(k) - 1 | index of rank 0, 1, ... |
+    """
+
+    def put(rank: Value, key: Value, index: Value, when: Condition) -> None:
+        at = p.at(ranked, rank, 4)
+        p.store(at, key, when=when)
+        p.store(at, index, offset=4 * padded_winners(k), when=when)
+
+    return put
+
+
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
     """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
@@ -251,7 +266,7 @@ def write_winners(
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
     `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
+    `put_in_shared_memory`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
     instead of their keys. The normalizer and the scale are None if nothing is normalized.
     """
     k = request.k

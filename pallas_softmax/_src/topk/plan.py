@@ -1,7 +1,7 @@
 """How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
 
-A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `gpu/window.py` draws the
-array, a `Window`.
+A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `layout.Window` draws the
+array.
 
 A short row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The
 winners are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`).
@@ -29,8 +29,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPGROUP,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window, power_of_two, row_tile
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 
 # --- Windows

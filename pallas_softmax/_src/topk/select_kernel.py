@@ -4,10 +4,11 @@ A row has a CTA or a cluster. Each CTA lists the elements of its part that may w
 
     sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
 
-`select_ptx.select_program` is the kernel: it has these stages. Short rows stay in registers (`select_row_ptx.py`). Here
-is the launch. `select_plan.py` says how rows lie over the GPU.
+`program_of` has these stages, which `select_ptx` explains. Short rows stay in registers (`select_row_ptx`).
+`select_plan` says how rows lie over the GPU.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,9 +21,47 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_row_ptx import program_of
+from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
+from pallas_softmax._src.topk.select_ptx import SelectProgram
+from pallas_softmax._src.topk.select_row_ptx import HeldRowProgram
 from pallas_softmax._src.topk.xla import TopK
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program of the kernel, with the stages in their order.
+
+    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
+    """
+    if plan.in_registers:
+        held = HeldRowProgram(plan, dtype, fill)
+        held.select_row()
+        held.write_list()
+        return held
+    p = SelectProgram(plan, dtype, masked, fill)
+    if not masked:
+        p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
+    p.histogram.clear()
+    p.barrier()
+    with p.when(p.length > plan.capacity):
+        p.sample()
+    gathered = p.var(False, "pred")
+    with p.loop() as leave:  # usually one turn
+        p.stream()
+        if plan.ctas > 1:
+            with p.when(~gathered):
+                p.gather()
+            p.set(gathered, True)
+            leave(p.part.differs(0))
+            p.take_row()
+        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
+        p.stream(ties=True)
+        leave(p.n >= plan.k)
+        p.set(p.floor, p.lowest)  # the bound was too high
+        p.set(p.n, 0)
+    with p.when(p.part.equals(0)):
+        p.write_results()
+    return p
 
 
 def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill=None) -> TopK:

@@ -13,17 +13,14 @@ of a thread have elements of the row; so the work falls with the row's length. A
 search.
 """
 
-import functools
 import math
 from collections.abc import Iterator
-
-import numpy as np
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
+from pallas_softmax._src.topk.select_ptx import SelectProgram
 
 _UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 # Distances of the first round, at most: 8 binades.
@@ -269,14 +266,3 @@ class HeldRowProgram(SelectProgram):
                 bits = self.elements(words)
             self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
-
-
-@functools.lru_cache(maxsize=16)
-def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program of a plan."""
-    if not plan.in_registers:
-        return select_program(plan, dtype, masked, fill)
-    p = HeldRowProgram(plan, dtype, fill)
-    p.select_row()
-    p.write_list()
-    return p

@@ -32,8 +32,8 @@ holds: the elements that reach the bound fit into the list, or fewer than k exce
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
-If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
-drawing of windows, blocks, steps and groups. `ranking_ptx.py` has a drawing of the list of candidates.
+If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `layout.Window` has a
+drawing of windows, blocks, steps and groups. `gpu/ptx/ranking.py` has a drawing of the list of candidates.
 """
 
 import functools
@@ -53,16 +53,17 @@ from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import aligned_view
+from pallas_softmax._src.gpu.layout import Window, aligned_view
+from pallas_softmax._src.gpu.ptx import ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
-from pallas_softmax._src.topk import merge_kernel, ranking_ptx
+from pallas_softmax._src.topk import merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import (
     SCRATCH_BYTE,
     WindowProgram,
@@ -79,7 +80,6 @@ from pallas_softmax._src.topk.plan import (
     listed_items,
     ordering_words,
 )
-from pallas_softmax._src.topk.ranking_ptx import CandidateList
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -207,7 +207,7 @@ def _load_and_reduce(
 def _clear_list(memory: SearchMemory) -> None:
     """Empties the list of candidates."""
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
-    ranking_ptx.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    ranking.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
@@ -302,12 +302,12 @@ def split(ref, *sizes: int) -> list:
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
-# --- The PTX program of the search: `candidates_ptx` has the bound and the candidates, `ranking_ptx` their order
+# --- The PTX program of the search: `candidates_ptx` has the bound and the candidates, `ranking` their order
 
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`CandidateList.ranked`).
+    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`put_in_shared_memory`).
 
     In a compact window, they go to <x>, as the last array of `ordering_words`.
     """
@@ -328,11 +328,11 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     else:
         ranked = p.group_keys
         room = p.candidates, n, p.capacity, p.hits, ranked
-    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
+    put = merge_kernel.put_in_shared_memory(p, ranked, k)
     listed = CandidateList(*room, put, k, dtype, window.vocab)
     if window.compact:
         expand_positions(p, listed)
-    ranking_ptx.rank(p, listed)
+    ranking.rank(p, listed)
     return p
 
 
@@ -340,7 +340,7 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
-    ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
+    ranking.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
         collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):
