@@ -12,13 +12,14 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks, interpreter
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.layout import merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
-from pallas_softmax._src.topk.plan import merged_tile, padded_winners
+from pallas_softmax._src.topk.plan import padded_winners
 
 
 def interpreted(interpret):
@@ -284,8 +285,8 @@ TWINS = {
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,
     "merge_kernel._rank": _rank_lists,
-    "tile_kernel.best_indices": _best_indices,
-    "tile_kernel._best_words": _best_words,
+    "best.best_indices": _best_indices,
+    "best._best_words": _best_words,
     "select_kernel._select": _select,
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from pallas_softmax._src.gpu.ptx import ranking
+from pallas_softmax._src.gpu.layout import merged_tile
+from pallas_softmax._src.gpu.ptx import merging, ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.topk import candidates_ptx, merge_kernel, merging_ptx
-from pallas_softmax._src.topk import plan as topk_plan
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import oracle
 from tests.support.cases import F32
@@ -37,12 +37,12 @@ def collect_ptx_of(window, dtype, k, everywhere):
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.take_words_program(tile, vocab, k), topk_plan.merged_tile(tile, k)
+    return merging.take_words_program(tile, vocab, k), merged_tile(tile, k)
 
 
 def merging_ptx_of(tile, vocab, k, lanes=None):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.take_program(tile, vocab, k, lanes), topk_plan.merged_tile(tile, k)
+    return merging.take_program(tile, vocab, k, lanes), merged_tile(tile, k)
 
 
 def near_keys(rng, shape, kind):

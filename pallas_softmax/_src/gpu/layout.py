@@ -91,6 +91,37 @@ def power_of_two(least: int, start: int) -> int:
     return start
 
 
+# A longer list takes more comparisons. If a list is too short, its warp searches again, and the other warps of the CTA
+# wait. With 16-bit elements the warp lists the next elements. With float32 it merges whole lists, which takes three
+# times as long.
+TOO_SHORT = {4: 0.002, 2: 0.0065}  # highest share of warps with too short a list, in random order, by bytes
+
+
+def list_length(tile: Tile, k: int, itemsize: int, lanes: float | None = None) -> int:
+    """Returns the length of a lane's list: the shortest that TOO_SHORT allows, at most k + 1 or all elements.
+
+    `lanes` is the number of a row's lanes that may have winners; by default, all.
+    """
+    most = min(k + 1, tile.steps * tile.vec)
+    share = 1 / (lanes or tile.lanes)
+    return next((n for n in range(1, most) if _too_short(share, k, n) < TOO_SHORT[itemsize]), most)
+
+
+def _too_short(share: float, k: int, length: int) -> float:
+    """Returns an upper bound of the share of warps with a list that is too short.
+
+    A list of `length` is too short if its lane has at least `length` of the k best of a row, each with the probability
+    `share`. The bound is the probability of this in one lane, for a row in random order, times 32 lanes.
+    """
+    fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
+    return LANES * (1 - fewer)
+
+
+def merged_tile(tile: Tile, k: int) -> Tile:
+    """Returns the tile that holds the merged winners of each row of a tile. Neighbours share a lane."""
+    return Tile(tile.rows, tile.lanes, max(1, power_of_two(k, 1) // tile.lanes), 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """How a CTA walks over `length` elements in shared memory: block by block, `step_blocks` blocks a step.

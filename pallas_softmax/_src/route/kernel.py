@@ -14,14 +14,13 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.route import scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
 from pallas_softmax._src.softmax.plan import approximate
-from pallas_softmax._src.topk.plan import merged_tile
-from pallas_softmax._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
 
 
 def route(
@@ -49,7 +48,7 @@ def route(
     tiles.prefetch(x_gmem, plan, row)  # a later CTA's tile
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # rows past the last one repeat it
 
-    # `elements` are what the search takes, see `topk.tile_kernel.search_input`.
+    # `elements` are what the search takes, see `gpu.best.search_input`.
     lanes = None  # how many lanes may have winners: all
     if bias is None:  # experts are chosen by their logits
         m, d, _ = normalizer(x, plan)

@@ -1,7 +1,7 @@
 """The kernels of softmax fused with top-k, and of its backward, for short rows in registers.
 
 A CTA has several rows. Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists
-(`merging_ptx`), and the normalizers of the lanes are combined by ⊕.
+(`gpu.best`), and the normalizers of the lanes are combined by ⊕.
 """
 
 import functools
@@ -14,14 +14,12 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.topk.merge_kernel import probability
-from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
-from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -103,13 +101,6 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
     return x, elements
 
 
-def search_input(x) -> tuple[Any, int]:
-    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
-    if x.dtype.itemsize == 2:
-        return lax.bitcast_convert_type(x, jnp.int16), -1
-    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
-
-
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
     """Returns m, d and the scale of each row of a tile, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
@@ -131,32 +122,6 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
         return key
     keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
-
-
-@twin
-def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
-    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
-
-    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
-    """
-    program = take_program(tile, vocab, k, lanes)
-    return tiles.insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
-
-
-def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
-    """Returns keys and indices of the k best of each row, as two tiles like the result of `best_indices`.
-
-    `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
-    """
-    word = _best_words(tile, vocab, k, bits)
-    return word >> 16, ~word & 0xFFFF
-
-
-@twin
-def _best_words(tile: Tile, vocab: int, k: int, bits):
-    """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
-    program = take_words_program(tile, vocab, k)
-    return tiles.insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 # --- The backward

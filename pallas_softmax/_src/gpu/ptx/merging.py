@@ -17,7 +17,7 @@ An example with lists of 2 and a size of 4:
 A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
 A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
-this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
+this is rare in rows in random order (`layout.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
 An element is one word, its packed key: the upper bits of its key above the complement of its column.
@@ -44,13 +44,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.layout import Tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, list_length, merged_tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
-from pallas_softmax._src.topk.plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16
