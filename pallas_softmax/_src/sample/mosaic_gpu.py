@@ -243,7 +243,7 @@ def _program(
 
 def _draw(p: PartProgram, kept: Kept, total: Value, noise: Noise) -> None:
     """Draws, and writes the results of the draw."""
-    if p.plan.by_value:
+    if p.plan.value_buckets:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
     index, x = WinnerSearch(p, noise, kept, last_tie).run()
@@ -273,7 +273,7 @@ def _apply_filters(p: PartProgram, kept: Kept, total: Value, small_top_k: Value,
         mass_goal = p.max(p.top_p * kept.mass, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, mass_goal, p.convert(p.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
-        if p.plan.by_value:
+        if p.plan.value_buckets:
             can_reuse = search_values(f, stage.equals(TOP_P_REUSE))
             top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
             p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
@@ -341,11 +341,8 @@ def _write_no_cutoff(p: PartProgram) -> None:
 # --- Calls of any rank
 
 
-class Plans(NamedTuple):
-    """How the rows of a call lie over the GPU: with filters or a mask; and without, or None if `general` is faster."""
-
-    general: SamplePlan
-    unfiltered: StreamPlan | None
+# How the rows of a call lie over the GPU with filters or a mask; and without, or None if the first plan is faster.
+Plans = tuple[SamplePlan, StreamPlan | None]
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
@@ -357,23 +354,24 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
     chosen = plan_sample(*shape)
     if chosen is None:
         return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
-    return Plans(chosen, plan_stream(*shape))
+    return chosen, plan_stream(*shape)
 
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
     """Returns what `xla.sample` returns."""
     *batch, vocab = logits.shape
     words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
-    if plans.unfiltered is None or any(a is not None for a in (where, *filters)):
-        return _run(plans.general, logits, where, temperature, *filters, words, stride)
+    general, unfiltered = plans
+    if unfiltered is None or any(a is not None for a in (where, *filters)):
+        return _run(general, logits, where, temperature, *filters, words, stride)
     x = logits.reshape(-1, vocab)
-    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
+    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
 def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
     """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plans.general, logits, where, temperature, top_k, top_p, min_p))
+    return Cutoff(*_run(plans[0], logits, where, temperature, top_k, top_p, min_p))
 
 
 def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):

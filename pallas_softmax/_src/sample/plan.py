@@ -50,7 +50,7 @@ CTA_KEYS = 512
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 # Elements that a thread looks at together, to list those that can win. For float32, 16 were not faster. bfloat16 has
 # room for more: its histogram is longer.
-LISTED_AT_ONCE, LISTED_AT_ONCE_BY_VALUE = 12, 16
+LISTED_AT_ONCE, LISTED_AT_ONCE_BFLOAT16 = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
@@ -104,7 +104,7 @@ class SamplePlan:
 
     window: Window
     warpgroups: int
-    by_value: bool  # the histogram has one bucket for each value, so that no list is needed
+    value_buckets: bool  # whether the histogram has a bucket for each value, so that no list is needed
 
     @property
     def threads(self) -> int:
@@ -114,18 +114,18 @@ class SamplePlan:
     @property
     def buckets(self) -> int:
         """Number of buckets of the histogram."""
-        return VALUE_BUCKETS if self.by_value else BUCKETS
+        return VALUE_BUCKETS if self.value_buckets else BUCKETS
 
     @property
     def list_size(self) -> int:
         """Number of keys that the list of a CTA has room for, a multiple of its number of threads."""
         each = max(-(-ROW_KEYS // self.window.count), CTA_KEYS)
-        return 0 if self.by_value else -(-each // self.threads) * self.threads
+        return 0 if self.value_buckets else -(-each // self.threads) * self.threads
 
     @property
     def listed_at_once(self) -> int:
         """Number of elements that a thread looks at together, to list those that can win."""
-        most = LISTED_AT_ONCE_BY_VALUE if self.by_value else LISTED_AT_ONCE
+        most = LISTED_AT_ONCE_BFLOAT16 if self.value_buckets else LISTED_AT_ONCE
         return most // self.window.vec * self.window.vec
 
     @property

@@ -322,7 +322,7 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
     """
     # For bfloat16, the histogram is as fast as a bound.
-    small = 0 if p.plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
+    small = 0 if p.plan.value_buckets else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= small) & (p.top_k < p.plan.window.vocab))
     normalizer = LaneNormalizer(p)
 

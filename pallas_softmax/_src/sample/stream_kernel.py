@@ -105,7 +105,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
-        values = [*_pass(p, race, segment), race.best, race.index, race.x]
+        values = [*_take_steps(p, race, segment), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
         top, total, _, winner, x = _combine(p, lanes)
@@ -212,8 +212,12 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
     return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
 
-def _pass(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
-    """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`."""
+def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
+    """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`.
+
+    The outer loop has a turn for each segment of the row, nearly always one. The inner loop has a turn for each step,
+    and one more without a step, which enters what the lists still hold.
+    """
     size = LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * p.ctas  # from a step of the warp to the next one
     normalizer = row_ptx.LaneNormalizer(p)
