@@ -44,10 +44,10 @@ _HALF_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
 class Kept:
     """The entries that the filters have kept so far."""
 
-    def __init__(self, p: PartProgram, mass: Value):
-        self._p = p
+    def __init__(self, p: PartProgram, total: Value):
+        self._p, self.total = p, total  # the mass of the row
         self.key = p.var(KEEP_ALL, "s32")  # the last key that is kept
-        self.mass = p.var(mass)  # of all kept entries
+        self.mass = p.var(total)  # of all kept entries
         # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
         self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs

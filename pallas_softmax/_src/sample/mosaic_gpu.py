@@ -59,8 +59,9 @@ filter, and where the entry is looked for:
 After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -203,9 +204,17 @@ def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
     It has the operands of `PartProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
     memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
     """
-    return _program(
-        plan, dtype, lambda p, kept, total: _draw(p, kept, total, Noise.of_row(p, stride)), _draw_nothing
-    )
+    p = PartProgram(plan, dtype)
+    with _filtered(p, lambda nan: {"index": p.var(-1, "s32"), "log_prob": nan, "log_mass": nan}) as kept:
+        noise = Noise.of_row(p, stride)
+        if plan.value_buckets:
+            p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
+        _, last_tie, _ = find_last_tie(p, kept)
+        index, x = WinnerSearch(p, noise, kept, last_tie).run()
+        with p.writes(0) as write:
+            log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, kept.total)
+            write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
+    return p
 
 
 @functools.lru_cache(maxsize=16)
@@ -214,17 +223,27 @@ def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
 
     Otherwise it is like `draw_program`, without noise.
     """
-    return _program(plan, dtype, _write_cutoff, _write_no_cutoff)
-
-
-def _program(
-    plan: SamplePlan, dtype, finish: Callable[..., None], write_nothing: Callable[..., None]
-) -> PartProgram:
-    """Returns the program that applies the filters, and ends with finish(p, kept, total).
-
-    In a row without a draw, write_nothing(p) takes the place of the filters and of the end.
-    """
     p = PartProgram(plan, dtype)
+
+    def nothing(nan):
+        key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
+        return {"key": key, "index": index, "top": p.top, "log_total": nan, "log_mass": nan}
+
+    with _filtered(p, nothing) as kept:
+        cta, last_tie, is_cut = find_last_tie(p, kept)
+        with p.writes(cta) as write:
+            index = p.select(is_cut, last_tie + p.origin, HIGHEST)
+            key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept)
+            write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
+    return p
+
+
+@contextlib.contextmanager
+def _filtered(p: PartProgram, nothing: Callable[[Value], dict[str, Value]]) -> Iterator[Kept]:
+    """Opens a block for what follows the filters, and yields what they keep.
+
+    In a row without a draw, the program writes the results nothing(nan) instead.
+    """
     p.barrier()
     total, small_top_k, bound = row_ptx.arrive(p)
     p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
@@ -232,36 +251,17 @@ def _program(
     p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
-        write_nothing(p)
+        nan = p.var(_NAN, "f32")
+        with p.writes(0) as write:
+            write(**nothing(nan))
     with p.when(drawable):
         kept = Kept(p, total)
-        _apply_filters(p, kept, total, small_top_k, bound)
+        _apply_filters(p, kept, small_top_k, bound)
         _apply_min_p(p, kept)
-        finish(p, kept, total)
-    return p
+        yield kept
 
 
-def _draw(p: PartProgram, kept: Kept, total: Value, noise: Noise) -> None:
-    """Draws, and writes the results of the draw."""
-    if p.plan.value_buckets:
-        p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
-    _, last_tie, _ = find_last_tie(p, kept)
-    index, x = WinnerSearch(p, noise, kept, last_tie).run()
-    with p.writes(0) as write:
-        log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, total)
-        write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept, total), log_prob))
-
-
-def _write_cutoff(p: PartProgram, kept: Kept, total: Value) -> None:
-    """Writes the cutoff of the row."""
-    cta, last_tie, is_cut = find_last_tie(p, kept)
-    with p.writes(cta) as write:
-        index = p.select(is_cut, last_tie + p.origin, HIGHEST)
-        key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept, total)
-        write(key=key, index=index, top=p.top, log_total=log(p, total), log_mass=log_mass)
-
-
-def _apply_filters(p: PartProgram, kept: Kept, total: Value, small_top_k: Value, bound: Value) -> None:
+def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value) -> None:
     """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
@@ -278,10 +278,10 @@ def _apply_filters(p: PartProgram, kept: Kept, total: Value, small_top_k: Value,
             top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
             p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
         else:
-            _search_zones(f, stage, total, bound, zone)
+            _search_zones(f, stage, bound, zone)
 
 
-def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: zone_ptx.Zone) -> None:
+def _search_zones(f: FilterSearch, stage: Value, bound: Value, zone: zone_ptx.Zone) -> None:
     """Runs one turn for float32 or float16, and sets the stage of the next turn; for TOP_K_BEST also a better bound."""
     p = f.p
     overflow = p.var(False, "pred")
@@ -290,7 +290,7 @@ def _search_zones(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     with p.when(overflow & stage.equals(TOP_K_BOUND)):
         p.set(bound, p.max(bound, row_ptx.bound_of_best(p)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
-        zone_ptx.sweep_between(f, zone, *zone_ptx.expected_zone(f, total))
+        zone_ptx.sweep_between(f, zone, *zone_ptx.expected_zone(f))
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
         p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
@@ -319,23 +319,9 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
         kept.all_down_to(least, mass)
 
 
-def _log_mass(p: PartProgram, kept: Kept, total: Value) -> Value:
+def _log_mass(p: PartProgram, kept: Kept) -> Value:
     """Returns the log of the kept share of the mass."""
-    return p.select(kept.key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, total), 1.0)))
-
-
-def _draw_nothing(p: PartProgram) -> None:
-    """Writes the results of a row without a draw."""
-    nan = p.var(_NAN, "f32")
-    with p.writes(0) as write:
-        write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
-
-
-def _write_no_cutoff(p: PartProgram) -> None:
-    """Writes the cutoff of a row without a draw."""
-    nan = p.var(_NAN, "f32")
-    with p.writes(0) as write:
-        write(key=p.var(HIGHEST, "s32"), index=p.var(-1, "s32"), top=p.top, log_total=nan, log_mass=nan)
+    return p.select(kept.key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
 
 
 # --- Calls of any rank

@@ -368,17 +368,17 @@ _SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
 
 
-def expected_zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
-    """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
+def expected_zone(f: FilterSearch) -> tuple[Value, Value]:
+    """Returns the least and the greatest element that may be the last entry."""
     p = f.p
-    depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), total))
+    depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), f.kept.total))
     buckets_per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * _SPAN, 2.0**-10))
     # A unit is a difference of 1 between logits. The limits 2^-10 and 1e30 keep both numbers finite.
     buckets_per_unit = p.min(p.octaves_per_unit * buckets_per_octave, 1e30)
     octaves_per_bucket = p.divide(p.octaves_per_unit, buckets_per_unit)
     _count_distances(f, buckets_per_unit, octaves_per_bucket)
     with p.when(p.warp < 2):
-        end = _end_of_zone(f, buckets_per_unit, octaves_per_bucket, total, p.warp.equals(0))
+        end = _end_of_zone(f, buckets_per_unit, octaves_per_bucket, p.warp.equals(0))
         p.store(p.word(SCRATCH.picked, p.warp), end, when=p.first_lane)
     p.barrier()
     greatest, least = p.load_vector(p.word(SCRATCH.picked), "f32", 2)
@@ -412,7 +412,7 @@ def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucke
 
 
 def _end_of_zone(
-    f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, total: Value, is_greatest: Value
+    f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, is_greatest: Value
 ) -> Value:
     """Returns the greatest element of the zone, or the least one: the upper or the lower end of a bucket.
 
@@ -420,7 +420,7 @@ def _end_of_zone(
     lies above the first bucket or below the last one, so their ends are the largest element and the least number.
     """
     p = f.p
-    goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, total, is_greatest), f.goal)
+    goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, is_greatest), f.goal)
     section, rest = filter_ptx.section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
     bucket = section * _SECTION + p.lane
     address = p.word(SCRATCH.histogram, bucket)
@@ -434,7 +434,7 @@ def _end_of_zone(
     return p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), end)
 
 
-def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, total: Value, is_greatest: Value) -> Value:
+def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, is_greatest: Value) -> Value:
     """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
 
     If all elements lay at the same end of their buckets, the error would be half a bucket. But the errors of many
@@ -444,7 +444,7 @@ def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, total: Value, is_
     """
     p = f.p
     sign = p.select(is_greatest, -1.0, 1.0, "f32")
-    errors = octaves_per_bucket * p.exp2(p.log2(total) * -0.5) * _SIX_DEVIATIONS + _LEAST_ERROR
+    errors = octaves_per_bucket * p.exp2(p.log2(f.kept.total) * -0.5) * _SIX_DEVIATIONS + _LEAST_ERROR
     if_cancelled = p.multiply_add(errors, sign, 1.0)
     if_at_end = p.exp2(octaves_per_bucket * sign * 0.5) * p.multiply_add(sign, _SUM_ERROR, 1.0)
     return p.select(is_greatest, p.max(if_at_end, if_cancelled), p.min(if_at_end, if_cancelled))
