@@ -64,7 +64,7 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The settings of a call of top-k."""
+    """The settings of a call of top-k, and the values of its winners."""
 
     k: int  # number of winners of a row
     logits_dtype: Any  # the keys order numbers of this dtype
@@ -80,6 +80,24 @@ class Request:
             return None
         scale = number_of_row(scales, row)
         return scale_of(scale) if self.scaled else scale
+
+    def values(self, key, normalizer: Normalizer | None, scale):
+        """Returns the values, in float32, of winners with these sort keys in a row with this normalizer.
+
+        d of the normalizer is the sum of exp((x - m) * scale). If nothing is normalized, it returns the winners as they
+        are. If there is a mask, the lowest key means a masked element: its probability is 0, and its logit -inf.
+        """
+        if normalizer is None:
+            value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
+        else:
+            scaled = normalizers.below(sort_keys.from_key32(key, self.logits_dtype), normalizer.m, scale)
+            if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
+                scaled = jnp.where(scale.is_limit & (scaled < 0), -jnp.inf, scaled)
+            masked = -jnp.inf if self.log else 0.0
+            value = scaled - log_of_sum(normalizer.d) if self.log else jnp.exp(scaled) / normalizer.d
+        if not self.masked:
+            return value
+        return jnp.where(key == sort_keys.lowest_key(self.logits_dtype), jnp.full_like(value, masked), value)
 
 
 def topk_merge(
@@ -173,26 +191,21 @@ def _bound(keys_gmem, row, first, held, k: int):
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(
-    won, kept, indices, parts: Normalizer | None, temperature, k: int, *, log, dtype, scaled=False
-):
+def merge_rows(won, kept, indices, parts: Normalizer | None, temperature, request: Request):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
     and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists). They
-    and the temperature are None if nothing is normalized.
-    `window_kernel.topk_rows` documents the other arguments and the results.
+    and the temperature are None if nothing is normalized. `window_kernel.topk_rows` documents the results.
     """
     keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype, scaled, parts is not None)
-    lists, count = WinnerLists(keys, indices), won.shape[1] // k
+    lists, count = WinnerLists(keys, indices), won.shape[1] // request.k
+    scale = None if parts is None else encoded_scale(temperature)
     if parts is not None:
         lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
-    return results(
-        _launch(lists, None if parts is None else encoded_scale(temperature), count, count, request)
-    )
+    return results(_launch(lists, scale, count, count, request))
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
@@ -276,36 +289,12 @@ def write_winners(
         )
         if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
-        value = key
-        if final:
-            value = probability(
-                key, request.logits_dtype, normalizer, scale, log=request.log, masked=request.masked
-            )
+        value = request.values(key, normalizer, scale) if final else key
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
             held = min(WARPGROUP, k - first)
             blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
-
-
-def probability(key, dtype, normalizer: Normalizer | None, scale, *, log: bool, masked: bool):
-    """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
-
-    d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
-    probability 0. Without a normalizer, returns the element itself, -inf if masked.
-    """
-    if normalizer is None:
-        value = sort_keys.element_of_key32(key, dtype)
-        if not masked:
-            return value
-        return jnp.where(key == sort_keys.lowest_key(dtype), jnp.full_like(value, -jnp.inf), value)
-    scaled = normalizers.below(sort_keys.from_key32(key, dtype), normalizer.m, scale)
-    if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
-        scaled = jnp.where(scale.is_limit & (scaled < 0), -jnp.inf, scaled)
-    value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
-    if not masked:
-        return value
-    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value)
 
 
 # --- Inline PTX that ranks the winners of several lists

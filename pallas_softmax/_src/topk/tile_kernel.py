@@ -19,15 +19,14 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
-from pallas_softmax._src.topk.merge_kernel import probability
+from pallas_softmax._src.topk.merge_kernel import Request
 from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
     plan: Tile,
     mask: Mask | None,
-    log: bool,
-    scaled: bool,
+    request: Request,
     x_gmem,
     scale_gmem,
     mask_gmem,
@@ -51,7 +50,7 @@ def softmax_topk(
 
     normalizer = scale = None
     if scale_gmem is not None:
-        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=scaled)
+        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
         normalizer = Normalizer(m, d)
         for gmem, per_row in zip(normalizer_gmem, normalizer):
             tiles.store(gmem, plan, row, per_row)
@@ -63,22 +62,21 @@ def softmax_topk(
         key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
 
     normalizer, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (normalizer, scale))
-    value = probability(key, x_gmem.dtype, normalizer, scale, log=log, masked=mask is not None)
-    tiles.store(values_gmem, winners, row, value)
+    tiles.store(values_gmem, winners, row, request.values(key, normalizer, scale))
     tiles.store(indices_gmem, winners, row, index)
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, scaled=False
+    x, mask: Mask | None, temperature, plan: Tile, request: Request
 ) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
-    rows, normalized = x.shape[0], temperature is not None
+    rows, normalized = x.shape[0], request.normalized
     values, indices, *normalizer = gpu_kernel(
-        functools.partial(softmax_topk, plan, mask, log, scaled),
+        functools.partial(softmax_topk, plan, mask, request),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
-            jax.ShapeDtypeStruct((rows, k), dtype),
-            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, request.k), request.dtype),
+            jax.ShapeDtypeStruct((rows, request.k), jnp.int32),
             *[jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * (2 * normalized),
         ],
         name="softmax_topk" if normalized else "top_k",

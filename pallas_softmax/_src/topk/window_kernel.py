@@ -125,15 +125,13 @@ class SearchMemory(NamedTuple):
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, scaled=False
+    x, mask: Mask | None, temperature, plan: Window, request: Request
 ) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
-    and 1 unless `scaled`. The values have the `dtype`; with `log`, they are logs of probabilities. Without a
-    temperature, nothing is normalized: the values are the winners as they are, of the dtype of x.
+    or None if nothing is normalized.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
     lists = _launch(x, mask, scale, plan, request)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
