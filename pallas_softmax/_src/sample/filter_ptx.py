@@ -46,7 +46,7 @@ class Kept:
 
     def __init__(self, p: PartProgram, total: Value):
         self._p, self.total = p, total  # the mass of the row
-        self.key = p.var(KEEP_ALL, "s32")  # the last key that is kept
+        self.last_key = p.var(KEEP_ALL, "s32")  # the last key that is kept
         self.mass = p.var(total)  # of all kept entries
         # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
@@ -54,7 +54,12 @@ class Kept:
 
     def all_down_to(self, key: Value | int, mass: Value) -> None:
         """Keeps all entries down to a key."""
-        for register, value in ((self.key, key), (self.mass, mass), (self.equal, 0), (self.equal_kept, 0)):
+        for register, value in (
+            (self.last_key, key),
+            (self.mass, mass),
+            (self.equal, 0),
+            (self.equal_kept, 0),
+        ):
             self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, mass_above: Value, equal: Value) -> None:
@@ -62,7 +67,7 @@ class Kept:
         p = self._p
         before, all_equal = p.before(equal)
         room = p.max((number - before).bits("s32"), 0).bits("u32")
-        p.set(self.key, key)
+        p.set(self.last_key, key)
         p.set(self.equal, equal)
         p.set(self.equal_kept, p.min(room, equal))
         mass = p.convert(p.min(number, all_equal), "f32") * p.mass(p.from_key(key))
@@ -184,7 +189,7 @@ def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
     last = p.last_that(kept.equal_kept > 0)
     position = p.var(p.select(is_cut & (p.cta > last), -1, HIGHEST, "s32"))
     with p.when(is_cut & p.cta.equals(last)):
-        p.set(position, _position_of_tie(p, kept.key, p.shuffle(kept.equal_kept, "idx", last)))
+        p.set(position, _position_of_tie(p, kept.last_key, p.shuffle(kept.equal_kept, "idx", last)))
     return last, position, is_cut
 
 

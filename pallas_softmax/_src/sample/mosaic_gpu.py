@@ -99,7 +99,8 @@ _OF_CUTOFF = dict.fromkeys(("key", "index"), jnp.int32) | dict.fromkeys(
     ("top", "log_total", "log_mass"), jnp.float32
 )
 
-# The stages, in this order: after an overflow the next one follows, and those after TOP_P use the lists again.
+# The stages. Their order counts: those up to TOP_K_BEST start from a bound, the next one follows after an overflow, and
+# those after TOP_P use what the last turn made.
 TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
 
 _NAN = float("nan")
@@ -233,7 +234,7 @@ def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
         cta, last_tie, is_cut = find_last_tie(p, kept)
         with p.writes(cta) as write:
             index = p.select(is_cut, last_tie + p.origin, HIGHEST)
-            key, log_mass = p.key_of_dtype(kept.key), _log_mass(p, kept)
+            key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
             write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
     return p
 
@@ -303,8 +304,8 @@ def _search_zones(f: FilterSearch, stage: Value, bound: Value, zone: zone_ptx.Zo
 
 def _apply_min_p(p: PartProgram, kept: Kept) -> None:
     """Applies min_p to `kept`, if it is stricter than the other filters."""
-    has_min_p = p.mass(p.from_key(kept.key)) >= p.min_p
-    all_have_min_p = has_min_p & kept.key.differs(KEEP_ALL)
+    has_min_p = p.mass(p.from_key(kept.last_key)) >= p.min_p
+    all_have_min_p = has_min_p & kept.last_key.differs(KEEP_ALL)
     with p.when((p.min_p > 0.0) & ~all_have_min_p):
         mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
 
@@ -321,7 +322,7 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
 
 def _log_mass(p: PartProgram, kept: Kept) -> Value:
     """Returns the log of the kept share of the mass."""
-    return p.select(kept.key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
+    return p.select(kept.last_key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
 
 
 # --- Calls of any rank

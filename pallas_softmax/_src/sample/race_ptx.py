@@ -241,9 +241,9 @@ class WinnerSearch:
     """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
 
     def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
-        """`last_tie` is the position of the last kept tie: ties have the key `kept.key`."""
+        """`last_tie` is the position of the last kept tie: ties have the key `kept.last_key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
-        least = p.select(kept.key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.key))
+        least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
         self.race = Race(p, noise.from_origin(p.origin), least, self._is_kept, p.origin)
 
     def run(self) -> tuple[Value, Value]:
@@ -269,7 +269,7 @@ class WinnerSearch:
     def _is_kept(self, x: Value, position: Value) -> Value:
         """Returns whether the filters keep the element at a position."""
         key = self.p.key(x)
-        return (key > self.kept.key) | (key.equals(self.kept.key) & (position <= self.last_tie))
+        return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
     def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, unless it is below the threshold."""
@@ -313,7 +313,7 @@ class WinnerSearch:
     def _list_words(self, end: Value, position: Value, vectors: list[list[Value]], remaining: Value) -> None:
         """Lists elements of these vectors; the first one has the position. `remaining` of the vectors exist."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
-        above_ties = p.from_key(self.kept.key + 1)
+        above_ties = p.from_key(self.kept.last_key + 1)
         least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
         inside = p.var(0, "u32")
         for i, words in enumerate(vectors):  # the last element has the lowest bit

@@ -66,7 +66,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
     soon as its step is written. If the result is one number per column, the slot is free once its step is reduced.
     """
-    cta = _StripsOfCta(formula, plan, Refs(x_gmem, None, None, None, None, out_gmem, **scratch))
+    cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
     if plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)

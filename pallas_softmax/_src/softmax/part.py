@@ -79,13 +79,9 @@ class Job:
 
 
 class Refs(NamedTuple):
-    """The memory and barriers that a CTA uses: five inputs, then the results and shared memory."""
+    """The memory and barriers that a CTA uses."""
 
     x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
-    mask_gmem: Any  # the mask, (mask rows, vocab or 1), or None
-    scale_gmem: Any  # `normalizers.encoded_scale`, (rows,) or (1,), or None
-    label_gmem: Any  # the `Label` of each row, (rows,), or None
-    reductions_gmem: Any  # the reductions of the parts, as references (rows, parts), or None
     out_gmem: tuple  # the results
     # For each array, the body of the CTA's part, or slots. The memory of the last array also stages the output.
     x_smem: list
@@ -94,6 +90,10 @@ class Refs(NamedTuple):
     # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread, or column, has a copy.
     sent_smem: Any = None
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
+    mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
+    scale_gmem: Any = None  # `normalizers.encoded_scale`, (rows,) or (1,), or None
+    label_gmem: Any = None  # the `Label` of each row, (rows,), or None
+    reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
     scratch_smem: Any = None  # with one state for each thread, memory to merge the threads
 
 

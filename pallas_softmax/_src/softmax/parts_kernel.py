@@ -185,8 +185,9 @@ def _launch(
         scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, reduction.empty)
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(*refs, **scratch):
-        kernel(job, Refs(*refs[:5], refs[5:], **scratch))
+    def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
+        inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
+        kernel(job, Refs(x_gmem, out_gmem, reductions_gmem=reductions_gmem, **inputs, **scratch))
 
     return gpu_kernel(
         body,

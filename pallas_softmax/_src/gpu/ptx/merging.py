@@ -71,7 +71,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
         listed = listed_keys(p, row, length)
-        winners = [p.var(word) for word in _merge_lanes(p, listed[:size], size)]
+        winners = [p.var(word) for word in _best_of_row(p, listed[:size], size)]
         pairs = near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
@@ -100,7 +100,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
                 count = power_of_two(tile.steps * tile.vec, 1)
                 keys = wide_keys(p, row, count)
                 whole = best(p, keys, min(size, count))
-                for i, word in enumerate(_merge_lanes(p, whole, size)):
+                for i, word in enumerate(_best_of_row(p, whole, size)):
                     p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
@@ -160,7 +160,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         words = _packed_keys(p, row, p.first_column, complements)
         listed = best(p, words, length)
         winners = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
-        for winner, word in zip(winners, _merge_lanes(p, listed, size), strict=True):
+        for winner, word in zip(winners, _best_of_row(p, listed, size), strict=True):
             p.set(winner, word)
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
@@ -180,7 +180,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
                 p.set(word, LOWEST, when=word >= last)
             listed = best(p, words, length)
             p.set(last, listed[-1])
-            more = _merge_lanes(p, listed, size)
+            more = _best_of_row(p, listed, size)
             for winner, word in zip(
                 winners, _better_half(p, winners, more, min(size, tile.lanes)), strict=True
             ):
@@ -210,8 +210,8 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     return words
 
 
-def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
-    """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
+def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
+    """Returns the best `size` words of a row, in the order of the lanes; each lane passes its list, in order.
 
     pad the list of each lane with lowest words to a power of two
     for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
@@ -253,7 +253,7 @@ def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
 
 
 def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) -> list[Value]:
-    """Moves words between lanes, so that the lanes hold them in order. `_merge_lanes` explains `run_bits`."""
+    """Moves words between lanes, so that the lanes hold them in order. `_best_of_row` explains `run_bits`."""
     if run_bits == sorted(run_bits, reverse=True):
         return words
     source = p.operand("thread", "u32") - p.lane
