@@ -84,7 +84,12 @@ def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
 
 
-def power_of_two(least: int, start: int) -> int:
+def log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+def power_of_two(least: float, start: int) -> int:
     """Returns the first of start, 2 start, 4 start, ... that is at least `least`."""
     while start < least:
         start *= 2

@@ -21,7 +21,7 @@ example with four groups of 8 elements:
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
-from pallas_softmax._src.gpu.layout import Window
+from pallas_softmax._src.gpu.layout import Window, log2
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
@@ -80,11 +80,6 @@ class WindowProgram(CtaProgram):
             return self.load(address, "u32", when=when, default=default)
         self.load_into([address], address, when=when)  # overwriting the address saves a register
         return address
-
-
-def log2(n: int) -> int:
-    """Returns the logarithm of a power of two."""
-    return n.bit_length() - 1
 
 
 # --- The bound

@@ -107,14 +107,20 @@ def topk_merge(
 
     The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
     """
-    memory = _Memory(**smem)
-    own = _lists_of_cta(count, fan_in)  # which lists this CTA merges
-    final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
-    scale = request.scale(scale_gmem, own.row)
+    memory, merges = _Memory(**smem), -(-count // fan_in)
+    row, merge = lax.axis_index("row"), cta_number("merge", merges)
+    first = merge * fan_in
+    own = _CtaLists(row, first, jnp.minimum(fan_in, count - first))  # the lists that this CTA merges
+    final = merges == 1  # the merged list is the only one of the row: write values instead of keys
+    scale = request.scale(scale_gmem, row)
 
-    normalizer = _combine_normalizers(lists_gmem, own, scale) if request.normalized else None
+    normalizer = None
+    if request.normalized:  # thread t loads the normalizer of list t
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=own.held)
+        lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
+        normalizer = normalizers.combine_lanes(lane, scale=scale)
     _rank(lists_gmem, memory, own, request)  # bound, collect, rank
-    number = own.row * -(-count // fan_in) + own.number  # of the merged list
+    number = row * merges + merge  # of the merged list
     write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
 
 
@@ -141,27 +147,11 @@ class _Memory(NamedTuple):
 
 
 class _CtaLists(NamedTuple):
-    """The lists that a CTA merges: `held` lists of a row, from number `first` on. They become its list `number`."""
+    """The lists that a CTA merges: `held` lists of a row, from number `first` on."""
 
     row: Any
     first: Any
     held: Any
-    number: Any
-
-
-def _lists_of_cta(count: int, fan_in: int) -> _CtaLists:
-    """Returns the lists that this CTA merges."""
-    row = lax.axis_index("row")
-    number = cta_number("merge", -(-count // fan_in))
-    first = number * fan_in
-    return _CtaLists(row, first, jnp.minimum(fan_in, count - first), number)
-
-
-def _combine_normalizers(lists_gmem: WinnerLists, own: _CtaLists, scale) -> Normalizer:
-    """Returns the combined normalizers of the lists. Thread t loads the one of list t."""
-    load = functools.partial(blocks.load_from_row, row=own.row, start=own.first, held=own.held)
-    lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-    return normalizers.combine_lanes(lane, scale=scale)
 
 
 @twin

@@ -29,6 +29,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
 from pallas_softmax._src.gpu.ptx.ranking import CandidateList, candidate_of, rank
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -60,13 +61,13 @@ class SelectProgram(ListProgram):
         # A vector is 16 bytes. Vector 0 has the start of the row, after `lead` elements of the row before.
         start = self.operand("x", "u64") + self.multiply_wide(self.row, plan.vocab * itemsize)
         self.base = start & -ACCESS_BYTES
-        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
-        vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> log2(itemsize)
+        vectors = (self.length + self.lead + (self.vec - 1)) >> log2(self.vec)
         self.vectors = vectors  # of the row; this CTA has those from `first` to `end`
-        self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
+        self.first, end = ((self.part + i) * vectors >> log2(plan.ctas) for i in range(2))
         self.end = self.var(end)
         # The vectors from `whole_from` to `whole_to` have elements of the row only.
-        self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.whole_from = (self.lead + (self.vec - 1)) >> log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
         # The thread's first vector in a block.
         self.thread_first = self.warp * (LANES * self.loads) + self.lane
@@ -75,7 +76,7 @@ class SelectProgram(ListProgram):
 
     def whole_vectors(self) -> Value:
         """Returns the number of vectors before the first one with elements beyond the row."""
-        return (self.length + self.lead) >> _log2(self.vec)
+        return (self.length + self.lead) >> log2(self.vec)
 
     def vector(self, number: Value) -> Value:
         """Returns the address of a vector."""
@@ -170,11 +171,11 @@ class SelectProgram(ListProgram):
         plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.
-        sectors = self.whole_vectors() - self.whole_from >> _log2(_SECTOR_VECTORS)
+        sectors = self.whole_vectors() - self.whole_from >> log2(_SECTOR_VECTORS)
         words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
         for i in range(plan.sample_vectors):
-            number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
-            first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
+            number = (self.thread >> log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
+            first = (number * sectors >> log2(sampled_sectors)) << log2(_SECTOR_VECTORS)
             vectors.append((first | self.thread & (_SECTOR_VECTORS - 1)) + self.whole_from)
             self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]), space="global")
         if self.masked:
@@ -189,7 +190,7 @@ class SelectProgram(ListProgram):
         # that reaches the least of the groups' largest elements. So `rank` groups are enough, and larger groups give
         # a higher key.
         low = self.var(self.select(rank <= plan.threads, largest, least))
-        for bit in range(_log2(LANES)):
+        for bit in range(log2(LANES)):
             larger = self.shuffle(low, "bfly", 1 << bit)
             self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
         of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
@@ -358,8 +359,3 @@ class SelectProgram(ListProgram):
         room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
         sums = self.scratch + self.plan.extremes
         rank(self, CandidateList(*room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab))
-
-
-def _log2(n: int) -> int:
-    """Returns the logarithm of a power of two."""
-    return n.bit_length() - 1

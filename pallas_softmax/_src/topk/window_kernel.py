@@ -102,7 +102,8 @@ def softmax_topk(
     If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
     """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
-    memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
+    group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
+    memory = SearchMemory(x_smem, group_keys, *split(lists_smem, *listed_items(window, request.k)), counts)
     scale = request.scale(scale_gmem, part.place.row)
 
     normalizer = _load_and_reduce(window, part, memory, arrived, scale)  # also writes the group_keys
@@ -132,36 +133,23 @@ def topk_rows(
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
     or None if nothing is normalized.
     """
+    (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
-    lists = _launch(x, mask, scale, plan, request)
-    return merge_kernel.merge_lists(lists, scale, plan.count, request)
-
-
-def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
-    """Returns a list of winners for each part of each row."""
-    (rows, vocab), k, final = x.shape, request.k, window.count == 1
-    item = jnp.int16 if window.compact else jnp.int32
-    return gpu_kernel(
-        functools.partial(softmax_topk, window, mask, rows, request),
-        grid={"row": rows, "part": window.count},
-        out_type=lists_type(rows * window.count, request, final),
+    lists = gpu_kernel(
+        functools.partial(softmax_topk, plan, mask, rows, request),
+        grid={"row": rows, "part": plan.count},
+        out_type=lists_type(rows * plan.count, request, final=plan.count == 1),
         scratch_types={
-            "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
-            "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
-            "x_smem": plgpu.SMEM((window.size,), x.dtype),
+            "groups_smem": plgpu.SMEM((group_words(plan, k) + WARPGROUP,), jnp.int32),
+            "arrived": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
+            "lists_smem": plgpu.SMEM((sum(listed_items(plan, k)),), jnp.int16 if plan.compact else jnp.int32),
+            "x_smem": plgpu.SMEM((plan.size,), x.dtype),
         },
         name="softmax_topk" if request.normalized else "top_k",
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
-    )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
-
-
-def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
-    """Returns the shared memory of the search, in pieces."""
-    group_keys_smem, counts_smem = split(groups_smem, group_words(window, k), WARPGROUP)
-    candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
-    return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
+    )(x.reshape(aligned_view(rows, vocab, plan.vec)), scale, None if mask is None else mask.array)
+    return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
 
 def _load_and_reduce(
