@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.layout import Tile, log2
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -117,7 +117,7 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
     """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
-    own_piece = p.lane >> lanes.bit_length() - 1
+    own_piece = p.lane >> log2(lanes)
     for row in range(p.rows):
         keys = p.keys(row)
         size = len(keys) * tile.pieces // groups  # elements of a group in this lane
@@ -191,7 +191,7 @@ def _count_better(
             p.increase(better, 1.0, when=sum_ >= own if other < group else sum_ > own)
     for distance in range(1, pieces):
         # The numbers of two pieces differ in a highest bit. The lower number has a 0 there.
-        is_higher = own_piece >> distance.bit_length() - 1 & 1
+        is_higher = own_piece >> log2(distance) & 1
         bound = own - is_higher.bits("s32")
         for sum_ in sums:
             p.increase(better, 1.0, when=p.shuffle(sum_, "bfly", distance * lanes) > bound)

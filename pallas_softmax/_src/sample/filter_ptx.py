@@ -22,6 +22,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import (
@@ -255,9 +256,9 @@ def sum_sections(p: PartProgram, sum_up: Callable[[Value, list[Value]], list[Val
             at = p.word(SCRATCH.histogram, thread, _THREAD_BUCKETS)
             numbers = p.load_vector(at, "u32", _THREAD_BUCKETS)
             is_first = (p.lane & (neighbours - 1)).equals(0)
-            at = p.word(SCRATCH.sections, thread >> (neighbours.bit_length() - 1))
+            at = p.word(SCRATCH.sections, thread >> log2(neighbours))
             for i, sum_ in enumerate(sum_up(thread * _THREAD_BUCKETS, numbers)):
-                for bit in range(neighbours.bit_length() - 1):
+                for bit in range(log2(neighbours)):
                     sum_ = sum_ + p.shuffle(sum_, "bfly", 1 << bit)
                 p.store(at, sum_, offset=4 * SECTIONS * i, when=is_first)
     p.sync_cluster()

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT, CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -53,7 +54,7 @@ KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
 LN2 = math.log(2)
 
-_WARP_BITS = WARPS.bit_length() - 1
+_WARP_BITS = log2(WARPS)
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
 
 
@@ -208,7 +209,7 @@ class PartProgram(ClusterProgram):
 
     def position_of(self, address: Value) -> Value:
         """Returns the position of the element at an address; positions count in the part."""
-        return ((address - self.x) >> (self.elements.itemsize.bit_length() - 1)).bits("s32")
+        return ((address - self.x) >> log2(self.elements.itemsize)).bits("s32")
 
     def element(self, address: Value) -> Value:
         """Returns the element at an address as a float."""
@@ -357,7 +358,7 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
 
 def bound_of_best(p: PartProgram) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
-    group, lane = p.lane >> _NEIGHBOURS.bit_length() - 1, p.lane & (_NEIGHBOURS - 1)
+    group, lane = p.lane >> log2(_NEIGHBOURS), p.lane & (_NEIGHBOURS - 1)
     first = p.x + ((group * p.warps + p.warp) * _NEIGHBOURS + lane) * ACCESS_BYTES
     end = p.x + p.plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")

@@ -32,6 +32,7 @@ from jax import lax
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -136,7 +137,7 @@ class StreamProgram(ClusterProgram):
         # A position counts from the start of the row's first vector: the element with index 0 has position `lead`.
         self.lead = row * (vocab % self.vec) & (self.vec - 1)
         start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
-        self.x = self.operand("x", "u64") + (start << (itemsize.bit_length() - 1))  # address of position 0
+        self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
         """Returns the lane's elements of a step as floats; its first vector is at `position`.

@@ -29,6 +29,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import filter_ptx
@@ -163,7 +164,7 @@ def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Val
     with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
         leave(inside.equals(0))
         number = p.lowest_bit(inside)
-        load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+        load, element = number >> log2(vec), number & (vec - 1)
         at = address + load * WARP_LOAD_BYTES + element * p.elements.itemsize
         x = p.element(at)
         key = p.key(x)

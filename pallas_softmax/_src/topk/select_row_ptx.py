@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
 from pallas_softmax._src.topk.select_plan import SelectPlan
@@ -34,7 +35,7 @@ class HeldRowProgram(SelectProgram):
         super().__init__(plan, dtype, False, fill)
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
-        used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        used = (self.vectors + (plan.threads - 1)) >> log2(plan.threads)
         # The shuffle hides a constant. ptxas would compute addresses ahead, in registers that other CTAs need.
         self.used = self.shuffle(used, "idx", 0)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
@@ -89,7 +90,7 @@ class HeldRowProgram(SelectProgram):
         extent = self.var(self.reduce("max", worsts) - low)
         # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
         self.update(extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * self.plan.k // 4)
-        log2_buckets = self.plan.buckets.bit_length() - 1
+        log2_buckets = log2(self.plan.buckets)
 
         def shift_of(extent):
             return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")

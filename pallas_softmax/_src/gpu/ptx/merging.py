@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.layout import Tile, list_length, merged_tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -258,7 +258,7 @@ def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) 
         return words
     source = p.operand("thread", "u32") - p.lane
     for i, run_bit in enumerate(reversed(run_bits)):
-        moved = run_bit.bit_length() - 1 - i
+        moved = log2(run_bit) - i
         bit = p.lane & 1 << i
         source = source + (bit << moved if moved >= 0 else bit >> -moved)
     return [p.shuffle(word, "idx", source) for word in words]
@@ -437,7 +437,7 @@ def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
         column = column - piece * tile.piece_columns
         owner = owner + piece * (tile.lanes // tile.pieces)
     in_step = column & (tile.step_columns - 1)
-    step = column >> tile.step_columns.bit_length() - 1
+    step = column >> log2(tile.step_columns)
     i = step * tile.vec + (in_step & (tile.vec - 1))
-    owner = owner + (in_step >> tile.vec.bit_length() - 1)
+    owner = owner + (in_step >> log2(tile.vec))
     return value_in_lane(p, p.keys(row), i, owner)
