@@ -30,14 +30,10 @@ MAX_PART = 2**16  # elements in a CTA: positions have 16 bits, and sums of as ma
 MAX_V = MAX_CTAS * MAX_PART
 
 BUCKETS = 2048  # in the histogram by distance
-VALUE_BUCKETS = (
-    4096  # in the histogram by bfloat16 value: at least 31 powers of two with 128 values each, and 0
-)
+VALUE_BUCKETS = 4096  # in the histogram by bfloat16 value: at least 31 powers of two with 128 values each, 0
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
-RECORD_WORDS = (
-    8  # words of the record of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
-)
+RECORD_WORDS = 8  # of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.

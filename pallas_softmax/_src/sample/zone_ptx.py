@@ -441,7 +441,6 @@ def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, is_greatest: Valu
     If all elements lay at the same end of their buckets, the error would be half a bucket. But the errors of many
     elements cancel. Masses in a bucket differ by a share b. Then the error of a mass m has a standard deviation of
     0.3 b m, because 1 / sqrt(12) = 0.3. No mass exceeds 1, so all errors together have at most 0.3 b sqrt(total).
-    In rare cases the zone misses the goal. Then the row is searched digit by digit.
     """
     p = f.p
     sign = p.select(is_greatest, -1.0, 1.0, "f32")
