@@ -58,7 +58,7 @@ def assert_rows(got, x, k, where=None, lengths=None, names=None, *, sorted=False
 
 
 def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
-    """Does what `select_kernel.select_rows` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
+    """Does what `select_kernel._launch` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
 
     Returns the values and the indices of each row, and the number of steps of the machine, which runs all rows at once.
     """

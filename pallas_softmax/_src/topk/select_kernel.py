@@ -75,8 +75,12 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
         lengths, mask = jnp.where(kept, x.shape[1] if lengths is None else lengths, 0), None
     fill = np.array(-np.inf, x.dtype) if fill is None else fill
-    if mask is None and lengths is None:
-        fill = None  # the value with the lowest key
+    keeps_all = mask is None and lengths is None
+    return TopK(*_launch(x, mask, lengths, k, plan, None if keeps_all else fill))
+
+
+def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
+    """Runs the kernel. `fill` is the value of fillings; None is the value with the lowest key."""
     rows, vocab = x.shape
 
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
@@ -87,7 +91,7 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
         memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
         _select(plan, fill, memory, row, part, length, mask_row)
 
-    results = gpu_kernel(
+    return gpu_kernel(
         top_k_select,
         grid={"row": rows, "part": plan.ctas},
         cluster=plan.ctas,
@@ -99,7 +103,6 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
         },
         name="top_k_select",
     )(x, lengths, None if mask is None else mask.array)
-    return TopK(*results)
 
 
 @twin
