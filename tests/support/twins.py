@@ -287,7 +287,7 @@ TWINS = {
     "merge_kernel._rank": _rank_lists,
     "best.best_indices": _best_indices,
     "best._best_words": _best_words,
-    "select_kernel._select": _select,
+    "kernel._select": _select,
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,
     "kernel._exponentials": _exponentials,

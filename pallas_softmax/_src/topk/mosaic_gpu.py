@@ -13,10 +13,11 @@ from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.select import kernel as select_kernel
+from pallas_softmax._src.select.plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
+from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk.merge_kernel import Request
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
-from pallas_softmax._src.topk.select_plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
 from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.

@@ -103,7 +103,8 @@ def softmax_topk(
     """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
-    memory = SearchMemory(x_smem, group_keys, *split(lists_smem, *listed_items(window, request.k)), counts)
+    candidates, hits = split(lists_smem, *listed_items(window, request.k))
+    memory = SearchMemory(x_smem, group_keys, candidates, hits, counts)
     scale = request.scale(scale_gmem, part.place.row)
 
     normalizer = _load_and_reduce(window, part, memory, arrived, scale)  # also writes the group_keys

@@ -4,8 +4,7 @@ A row has a CTA or a cluster. Each CTA lists the elements of its part that may w
 
     sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
 
-`program_of` has these stages, which `select_ptx` explains. Short rows stay in registers (`select_row_ptx`).
-`select_plan` says how rows lie over the GPU.
+`program_of` has these stages, which `stream_ptx` explains. Short rows stay in registers (`held_ptx`).
 """
 
 import functools
@@ -21,9 +20,9 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
-from pallas_softmax._src.topk.select_ptx import SelectProgram
-from pallas_softmax._src.topk.select_row_ptx import HeldRowProgram
+from pallas_softmax._src.select.held_ptx import HeldRowProgram
+from pallas_softmax._src.select.plan import PREFETCHED, SelectPlan
+from pallas_softmax._src.select.stream_ptx import SelectProgram
 from pallas_softmax._src.topk.xla import TopK
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
-from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import SelectProgram
+from pallas_softmax._src.select.list_ptx import ENTRY_BYTES
+from pallas_softmax._src.select.plan import SelectPlan
+from pallas_softmax._src.select.stream_ptx import SelectProgram
 
 _UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 # Distances of the first round, at most: 8 binades.

@@ -33,8 +33,8 @@ from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
 from pallas_softmax._src.gpu.ptx.ranking import CandidateList, candidate_of, rank
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
-from pallas_softmax._src.topk.select_plan import SelectPlan
+from pallas_softmax._src.select.list_ptx import ENTRY_BYTES, ListProgram
+from pallas_softmax._src.select.plan import SelectPlan
 
 _LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
