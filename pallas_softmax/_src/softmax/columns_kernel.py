@@ -102,7 +102,7 @@ def launch(
     name: str,
     approximate: bool,
 ) -> list[jax.Array]:
-    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `tile_kernel.launch`.
+    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
 
     The rows of a tile are lines of the array. Returns one array (outer, vocab, inner) of the last array's dtype, or if
     the formula has per-row outputs, arrays (outer, 1, inner).

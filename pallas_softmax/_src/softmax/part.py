@@ -1,6 +1,6 @@
 """The part of a row that a CTA holds: how it is loaded, reduced, merged with the other parts, and written.
 
-`parts_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
+`rows_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
 
     load      copy_in (the body, a step at a time), load_edges
     reduce    reduce: each thread reduces its own elements, then the threads merge
@@ -33,7 +33,7 @@ from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One call of `parts_kernel.launch`; the fields are its arguments."""
+    """One call of `rows_kernel.launch`; the fields are its arguments."""
 
     formula: Formula
     arrays: list[jax.Array]
