@@ -140,11 +140,11 @@ def _find_winners(window, memory, part, k):
     return memory.group_keys
 
 
-def _rank_lists(lists_gmem, memory, own, request):
-    k, keys = request.k, lists_gmem.values[own.row]
+def _rank_lists(lists_gmem, smem, request, row, first, held):
+    k, keys = request.k, lists_gmem.values[row]
     at = jnp.arange(keys.shape[0])
-    inside = (at >= own.first * k) & (at < (own.first + own.held) * k)
-    _sort_winners(memory.best, keys, lists_gmem.indices[own.row], inside, k)
+    inside = (at >= first * k) & (at < (first + held) * k)
+    _sort_winners(smem["best"], keys, lists_gmem.indices[row], inside, k)
 
 
 def _sort_winners(ranked, keys, indices, inside, k):
@@ -168,21 +168,21 @@ def _best_words(tile, vocab, k, bits):
     return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
 
 
-def _select(plan, fill, memory, row, part, length, mask_row):
+def _select(plan, fill, refs, numbers):
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
-        x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
-        x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
-        kept = index < length
-        if mask_row is not None:
-            kept &= mask_gmem[mask_row]
+        row, x = numbers["row"], refs["x"][numbers["row"]]
+        index, lowest = jnp.arange(plan.vocab), sort_keys.lowest(x.dtype)
+        kept = index < numbers["length"]
+        if "mask" in refs:
+            kept &= refs["mask"][numbers["mask_row"]]
         key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
         key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
         absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
         if not plan.sorted:
             absent, best = lax.sort((absent, best), num_keys=2)
-        values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
-        indices_gmem[row] = best.astype(jnp.int32)
+        refs["values"][row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
+        refs["indices"][row] = best.astype(jnp.int32)
 
 
 # --- Sample

@@ -85,10 +85,11 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
         row = lax.axis_index("row")
         length = jnp.int32(vocab) if lengths_gmem is None else number_of_row(lengths_gmem, row)
-        mask_row = None if mask is None else mask.row(row)
-        part = cta_number("part", plan.ctas)
-        memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
-        _select(plan, fill, memory, row, part, length, mask_row)
+        masking = {} if mask is None else {"mask_row": mask.row(row)}
+        numbers = {"row": row, "part": cta_number("part", plan.ctas), "length": length, **masking}
+        refs = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
+        refs |= {"list": list_smem, "scratch": scratch_smem} | ({} if mask is None else {"mask": mask_gmem})
+        _select(plan, fill, refs, numbers)
 
     return gpu_kernel(
         top_k_select,
@@ -105,14 +106,8 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 
 @twin
-def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Runs `program_of` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
-    x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
-    refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
-    refs |= {"list": list_smem, "scratch": scratch_smem}
-    numbers = {"row": row, "part": part, "length": length}
-    if mask_row is not None:
-        refs["mask"], numbers["mask_row"] = mask_gmem, mask_row
+def _select(plan: SelectPlan, fill, refs: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Runs `program_of` in this CTA, with these operands."""
     fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
-    program = program_of(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
+    program = program_of(plan, np.dtype(refs["x"].dtype), "mask" in refs, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

@@ -107,21 +107,21 @@ def topk_merge(
 
     The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
     """
-    memory, merges = _Memory(**smem), -(-count // fan_in)
+    merges = -(-count // fan_in)
     row, merge = lax.axis_index("row"), cta_number("merge", merges)
-    first = merge * fan_in
-    own = _CtaLists(row, first, jnp.minimum(fan_in, count - first))  # the lists that this CTA merges
+    first = merge * fan_in  # this CTA merges `held` lists from here on
+    held = jnp.minimum(fan_in, count - first)
     final = merges == 1  # the merged list is the only one of the row: write values instead of keys
     scale = request.scale(scale_gmem, row)
 
     normalizer = None
     if request.normalized:  # thread t loads the normalizer of list t
-        load = functools.partial(blocks.load_from_row, row=row, start=first, held=own.held)
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = normalizers.combine_lanes(lane, scale=scale)
-    _rank(lists_gmem, memory, own, request)  # bound, collect, rank
+    _rank(lists_gmem, smem, request, row, first, held)  # bound, collect, rank
     number = row * merges + merge  # of the merged list
-    write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
+    write_winners(WinnerLists(*merged_gmem), number, smem["best"], normalizer, scale, request, final)
 
 
 class WinnerLists(NamedTuple):
@@ -137,31 +137,14 @@ class WinnerLists(NamedTuple):
     d: Any = None  # (lists,) float32, the normalizers' sums; None if nothing is normalized
 
 
-class _Memory(NamedTuple):
-    """References to the shared memory of a CTA."""
-
-    best: Any  # int32, the merged list: keys, then indices from padded_winners(k) on
-    buckets: Any  # int32, one word for each candidate
-    counts: Any  # (128,) int32
-    candidates: Any  # int32, two words for each candidate
-
-
-class _CtaLists(NamedTuple):
-    """The lists that a CTA merges: `held` lists of a row, from number `first` on."""
-
-    row: Any
-    first: Any
-    held: Any
-
-
 @twin
-def _rank(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
-    """Writes the k best of the lists to `memory.best`, in order."""
-    k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]
-    refs = {"candidates": memory.candidates, "ranked": memory.best, "keys": keys}
-    refs |= {"indices": lists_gmem.indices, "counts": memory.counts, "buckets": memory.buckets}
-    bound = _bound(keys, own.row, own.first, own.held, k)
-    numbers = {"row": own.row, "first": own.first * k, "n": own.held * k, "bound": bound}
+def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, first, held) -> None:
+    """Writes the k best of `held` lists, from number `first` on, to smem["best"], in order."""
+    k, keys, capacity = request.k, lists_gmem.values, smem["buckets"].shape[0]
+    refs = {"candidates": smem["candidates"], "ranked": smem["best"], "keys": keys}
+    refs |= {"indices": lists_gmem.indices, "counts": smem["counts"], "buckets": smem["buckets"]}
+    bound = _bound(keys, row, first, held, k)
+    numbers = {"row": row, "first": first * k, "n": held * k, "bound": bound}
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
