@@ -1,4 +1,4 @@
-"""The search for the last entry that a filter keeps: its goal, what is kept, and the search digit by digit.
+"""The search for the last entry that a filter keeps: its goal, what is kept, and the searches that need no zone.
 
 Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k, or
 a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. The measure of an
