@@ -371,7 +371,8 @@ def _start_buckets(
     held = p.over_lanes("max", p.reduce("max", counts))
     (words,) = p.of_warps([total | held << _HALF], candidates.sums, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
-    p.add_lower_warps(start, totals)
+    for i, of_warp in enumerate(totals[:-1]):
+        p.increase(start, of_warp, when=p.warp > i)
     otherwise(p.reduce("max", held) > _IN_BUCKET)
     starts = []
     for count in counts:
