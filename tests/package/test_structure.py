@@ -21,7 +21,7 @@ LAYERS = (
     ("__init__",),
     ("online", "paper"),
     ("_src.linear", "_src.route"),
-    ("_src.sample", "_src.softmax", "_src.stats", "_src.topk"),
+    ("_src.sample", "_src.select", "_src.softmax", "_src.stats", "_src.topk"),
     ("_src.arguments",),
     ("_src.triton", "_src.gpu"),
     ("_src.dispatch",),
@@ -130,7 +130,7 @@ def test_private_modules_are_hidden():
 
 
 def test_dispatch_imports_no_operation():
-    folders = {"softmax", "topk", "sample", "stats", "linear", "route", "gpu", "triton"}
+    folders = {"softmax", "topk", "select", "sample", "stats", "linear", "route", "gpu", "triton"}
     for module in FILES:
         if module.startswith(f"{PACKAGE}._src.dispatch."):
             assert not folders & {

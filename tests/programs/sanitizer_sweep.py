@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax import paper
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.select.plan import SelectPlan
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
-from pallas_softmax._src.topk.select_plan import SelectPlan
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.route import kernels as route

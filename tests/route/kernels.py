@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.route import grad_kernel, kernel
+from pallas_softmax._src.route import kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.topk import plan as topk_plan
@@ -47,4 +47,4 @@ def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
     gate = Gate(gate.score, gate.renormalize, gate.scale)
     arrays = (jnp.asarray(a) for a in (x, indices, g, g_logsumexp))
     with interpreted(interpret):
-        return grad_kernel.route_grad_rows(*arrays, plan, gate=gate)
+        return kernel.route_grad_rows(*arrays, plan, gate=gate)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.route.groups_ptx import groups_program
-from pallas_softmax._src.route.scores_ptx import exponentials_program
+from pallas_softmax._src.route.scores_ptx import exponentials_program, groups_program
 from tests.route import kernels
 from tests.support import oracle, ptx
 from tests.support.cases import F32

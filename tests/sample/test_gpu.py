@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.sample.plan import StreamPlan, plan_of
 from pallas_softmax._src.sample.stream_kernel import draw_rows
-from pallas_softmax._src.sample.stream_plan import StreamPlan
 from tests.sample import kernels
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu.ptx.program import Program
-from pallas_softmax._src.sample import noise_ptx
+from pallas_softmax._src.sample import race_ptx
 from tests.support import ptx
 
 COUNT = 128
@@ -31,11 +31,11 @@ def test_bits(seed, stride, start):
     words = np.asarray(jax.random.key_data(key))
 
     def write(p, thread):
-        schedule = noise_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
+        schedule = race_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
         counter = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
         low, high = p.split(counter)
         keyed = high + schedule[0][0], low + schedule[0][1]
-        first, second = noise_ptx.words_at(p, schedule, [keyed, keyed])
+        first, second = race_ptx.words_at(p, schedule, [keyed, keyed])
         return p.select(first.equals(second), first, 0)
 
     got = run(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)
@@ -55,11 +55,11 @@ def test_gumbel():
     fractions = np.concatenate([2**ends - 1, 2**23 - 2**ends, others])[:COUNT]
     p = Program()
     at = p.at(p.operand("words", "u32"), p.operand("thread", "u32"), 4)
-    p.store(at, noise_ptx.gumbel(p, noise_ptx.one_plus_uniform(p, p.load(at, "u32"))))
+    p.store(at, race_ptx.gumbel(p, race_ptx.one_plus_uniform(p, p.load(at, "u32"))))
     memory = (fractions << 9).astype("u4")
     ptx.run(p, memory.view("u1"), words=0)
     got = memory.view("f4")
     want = -np.log(-np.log(np.maximum(fractions * 2.0**-23, np.finfo("f4").tiny)))
     error = np.abs(got - want) / np.maximum(np.spacing(np.abs(want).astype("f4")), 2.0**-24)
     assert error.max() < 2
-    assert got.max() == got[fractions.argmax()] <= noise_ptx.MAX_NOISE
+    assert got.max() == got[fractions.argmax()] <= race_ptx.MAX_NOISE

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.sample.draw_ptx import cutoff_program, draw_program
-from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF
+from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF, cutoff_program, draw_program
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands

@@ -7,11 +7,11 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import MAX_CLUSTER, SMEM_BYTES
-from pallas_softmax._src.sample import mosaic_gpu, stream_kernel, stream_ptx
+from pallas_softmax._src.sample import mosaic_gpu, stream_kernel
+from pallas_softmax._src.sample.plan import FEW_LONG_ROWS, StreamPlan, plan_stream
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
 from pallas_softmax._src.sample.stream_kernel import draw_rows
-from pallas_softmax._src.sample.stream_plan import FEW_LONG_ROWS, StreamPlan, plan_stream
 from tests.support import cases, ptx
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import first, first_values
@@ -40,7 +40,7 @@ def run_row(plan, x, row, words, temperature, stride=1, rng=None):
         **results,
     }
     rubbish = np.random.default_rng(0).integers(0, 256, (plan.ctas, _SCRATCH + 4 * plan.words))
-    text = stream_ptx.row_program(plan, x.dtype, stride)
+    text = stream_kernel.row_program(plan, x.dtype, stride)
     ptx.Machine(text, rubbish.astype("u1"), plan.threads, operands, rng).run()
     return [result.array[row : row + 1] for result in results.values()]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_softmax._src.softmax import counting, moments_ptx
+from pallas_softmax._src.softmax import label_rank, moments_ptx
 from tests.support import oracle, ptx
 from tests.support.covering import cover, slow
 
@@ -107,7 +107,7 @@ def test_count_before(size, special):
         vector = np.arange(keys.size) // vec * vec
         before = (keys > key) | ((keys == key) & (vector < column))  # all of the label's vector, or none
         operands = {f"x{b * vec + e}": x[b, :, e] for b in range(blocks) for e in range(vec)}
-        program = counting.count_program(blocks * vec, vec)
+        program = label_rank.count_program(blocks * vec, vec)
         count = np.full(128, 7, F32)
         machine = ptx.run(program, np.zeros(0, "uint8"), count=count, column=column, key=int(key), **operands)
         (got,) = results(machine, "count")

@@ -38,7 +38,7 @@ _DEVICE = 32  # bits of an address in device memory; the bits above hold the num
 _MOST_BYTES = 16  # of an access
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that min.NaN and max.NaN return for any NaN
 _UNSET = 0xABCDEF  # bits of a register that was not written yet
-# How likely another warp runs next, while the last one could go on. Without one barrier of `ranking_ptx`, 10 of 32
+# How likely another warp runs next, while the last one could go on. Without one barrier of `ranking`, 10 of 32
 # tests fail with this number; if every choice is at random, 1 fails.
 _SWITCH = 0.05
 

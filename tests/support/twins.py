@@ -12,13 +12,14 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks, interpreter
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.layout import merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.row_ptx import HIGHEST
-from pallas_softmax._src.softmax import counting
-from pallas_softmax._src.topk.plan import merged_tile, padded_winners
+from pallas_softmax._src.softmax import label_rank
+from pallas_softmax._src.topk.plan import padded_winners
 
 
 def interpreted(interpret):
@@ -111,7 +112,7 @@ def _masked_element(dtype, infinite):
 def _add_counts(part, before, terms, i, size):
     walk = part.job.parts.walk
     starts = [i * walk.step_size + at for at in range(0, size, walk.block_size)]
-    return before + normalizers.tree_sum(counting._count_in_block(part, start) for start in starts)
+    return before + normalizers.tree_sum(label_rank._count_in_block(part, start) for start in starts)
 
 
 # --- Top-k
@@ -139,15 +140,15 @@ def _find_winners(window, memory, part, k):
     return memory.group_keys
 
 
-def _rank_lists(lists_gmem, memory, own, request):
-    k, keys = request.k, lists_gmem.values[own.row]
+def _rank_lists(lists_gmem, smem, request, row, first, held):
+    k, keys = request.k, lists_gmem.values[row]
     at = jnp.arange(keys.shape[0])
-    inside = (at >= own.first * k) & (at < (own.first + own.held) * k)
-    _sort_winners(memory.best, keys, lists_gmem.indices[own.row], inside, k)
+    inside = (at >= first * k) & (at < (first + held) * k)
+    _sort_winners(smem["best"], keys, lists_gmem.indices[row], inside, k)
 
 
 def _sort_winners(ranked, keys, indices, inside, k):
-    """Writes the k best of the elements `inside` in the format of `ranking_ptx.put_in_shared_memory`."""
+    """Writes the k best of the elements `inside` in the format of `merge_kernel.put_in_shared_memory`."""
     _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
     padded = padded_winners(k)
     ranked[:k] = ~keys[:k]
@@ -167,21 +168,21 @@ def _best_words(tile, vocab, k, bits):
     return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
 
 
-def _select(plan, fill, memory, row, part, length, mask_row):
+def _select(plan, fill, refs, numbers):
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
-        x_gmem, mask_gmem, values_gmem, indices_gmem, *_ = memory
-        x, index, lowest = x_gmem[row], jnp.arange(plan.vocab), sort_keys.lowest(x_gmem.dtype)
-        kept = index < length
-        if mask_row is not None:
-            kept &= mask_gmem[mask_row]
+        row, x = numbers["row"], refs["x"][numbers["row"]]
+        index, lowest = jnp.arange(plan.vocab), sort_keys.lowest(x.dtype)
+        kept = index < numbers["length"]
+        if "mask" in refs:
+            kept &= refs["mask"][numbers["mask_row"]]
         key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
         key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
         absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
         if not plan.sorted:
             absent, best = lax.sort((absent, best), num_keys=2)
-        values_gmem[row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
-        indices_gmem[row] = best.astype(jnp.int32)
+        refs["values"][row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
+        refs["indices"][row] = best.astype(jnp.int32)
 
 
 # --- Sample
@@ -278,19 +279,19 @@ TWINS = {
     "window_arrival.mask_step": _mask_step,
     "part._add": lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step),
     "part._combine_threads": lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes),
-    "counting.add_step": _add_counts,
-    "counting.overcount": lambda part: blocks.filled(0.0),
+    "label_rank.add_step": _add_counts,
+    "label_rank.overcount": lambda part: blocks.filled(0.0),
     "window_kernel._clear_list": lambda memory: None,
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,
     "merge_kernel._rank": _rank_lists,
-    "tile_kernel.best_indices": _best_indices,
-    "tile_kernel._best_words": _best_words,
-    "select_kernel._select": _select,
+    "best.best_indices": _best_indices,
+    "best._best_words": _best_words,
+    "kernel._select": _select,
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,
     "kernel._exponentials": _exponentials,
-    "groups_ptx.keep_groups": _keep_groups,
+    "scores_ptx.keep_groups": _keep_groups,
     "logits_kernel._columns": lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1),
     "logits_kernel._first_of_largest": _first_of_largest,
     "several_labels._labels_at": lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)],

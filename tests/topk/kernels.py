@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support import bounds, cases, gpu, oracle
@@ -49,7 +48,10 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     if interpret is not None and isinstance(plan, Window):
         plan = dataclasses.replace(plan, compact=False)  # the interpreter never lists positions
     with interpreted(interpret):
-        return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, scaled=temperature is not ONE)
+        request = merge_kernel.Request(
+            k, x.dtype, mask is not None, log, dtype, temperature is not ONE, t is not None
+        )
+        return kernel.topk_rows(x, mask, t, plan, request)
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
@@ -66,7 +68,10 @@ def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=I
     """Returns the kernel's merge of the winners and normalizers of several devices."""
     t = None if temperature is None else jnp.asarray(temperature)
     with interpreted(interpret):
-        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
+        request = merge_kernel.Request(
+            k, won.dtype, kept is not None, log, F32, normalized=normalizers is not None
+        )
+        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, request)
 
 
 def assert_top_k(x, k, names, plan, where=None):

@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from pallas_softmax._src.gpu.layout import merged_tile
+from pallas_softmax._src.gpu.ptx import merging, ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.topk import candidates_ptx, merging_ptx, ranking_ptx
-from pallas_softmax._src.topk import plan as topk_plan
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import oracle
 from tests.support.cases import F32
@@ -14,10 +15,8 @@ def rank_ptx_of(capacity, k, dtype, vocab):
     """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
     p = CtaProgram()
     candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
-    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
-    ranking_ptx.rank(
-        p, ranking_ptx.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab)
-    )
+    put = merge_kernel.put_in_shared_memory(p, ranked, k)
+    ranking.rank(p, ranking.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab))
     return p
 
 
@@ -38,12 +37,12 @@ def collect_ptx_of(window, dtype, k, everywhere):
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.take_words_program(tile, vocab, k), topk_plan.merged_tile(tile, k)
+    return merging.take_words_program(tile, vocab, k), merged_tile(tile, k)
 
 
 def merging_ptx_of(tile, vocab, k, lanes=None):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.take_program(tile, vocab, k, lanes), topk_plan.merged_tile(tile, k)
+    return merging.take_program(tile, vocab, k, lanes), merged_tile(tile, k)
 
 
 def near_keys(rng, shape, kind):

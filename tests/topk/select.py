@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.topk import select_kernel
-from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
-from pallas_softmax._src.topk.select_row_ptx import program_of
+from pallas_softmax._src.select import kernel as select_kernel
+from pallas_softmax._src.select.kernel import program_of
+from pallas_softmax._src.select.plan import SelectPlan, registers_plan
 from tests.support import oracle, ptx
 from tests.support.kernels import INTERPRET
 from tests.support.twins import interpreted
@@ -58,7 +58,7 @@ def assert_rows(got, x, k, where=None, lengths=None, names=None, *, sorted=False
 
 
 def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
-    """Does what `select_kernel._launch` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
+    """Does what `select.kernel._launch` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
 
     Returns the values and the indices of each row, and the number of steps of the machine, which runs all rows at once.
     """

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.gpu.tiles import PREFETCHED_TILES
-from pallas_softmax._src.gpu.window import Window
 from tests.support import bounds, cases, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, oracle, plans

@@ -135,7 +135,7 @@ LANES = {
 def test_lanes_and_lists(case):
     tile = topk_plan.plan_topk(*case, HOPPER)
     assert isinstance(tile, Tile)
-    length = topk_plan.list_length(tile, case[2], jnp.dtype(case[3]).itemsize)
+    length = layout.list_length(tile, case[2], jnp.dtype(case[3]).itemsize)
     assert (tile.lanes, tile.steps * tile.vec, length) == LANES[case]
 
 
@@ -166,9 +166,9 @@ def test_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
         assert plan.shape[1] >= vocab and plan.lanes <= 32  # one warp holds a row
         check_tile(plan, vocab)
         itemsize = jnp.dtype(dtype).itemsize
-        winners = topk_plan.merged_tile(plan, k)
+        winners = layout.merged_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
-        length = topk_plan.list_length(plan, k, itemsize)
+        length = layout.list_length(plan, k, itemsize)
         assert length * plan.lanes >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)

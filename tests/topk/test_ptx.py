@@ -6,8 +6,7 @@ In the interpreter the kernels run twins of this PTX in plain JAX. These tests r
 import numpy as np
 import pytest
 
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.topk import merge_kernel, window_kernel
 from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
@@ -35,7 +34,7 @@ def best_of(keys, k):
 
 
 def assert_ranked(memory, at, keys, indices):
-    """Asserts that the winners at an address are these, in the format of `ranking_ptx.put_in_shared_memory`."""
+    """Asserts that the winners at an address are these, in the format of `merge_kernel.put_in_shared_memory`."""
     k = len(keys)
     np.testing.assert_array_equal(words(memory, at, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, at + 4 * (-(-k // 128) * 128), k), indices)

@@ -7,15 +7,15 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax._src.topk import mosaic_gpu
-from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from pallas_softmax._src.topk.select_plan import (
+from pallas_softmax._src.select.plan import (
     MAX_SELECTED,
     MIN_VOCAB,
     SelectPlan,
     plan_selection,
     registers_plan,
 )
+from pallas_softmax._src.topk import mosaic_gpu
+from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.select import kernel as select_kernel
+from pallas_softmax._src.select.plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan, registers_plan
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
-from pallas_softmax._src.topk import mosaic_gpu, select_kernel
-from pallas_softmax._src.topk.select_plan import LEAST_CAPACITY, MAX_SELECTED, SelectPlan, registers_plan
+from pallas_softmax._src.topk import mosaic_gpu
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.gpu import assert_top_k

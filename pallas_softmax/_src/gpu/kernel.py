@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 
 from pallas_softmax._src.gpu.interpreter import interpret
 
@@ -28,7 +30,7 @@ def gpu_kernel(
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
         arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
-      grid: number of CTAs along each named axis.
+      grid: number of CTAs along each named axis. The grid is without the axes of one CTA, except the first.
       out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles; by default, the name of `body`.
@@ -38,7 +40,8 @@ def gpu_kernel(
       approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
       reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
     """
-    names, optional = [*grid], dict[str, Any]()
+    names = [name for i, (name, size) in enumerate(grid.items()) if i == 0 or size > 1]
+    optional: dict[str, Any] = {}
     if cluster > 1:
         optional |= {"cluster": (cluster,), "cluster_names": (names.pop(),)}
     if warpgroups is not None:
@@ -67,6 +70,16 @@ def gpu_kernel(
         return trace_kernel(call, *inputs)
 
     return launch
+
+
+def cta_number(axis: str, size: int) -> Any:
+    """Returns the number of this CTA along an axis of the grid, other than the first; `size` is the axis's."""
+    return lax.axis_index(axis) if size > 1 else jnp.int32(0)
+
+
+def number_of_row(ref, row) -> Any:
+    """Returns the number of a row, given a reference to one number per row, or to one for all; None stays None."""
+    return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
 
 
 def trace_kernel(call: Callable[..., Any], *inputs) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu.kernel import cta_number
 from pallas_softmax._src.gpu.layout import Cut, Walk
 
 
@@ -47,7 +48,7 @@ def part_place(
     their parts in reverse order. A CTA that takes several rows passes the number of the `row`.
     """
     row = lax.axis_index("row") if row is None else row
-    index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
+    index = cta_number("part", cut.count)
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index
     start = cut.start(index)

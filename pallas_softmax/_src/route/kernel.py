@@ -14,13 +14,13 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.route import groups_ptx, scores_ptx
+from pallas_softmax._src.gpu.layout import Tile, merged_tile
+from pallas_softmax._src.route import scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
-from pallas_softmax._src.topk.plan import merged_tile
-from pallas_softmax._src.topk.tile_kernel import best_indices, best_keys_and_indices, search_input
+from pallas_softmax._src.softmax.plan import approximate
 
 
 def route(
@@ -48,7 +48,7 @@ def route(
     tiles.prefetch(x_gmem, plan, row)  # a later CTA's tile
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # rows past the last one repeat it
 
-    # `elements` are what the search takes, see `topk.tile_kernel.search_input`.
+    # `elements` are what the search takes, see `gpu.best.search_input`.
     lanes = None  # how many lanes may have winners: all
     if bias is None:  # experts are chosen by their logits
         m, d, _ = normalizer(x, plan)
@@ -59,7 +59,7 @@ def route(
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
         if groups > 1:  # experts of the other groups get the lowest key
             lanes = max(1, plan.lanes * top_groups / groups)
-            elements = groups_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
+            elements = scores_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
@@ -123,3 +123,68 @@ def _exponentials(tile: Tile, score: Score, x):
     program = scores_ptx.exponentials_program(tile, score)
     e, m, d = tiles.insert_in_tile(program, x, "f32", {"e": tile, "m": None, "d": None})
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+
+
+# --- The backward
+
+
+def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem) -> None:
+    """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
+
+    The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
+    row, the cotangents are:
+
+        a logit that did not win    p rest
+        a winner                    p rest + direct
+
+    `Gate.cotangents` computes `direct`, a number per winner, and `rest`, a number per row. The steps, as in
+    `topk.tile_kernel.topk_grad`:
+
+        load      the row; the winners' indices, cotangents and (from the cache) logits
+        row       reduce to the normalizer
+        winners   compute direct and rest
+        row       write p rest of all elements
+        winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
+
+    `route_grad_rows` documents the arguments.
+    """
+    k = indices_gmem.shape[1]
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    row = lax.axis_index("row") * plan.rows  # the first row of this CTA
+
+    x = tiles.load(x_gmem, plan, row, -jnp.inf)
+    index = tiles.load(indices_gmem, winners, row, 0)
+    g = tiles.load(g_gmem, winners, row, 0)
+    g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)
+
+    m, d, e = normalizer(x, plan)
+
+    # the winners
+    m_won, d_won = tiles.spread(m, plan, winners), tiles.spread(d, plan, winners)
+    direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, over_row(winners))
+    p_won = jnp.exp(won - m_won) / d_won
+
+    # the row
+    weight = tiles.spread(rest / d_won, winners, plan)
+    tiles.store(dx_gmem, plan, row, e * weight)
+
+    # the winners again
+    dx_won = p_won * rest + direct
+    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+
+
+def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate):
+    """Returns the cotangents of the logits x (rows, experts).
+
+    The winners are `indices` (rows, k) int32. g (rows, k) and g_logsumexp (rows,) are the cotangents of the weights and
+    of the logsumexp.
+    """
+    (dx,) = gpu_kernel(
+        functools.partial(route_grad, plan, gate),
+        grid={"row": -(-x.shape[0] // plan.rows)},
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        name="route_grad",
+        approximate=approximate(x.dtype),
+    )(x, indices, g, g_logsumexp)
+    return dx

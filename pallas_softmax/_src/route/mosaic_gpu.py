@@ -6,7 +6,7 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_mask, fold_numbers
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.route import grad_kernel, kernel
+from pallas_softmax._src.route import kernel
 from pallas_softmax._src.route.plan import MAX_EXPERTS, MOST_GROUP_BEST, plan_route
 from pallas_softmax._src.topk.plan import plan_topk_grad
 
@@ -55,7 +55,7 @@ def route_grad(plan: Tile, residuals, g, g_logsumexp, *, gate):
     logits, indices = residuals
     x = logits.reshape(-1, logits.shape[-1])
     indices, g, g_logsumexp = (fold_numbers(a, logits.shape[:-1]) for a in (indices, g, g_logsumexp))
-    dx = grad_kernel.route_grad_rows(x, indices, g, g_logsumexp[:, 0], plan, gate=gate)
+    dx = kernel.route_grad_rows(x, indices, g, g_logsumexp[:, 0], plan, gate=gate)
     return (dx.reshape(logits.shape),)
 
 

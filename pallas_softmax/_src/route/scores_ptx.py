@@ -1,6 +1,7 @@
-"""Inline PTX for the exponentials and the normalizers of rows in registers, with one exponential per logit.
+"""Inline PTX of routers, for rows in registers: their scores, and the groups of experts that take part.
 
-A softmax usually subtracts the largest logit first. Here e = exp(x) itself serves the normalizer and both scores:
+A softmax usually subtracts the largest logit first. Here e = exp(x) itself, one exponential per logit, serves the
+normalizer and two scores:
 
     normalizer   (0, d), d = sum of e
     softmax      e / d
@@ -8,17 +9,29 @@ A softmax usually subtracts the largest logit first. Here e = exp(x) itself serv
 
 That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with
 the largest logit subtracted.
+
+A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some
+neighbouring lanes, or of one lane, or a lane has several groups (see `route/plan.py`). The steps:
+
+    each lane            finds the best entries of its part of each group
+    lanes of a group     merge their best entries, by shuffles, and add them
+    lanes of a row       count for each group how many others are better: a larger sum, or an equal one of a lower group
 """
 
 import numpy as np
 
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.layout import Tile, log2
+from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
+from pallas_softmax._src.gpu.ptx.networks import LOWEST
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.route.formulas import Score
+
+# --- Scores
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
@@ -88,3 +101,98 @@ def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
         x = p.op(op, "f32", x, p.shuffle(x, "bfly", distance))
         distance *= 2
     return x
+
+
+# --- Groups of experts
+
+
+@twin
+def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
+    """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
+    program = groups_program(tile, groups, top_groups, group_best)
+    return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
+
+
+def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
+    """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
+    p = TileProgram(tile, tile.shape[1])
+    lanes = tile.lanes // tile.pieces  # of a group
+    own_piece = p.lane >> log2(lanes)
+    for row in range(p.rows):
+        keys = p.keys(row)
+        size = len(keys) * tile.pieces // groups  # elements of a group in this lane
+        keys_of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
+        sums = [_group_key(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
+        for group, keys_of_group in enumerate(keys_of_groups):
+            better = _count_better(p, sums, group, own_piece, tile.pieces, lanes)
+            takes_part = better < float(top_groups)
+            # Integer maxima and selects share one pipe, which limits the kernel. This product has another pipe.
+            factor, lowest = p.select(takes_part, 1, 0, "s32"), p.select(takes_part, 0, LOWEST, "s32")
+            for i, key in enumerate(keys_of_group, group * size):
+                kept = p.operand(f"kept{row}_{i}", "s32")
+                p += f"mad.lo.s32 {kept}, {key}, {factor}, {lowest};"
+    return p
+
+
+def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
+    """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
+    best = _best(p, keys, count)
+    distance = 1
+    while distance < lanes:
+        others = [p.shuffle(key, "bfly", distance) for key in best]
+        best = _best_of_lists(p, best, others, count)
+        distance *= 2
+
+    def flip(bits: Value) -> Value:
+        return flip_negative_at_once(p, bits, bits.sign())
+
+    total = flip(best[0]).bits("f32")
+    for key in best[1:]:
+        total = total + flip(key).bits("f32")
+    return flip(total.bits("s32"))
+
+
+def _best(p: Program, keys: list[Value], count: int) -> list[Value]:
+    """Returns the `count` largest of some keys, or all of them, in order."""
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    return _best_of_lists(p, _best(p, keys[:half], count), _best(p, keys[half:], count), count)
+
+
+def _best_of_lists(p: Program, a: list[Value], b: list[Value], count: int) -> list[Value]:
+    """Returns the `count` largest keys of two lists, each in order.
+
+    Key n of the union, counted from 0, is the largest of key n of a list, and of the lesser of a_i and b_j with
+    i + j = n - 1.
+    """
+    ranks = range(1, min(count, len(a) + len(b)))
+    lesser = [
+        [p.min(a[i], b[n - 1 - i]) for i in range(n) if i < len(a) and n - 1 - i < len(b)] for n in ranks
+    ]
+    best = [p.max(a[0], b[0])]
+    for n, keys in zip(ranks, lesser):
+        others = [part[n] for part in (a, b) if n < len(part)]
+        best.append(p.reduce("max", [*keys, *others][::-1]))
+    return best
+
+
+def _count_better(
+    p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
+) -> Value:
+    """Returns how many groups of the row are better than the lane's group number `group`, as a float.
+
+    Floats are added in another pipe than integers are compared. `sums` has the sort keys of the sums of the lane's
+    groups. The row has `pieces` pieces of `lanes` lanes each; the lane belongs to piece `own_piece`.
+    """
+    own, better = sums[group], p.var(0.0, "f32")
+    for other, sum_ in enumerate(sums):
+        if other != group:
+            p.increase(better, 1.0, when=sum_ >= own if other < group else sum_ > own)
+    for distance in range(1, pieces):
+        # The numbers of two pieces differ in a highest bit. The lower number has a 0 there.
+        is_higher = own_piece >> log2(distance) & 1
+        bound = own - is_higher.bits("s32")
+        for sum_ in sums:
+            p.increase(better, 1.0, when=p.shuffle(sum_, "bfly", distance * lanes) > bound)
+    return better

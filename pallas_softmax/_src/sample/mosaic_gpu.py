@@ -18,11 +18,50 @@ powers of two:
     results               log_prob = log(.5 / 3.84), log_mass = log(3 / 3.84)
 
 A CTA has several warpgroups. The first one starts the bulk copies of the part, one step for each warpgroup. Each
-warpgroup waits for its own step and masks it. Then the CTA synchronizes, and one program of inline PTX does the rest:
-`draw_ptx` lists its stages. `SamplePlan` draws the steps, the warps and the scratch words.
+warpgroup waits for its own step and masks it. `SamplePlan` draws the steps and the warps. Then the CTA synchronizes,
+and one program of inline PTX does the rest:
+
+    part of the program                   function                  exchanges over the cluster
+    the row's maximum and its mass        row_ptx.arrive            1
+    the filters: top_k, top_p, min_p      _apply_filters            1 for min_p, if it is stricter than the others
+      the last entry that a filter keeps
+        bfloat16                            filter_ptx.search_values  1
+        float32, float16                    zone_ptx.expected_zone    1
+          in this zone                        zone_ptx.search_zone    1; after an overflow 1 more to count the greater
+                                                                      of two keys, or 2 for a better bound
+        where that is not enough            filter_ptx.search_digits  1 for every 7 bits of the keys' range, then 1
+                                                                      more (bfloat16: 3 more)
+    the index of the last kept entry      filter_ptx.find_last_tie  0
+    the draw                              race_ptx.WinnerSearch     1; 1 more in 1 of 1,600 rows
+
+All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.SCRATCH`. The mass of
+an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a
+power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+
+The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
+filter, and where the entry is looked for:
+
+    small top_k ──► TOP_K_BOUND ────┬──► TOP_P_REUSE ─────────┐
+                      │ overflow    │                         │
+                      ▼             │                         │
+                    TOP_K_BEST ─────┘                         ├──► draw
+                      │ overflow                              │
+                      ▼                                       │
+    otherwise ────► TOP_K ─────────────► TOP_P ───────────────┘
+
+    stage          goal                              where
+    TOP_K_BOUND    top_k entries                     among the elements that reach a bound of all CTAs
+    TOP_K_BEST     top_k entries                     among the elements that reach the bound of the best CTA
+    TOP_K          top_k entries                     in the row, by a histogram
+    TOP_P          the share top_p of the kept mass  in the row, by a histogram
+    TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
+
+After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,21 +73,38 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import Mask, fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import aligned_view
+from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
+from pallas_softmax._src.gpu.layout import Window, aligned_view
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.sample import draw_ptx, stream_kernel
-from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
+from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
+from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log
+from pallas_softmax._src.sample.row_ptx import (
+    DRAWN,
+    HIGHEST,
+    INF,
+    KEEP_ALL,
+    LEAST_FINITE,
+    LN2,
+    TINY,
+    PartProgram,
+    row_operands,
+)
 from pallas_softmax._src.sample.rows import Cutoff
-from pallas_softmax._src.sample.stream_plan import StreamPlan, plan_stream
 
 # The results of a cutoff, by their names in the program.
 _OF_CUTOFF = dict.fromkeys(("key", "index"), jnp.int32) | dict.fromkeys(
     ("top", "log_total", "log_mass"), jnp.float32
 )
+
+# The stages. Their order counts: those up to TOP_K_BEST start from a bound, the next one follows after an overflow, and
+# those after TOP_P use what the last turn made.
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
+
+_NAN = float("nan")
+_LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
 class Params(NamedTuple):
@@ -58,63 +114,6 @@ class Params(NamedTuple):
     top_k: Any
     top_p: Any
     min_p: Any
-
-
-class Plans(NamedTuple):
-    """How the rows of a call lie over the GPU: with filters or a mask; and without, or None if `general` is faster."""
-
-    general: SamplePlan
-    unfiltered: StreamPlan | None
-
-
-def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
-    """Returns how the rows of a call lie over the GPU."""
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason is not None:
-        return Refusal(reason)
-    shape = call.rows, call.vocab, jnp.dtype(call.dtype), capability
-    chosen = plan_sample(*shape)
-    if chosen is None:
-        return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
-    return Plans(chosen, plan_stream(*shape))
-
-
-def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
-    """Returns what `xla.sample` returns."""
-    *batch, vocab = logits.shape
-    words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
-    if plans.unfiltered is None or any(a is not None for a in (where, *filters)):
-        return _run(plans.general, logits, where, temperature, *filters, words, stride)
-    x = logits.reshape(-1, vocab)
-    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans.unfiltered, stride)
-    return tuple(result.reshape(*batch, 1) for result in results)
-
-
-def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
-    """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plans.general, logits, where, temperature, top_k, top_p, min_p))
-
-
-def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):
-    """Folds the arrays to rows, and runs the kernel."""
-    *batch, vocab = logits.shape
-    filters = (
-        (top_k, vocab, jnp.int32),
-        (top_p, 1, jnp.float32),
-        (min_p, 0, jnp.float32),
-    )  # with what filters nothing
-    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
-    params = Params(*(_per_row(a, batch) for a in (temperature, *numbers)))
-    mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
-    return tuple(result.reshape(*batch, 1) for result in results)
-
-
-def _per_row(numbers, batch):
-    """Returns an array with one number for each row of the batch, or one for all."""
-    numbers = jnp.asarray(numbers)
-    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
-    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int = 1) -> list:
@@ -135,7 +134,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        row_params = Params(*(ref[row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        row_params = Params(*(number_of_row(ref, row) for ref in params_gmem))
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
@@ -144,7 +143,7 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
     return gpu_kernel(
         sample,
         name="filter_cutoff" if words is None else "sample",
-        grid={"row": rows, "part": window.count} if window.count > 1 else {"row": rows},
+        grid={"row": rows, "part": window.count},
         cluster=window.count,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in names.values()],
@@ -162,10 +161,10 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 def _run_program(
     plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
 ) -> None:
-    """Runs the program of `draw_ptx` in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
+    """Runs the program in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
     numbers = params._asdict() | row_operands(part.place.row, part.place.index, params.temperature) | words
     arguments = plan, refs["x"].dtype
-    program = draw_ptx.draw_program(*arguments, stride) if words else draw_ptx.cutoff_program(*arguments)
+    program = draw_program(*arguments, stride) if words else cutoff_program(*arguments)
     insert_ptx(program, refs, numbers | {"origin": jnp.int32(part.origin)})
 
 
@@ -194,6 +193,194 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
             pl.when(warpgroup < window.full)(functools.partial(mask, window.step_blocks))
         if window.rest:
             pl.when(warpgroup == window.full)(functools.partial(mask, window.rest))
+
+
+# --- The program of inline PTX
+
+
+@functools.lru_cache(maxsize=16)  # writing the program takes half a second
+def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
+    """Returns the program that draws from a row; a part is at <x>, where missing and masked elements are -inf.
+
+    It has the operands of `PartProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
+    memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
+    """
+    p = PartProgram(plan, dtype)
+    with _filtered(p, lambda nan: {"index": p.var(-1, "s32"), "log_prob": nan, "log_mass": nan}) as kept:
+        noise = Noise.of_row(p, stride)
+        if plan.value_buckets:
+            p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
+        _, last_tie, _ = find_last_tie(p, kept)
+        index, x = WinnerSearch(p, noise, kept, last_tie).run()
+        with p.writes(0) as write:
+            log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, kept.total)
+            write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
+    return p
+
+
+@functools.lru_cache(maxsize=16)
+def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
+    """Returns the program that finds the cutoff of a row, with results <key>, <index>, <top>, <log_total>, <log_mass>.
+
+    Otherwise it is like `draw_program`, without noise.
+    """
+    p = PartProgram(plan, dtype)
+
+    def nothing(nan):
+        key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
+        return {"key": key, "index": index, "top": p.top, "log_total": nan, "log_mass": nan}
+
+    with _filtered(p, nothing) as kept:
+        cta, last_tie, is_cut = find_last_tie(p, kept)
+        with p.writes(cta) as write:
+            index = p.select(is_cut, last_tie + p.origin, HIGHEST)
+            key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
+            write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
+    return p
+
+
+@contextlib.contextmanager
+def _filtered(p: PartProgram, nothing: Callable[[Value], dict[str, Value]]) -> Iterator[Kept]:
+    """Opens a block for what follows the filters, and yields what they keep.
+
+    In a row without a draw, the program writes the results nothing(nan) instead.
+    """
+    p.barrier()
+    total, small_top_k, bound = row_ptx.arrive(p)
+    p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
+    p.update(p.greedy, "or", p.absolute(p.tempered_top).equals(INF))
+    p.keep_first(p.greedy)
+    drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
+    with p.when(~drawable):
+        nan = p.var(_NAN, "f32")
+        with p.writes(0) as write:
+            write(**nothing(nan))
+    with p.when(drawable):
+        kept = Kept(p, total)
+        _apply_filters(p, kept, small_top_k, bound)
+        _apply_min_p(p, kept)
+        yield kept
+
+
+def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value) -> None:
+    """Applies top_k and top_p in turn to `kept`."""
+    stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
+    stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
+    stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), zone_ptx.Zone(p)
+    with p.loop() as leave:
+        leave(stage.equals(DONE))
+        is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
+        mass_goal = p.max(p.top_p * kept.mass, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, mass_goal, p.convert(p.top_k, "f32")))
+        f = FilterSearch(p, kept, goal, is_mass)
+        if p.plan.value_buckets:
+            can_reuse = search_values(f, stage.equals(TOP_P_REUSE))
+            top_p = p.select(can_reuse, TOP_P_REUSE, TOP_P, "u32")
+            p.set(stage, p.select(stage.equals(TOP_K) & (p.top_p < 1.0), top_p, DONE))
+        else:
+            _search_zones(f, stage, bound, zone)
+
+
+def _search_zones(f: FilterSearch, stage: Value, bound: Value, zone: zone_ptx.Zone) -> None:
+    """Runs one turn for float32 or float16, and sets the stage of the next turn; for TOP_K_BEST also a better bound."""
+    p = f.p
+    overflow = p.var(False, "pred")
+    with p.when(stage <= TOP_K_BEST):
+        p.set(overflow, zone_ptx.sweep_from_bound(p, zone, bound))
+    with p.when(overflow & stage.equals(TOP_K_BOUND)):
+        p.set(bound, p.max(bound, row_ptx.bound_of_best(p)))
+    with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
+        zone_ptx.sweep_between(f, zone, *zone_ptx.expected_zone(f))
+    with p.when(~overflow):
+        zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+        p.set(f.kept.listed, zone.has_room, when=stage <= TOP_K_BEST)
+
+    from_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
+    following = p.select(by_mass & from_bound, TOP_P_REUSE, DONE, "u32")
+    following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
+    p.set(stage, p.select(overflow, stage + 1, following))
+
+
+def _apply_min_p(p: PartProgram, kept: Kept) -> None:
+    """Applies min_p to `kept`, if it is stricter than the other filters."""
+    has_min_p = p.mass(p.from_key(kept.last_key)) >= p.min_p
+    all_have_min_p = has_min_p & kept.last_key.differs(KEEP_ALL)
+    with p.when((p.min_p > 0.0) & ~all_have_min_p):
+        mass, least = p.var(0, "f32"), p.var(HIGHEST, "s32")
+
+        def add(x):
+            mass_of_one = p.mass(x)
+            p.increase(mass, mass_of_one, when=mass_of_one >= p.min_p)
+            p.update(least, "min", p.key(x), when=mass_of_one >= p.min_p)
+
+        p.sweep_elements(add)
+        of_ctas = p.over_each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
+        mass, least = p.over_warp(["add", "min"], of_ctas)
+        kept.all_down_to(least, mass)
+
+
+def _log_mass(p: PartProgram, kept: Kept) -> Value:
+    """Returns the log of the kept share of the mass."""
+    return p.select(kept.last_key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
+
+
+# --- Calls of any rank
+
+
+# How the rows of a call lie over the GPU with filters or a mask; and without, or None if the first plan is faster.
+Plans = tuple[SamplePlan, StreamPlan | None]
+
+
+def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
+    """Returns how the rows of a call lie over the GPU."""
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason is not None:
+        return Refusal(reason)
+    shape = call.rows, call.vocab, jnp.dtype(call.dtype), capability
+    chosen = plan_sample(*shape)
+    if chosen is None:
+        return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
+    return chosen, plan_stream(*shape)
+
+
+def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
+    """Returns what `xla.sample` returns."""
+    *batch, vocab = logits.shape
+    words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
+    general, unfiltered = plans
+    if unfiltered is None or any(a is not None for a in (where, *filters)):
+        return _run(general, logits, where, temperature, *filters, words, stride)
+    x = logits.reshape(-1, vocab)
+    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
+    return tuple(result.reshape(*batch, 1) for result in results)
+
+
+def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
+    """Returns what `xla.cutoff` returns."""
+    return Cutoff(*_run(plans[0], logits, where, temperature, top_k, top_p, min_p))
+
+
+def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):
+    """Folds the arrays to rows, and runs the kernel."""
+    *batch, vocab = logits.shape
+    filters = (
+        (top_k, vocab, jnp.int32),
+        (top_p, 1, jnp.float32),
+        (min_p, 0, jnp.float32),
+    )  # with what filters nothing
+    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
+    params = Params(*(_per_row(a, batch) for a in (temperature, *numbers)))
+    mask = fold_mask(where, logits.shape, len(batch))
+    results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
+    return tuple(result.reshape(*batch, 1) for result in results)
+
+
+def _per_row(numbers, batch):
+    """Returns an array with one number for each row of the batch, or one for all."""
+    numbers = jnp.asarray(numbers)
+    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
+    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 KERNELS = {"sample": Kernel(plan, sample), "filter_cutoff": Kernel(plan, cutoff)}

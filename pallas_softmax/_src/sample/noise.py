@@ -7,8 +7,8 @@ the flattened array of noise. So four words describe the noise of a whole row:
                 first element
     stride      the distance between the counters of neighbours in a row
 
-`noise_ptx.py` is the same function in PTX. For other generators, modes and dtypes, `gumbel_array` returns the noise of
-the whole array.
+`race_ptx.gumbel` is the same function in PTX. For other generators, modes and dtypes, `gumbel_array` returns the noise
+of the whole array.
 """
 
 import functools

@@ -1,6 +1,7 @@
-"""How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
+"""How the rows of `sample` lie over the GPU: `plan_sample` and `plan_stream`, pure functions of a shape.
 
-A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a part.
+With filters, a row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a
+part. Without filters, the warps of a cluster read the row once, as `stream_kernel` draws: a `StreamPlan`.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPS,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Window
 
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
@@ -29,14 +30,10 @@ MAX_PART = 2**16  # elements in a CTA: positions have 16 bits, and sums of as ma
 MAX_V = MAX_CTAS * MAX_PART
 
 BUCKETS = 2048  # in the histogram by distance
-VALUE_BUCKETS = (
-    4096  # in the histogram by bfloat16 value: at least 31 powers of two with 128 values each, and 0
-)
+VALUE_BUCKETS = 4096  # in the histogram by bfloat16 value: at least 31 powers of two with 128 values each, 0
 SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums over sections first
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
-RECORD_WORDS = (
-    8  # words of the record of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
-)
+RECORD_WORDS = 8  # of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
 
 # For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
 # for top_k = 1000.
@@ -49,7 +46,7 @@ CTA_KEYS = 512
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 # Elements that a thread looks at together, to list those that can win. For float32, 16 were not faster. bfloat16 has
 # room for more: its histogram is longer.
-LISTED_AT_ONCE, LISTED_AT_ONCE_BY_VALUE = 12, 16
+LISTED_AT_ONCE, LISTED_AT_ONCE_BFLOAT16 = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
@@ -92,7 +89,7 @@ SCRATCH = ScratchSizes(*itertools.accumulate(ScratchSizes()[:-1], initial=0))  #
 class SamplePlan:
     """How rows of `sample` lie in the shared memory of clusters of CTAs.
 
-    A part is a `Window`, as drawn in `gpu/window.py`. Each warpgroup has one step of it, and each warp a quarter of the
+    A part is a `Window`, as drawn there. Each warpgroup has one step of it, and each warp a quarter of the
     step: its span, cut into loads of 512 bytes, 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's
     elements all follow the order of the row:
 
@@ -103,7 +100,7 @@ class SamplePlan:
 
     window: Window
     warpgroups: int
-    by_value: bool  # the histogram has one bucket for each value, so that no list is needed
+    value_buckets: bool  # whether the histogram has a bucket for each value, so that no list is needed
 
     @property
     def threads(self) -> int:
@@ -113,18 +110,18 @@ class SamplePlan:
     @property
     def buckets(self) -> int:
         """Number of buckets of the histogram."""
-        return VALUE_BUCKETS if self.by_value else BUCKETS
+        return VALUE_BUCKETS if self.value_buckets else BUCKETS
 
     @property
     def list_size(self) -> int:
         """Number of keys that the list of a CTA has room for, a multiple of its number of threads."""
         each = max(-(-ROW_KEYS // self.window.count), CTA_KEYS)
-        return 0 if self.by_value else -(-each // self.threads) * self.threads
+        return 0 if self.value_buckets else -(-each // self.threads) * self.threads
 
     @property
     def listed_at_once(self) -> int:
         """Number of elements that a thread looks at together, to list those that can win."""
-        most = LISTED_AT_ONCE_BY_VALUE if self.by_value else LISTED_AT_ONCE
+        most = LISTED_AT_ONCE_BFLOAT16 if self.value_buckets else LISTED_AT_ONCE
         return most // self.window.vec * self.window.vec
 
     @property
@@ -195,3 +192,72 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Sa
         counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
         plan = first_that_fits(counts, MORE_WARPGROUPS, smem_of_each(capability, FEWER_RESIDENT)) or plan
     return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)
+
+
+# --- Without filters
+
+# "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
+# here too: a thread has 78 to 80 registers.
+STEP_ELEMENTS = 16  # elements of a lane in a step
+KEPT = 14  # entries that the list of a lane may carry to its next step
+LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
+# Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
+SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
+# How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
+PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
+CLUSTERS = *range(1, 9), 12, 16
+# The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
+OVERHEAD = 2**14
+# A few long rows are faster in the kernel for filters, which has more warps for each row.
+FEW_LONG_ROWS, LONG_BYTES = 4, 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPlan:
+    """How rows lie over clusters of CTAs; `stream_kernel` draws the steps of a row."""
+
+    vocab: int
+    itemsize: int
+    ctas: int  # in the cluster of a row
+
+    @property
+    def warpgroups(self) -> int:
+        """Number of warpgroups of a CTA."""
+        return 1 if self.vocab <= SHORT else WARPGROUPS
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of a lane in a step."""
+        return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
+
+    @property
+    def lists(self) -> int:
+        """The first word of the lists: one list for each lane, of elements and of their indices."""
+        return SCRATCH.histogram
+
+    @property
+    def words(self) -> int:
+        """Number of words of the scratch memory."""
+        return self.lists + 2 * LIST_SIZE * self.threads
+
+
+def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan | None:
+    """Returns how rows lie over a GPU of this compute capability; None if the kernel for filters is faster.
+
+    All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    if rows <= FEW_LONG_ROWS and vocab * itemsize > LONG_BYTES:
+        return None
+
+    def time(ctas: int) -> float:
+        places = next(places for size, places in PLACES.items() if ctas <= size)
+        return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
+
+    most = max(1, min(-(-vocab // SHORT), MAX_CLUSTER[capability[0]]))
+    return StreamPlan(vocab, itemsize, min((c for c in CLUSTERS if c <= most), key=time))

@@ -1,7 +1,7 @@
 """The race of a row: which entry has the largest sum of x / temperature and noise.
 
 Noise takes 78 instructions, 68 of them threefry, and most elements cannot win. If some entry has the sum `threshold`,
-another element needs noise of at least threshold - x / temperature. Noise is at most `noise_ptx.MAX_NOISE`, about 16:
+another element needs noise of at least threshold - x / temperature. Noise is at most `MAX_NOISE`, about 16:
 
     threshold   the best sum that the warp knows; with filters, a guess at first. The CTAs send each other better ones
     low         elements below this x cannot reach the threshold, so they need no noise
@@ -10,19 +10,45 @@ another element needs noise of at least threshold - x / temperature. Noise is at
                 reaches the threshold
 
 The winner does not depend on the thresholds: ties go to the lowest index.
+
+With filters, `WinnerSearch` runs the race over a row in shared memory. Each warp lists the elements that take part:
+
+    threshold   at first a guess, 2 below logsumexp of the kept entries. The winner exceeds the guess with probability
+                1 - exp(-e^2), in 99.94% of all rows
+    sweep       each warp lists its elements from `Race.low` up, and enters 64 listed ones at a time; where most
+                elements can win, it lists all of them, which is faster
+    again       if the winner is below the guess, its sum becomes the threshold of another sweep; if no sum was found,
+                that sweep takes all elements
+
+If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
+the guess nor on the order of the sums.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E
-from pallas_softmax._src.sample import noise_ptx
-from pallas_softmax._src.sample.plan import SCRATCH
-from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, LEAST_FINITE, TINY, ClusterProgram
+from pallas_softmax._src.sample.filter_ptx import Kept
+from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.row_ptx import (
+    HIGHEST,
+    INF,
+    KEEP_ALL,
+    LEAST_FINITE,
+    LN2,
+    TINY,
+    ClusterProgram,
+    PartProgram,
+)
 
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
@@ -38,7 +64,7 @@ class Noise:
     """The noise of a row: the element with index i has counter start + i * stride, modulo 2^64."""
 
     p: ClusterProgram
-    schedule: list[tuple[Value, Value]]  # `noise_ptx.key_schedule`
+    schedule: list[tuple[Value, Value]]  # `key_schedule`
     start: Value
     stride: int
 
@@ -46,7 +72,7 @@ class Noise:
     def of_row(p: ClusterProgram, stride: int) -> "Noise":
         """Returns the noise of the operands."""
         key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        return Noise(p, noise_ptx.key_schedule(p, key0, key1), p.join(low, high), stride)
+        return Noise(p, key_schedule(p, key0, key1), p.join(low, high), stride)
 
     def from_origin(self, origin: Value) -> "Noise":
         """Returns the same noise, with elements counted from the index `origin`, which may be negative."""
@@ -135,8 +161,8 @@ class Race:
     def enter(self, elements: Sequence[Value], numbers: Sequence[Value], more: Value) -> None:
         """Adds noise to entries of each lane. `more` is a condition: whether further ones will follow."""
         p, noise = self.p, self.noise
-        words = noise_ptx.words_at(p, noise.schedule, noise.keyed(numbers))
-        ones_plus_u = [noise_ptx.one_plus_uniform(p, word) for word in words]
+        words = words_at(p, noise.schedule, noise.keyed(numbers))
+        ones_plus_u = [one_plus_uniform(p, word) for word in words]
         # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
         # threshold), that is, if 1 + u is at least `needed`.
         two = p.var(2.0, "f32")
@@ -167,14 +193,14 @@ class Race:
         scale = p.absolute(threshold) + _NOISE_RANGE
         p.set(self.threshold, threshold)
         p.set(self.minus_threshold, p.multiply_add(scale, _EXPONENT_ERROR, threshold * -LOG2_E))
-        low = (threshold - noise_ptx.MAX_NOISE - scale * _SUM_ERROR) * self.temperature
+        low = (threshold - MAX_NOISE - scale * _SUM_ERROR) * self.temperature
         low = low - (p.absolute(low) * _SUM_ERROR + _SUBNORMAL_ERROR)
         p.set(self.low, p.max(low, self.least))
 
     def _compare(self, one_plus_u: Value, x: Value, number: Value) -> None:
         """Makes an entry the best one of this thread, if it takes part and is better."""
         p = self.p
-        z = p.divide_exactly(x, self.temperature) + noise_ptx.gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
+        z = p.divide_exactly(x, self.temperature) + gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
         index = number if isinstance(self.origin, int) else number + self.origin
         wins = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = wins & (p.absolute(x) < INF)
@@ -201,3 +227,208 @@ def _order(x: Value) -> Value:
 def _from_order(number: Value) -> Value:
     """Returns the float of an integer from `_order`. 0 gives a NaN, and every comparison with it is false."""
     return flip_negative((number ^ _SIGN).bits("s32")).bits("f32")
+
+
+# --- The race of a row with filters
+
+_GUESS_BELOW = 2.0  # how far the first threshold is below logsumexp
+# If a larger share of elements can win, all are listed. Other shares were not timed.
+_DENSE = 3 / 4
+_BATCH = NOISE_AT_ONCE * LANES  # positions that a warp enters at once
+
+
+class WinnerSearch:
+    """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
+
+    def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
+        """`last_tie` is the position of the last kept tie: ties have the key `kept.last_key`."""
+        self.p, self.kept, self.last_tie = p, kept, last_tie
+        least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
+        self.race = Race(p, noise.from_origin(p.origin), least, self._is_kept, p.origin)
+
+    def run(self) -> tuple[Value, Value]:
+        """Returns the index of the winner, and the element there."""
+        p, race = self.p, self.race
+        index, x = p.fresh("s32"), p.fresh("f32")
+        guess = p.var(p.tempered_top + p.log2(self.kept.mass) * LN2 - _GUESS_BELOW)
+        slot = p.var(p.word(SCRATCH.best))  # one of two
+        race.start(guess)
+        with p.loop() as leave:
+            self._sweep()
+            values, neutral = [race.best, race.index, race.x], [-INF, HIGHEST, -INF]
+            each = p.over_each_cta(lambda values: race.first_best(p, *values), values, neutral, slot)
+            best, winner, element = race.first_best(p, *each)
+            p.set(index, winner)
+            p.set(x, element)
+            leave(best >= guess)
+            p.set(guess, best)
+            race.set_threshold(best)
+            p.set(slot, slot ^ 16)  # other CTAs may still read the last results
+        return index, x
+
+    def _is_kept(self, x: Value, position: Value) -> Value:
+        """Returns whether the filters keep the element at a position."""
+        key = self.p.key(x)
+        return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
+
+    def _sweep(self) -> None:
+        """Finds the best sum of the warp's elements, unless it is below the threshold."""
+        p, kept = self.p, self.kept
+        at, remaining = p.var(p.first_vector), p.var(p.select(kept.listed, 0, p.loads))
+        share = p.plan.list_size // p.warps  # the filters' list is cut into a share for each warp
+        from_share_on = p.load(p.word(SCRATCH.listed), "s32") - p.warp.bits("s32") * share
+        listed = p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0)
+        filters_list = p.word(p.plan.key_positions, p.warp, share // 2)
+        own_list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
+        list_ = p.select(kept.listed, filters_list, own_list)
+        end = p.var(list_ + listed.bits("u32") * 2)  # the address after the last listed position
+        more, until = p.var(remaining > 0), p.var(list_)
+        with p.loop() as leave:
+            p.sync_warp()
+            with p.loop() as enough:
+                enough(end <= until)
+                self._perturb(list_, end, more)
+            p.sync_warp()
+            leave(remaining <= 0)
+            self.race.catch_up()
+            self._list(end, at, remaining)
+            p.set(more, remaining > 0)
+            # A partial batch waits for more positions, until there are none.
+            p.set(until, p.select(more, list_ + 2 * (_BATCH - 1), list_))
+
+    def _list(self, end: Value, at: Value, remaining: Value) -> None:
+        """Lists the warp's next elements from `low` up; after the last kept tie, those above the ties."""
+        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
+        loads = count // vec
+        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
+        for i, words in enumerate(vectors):
+            p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
+        # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
+        may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
+        with contextlib.nullcontext() if may_list is None else p.when(may_list):
+            self._list_words(end, p.position_of(at), vectors, remaining)
+        p.increase(at, WARP_LOAD_BYTES * loads)
+        p.increase(remaining, -loads)
+
+    def _list_words(self, end: Value, position: Value, vectors: list[list[Value]], remaining: Value) -> None:
+        """Lists elements of these vectors; the first one has the position. `remaining` of the vectors exist."""
+        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
+        above_ties = p.from_key(self.kept.last_key + 1)
+        least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
+        inside = p.var(0, "u32")
+        for i, words in enumerate(vectors):  # the last element has the lowest bit
+            outside = p.var(0, "u32")
+            for x in p.floats(words):
+                outside = p.append_sign(outside, (x - least).bits("u32"))
+            inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+        positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
+        number = p.over_lanes("add", p.count_ones(inside))
+        lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= len(vectors))
+        with p.when(lists_all):
+            for i, here in enumerate(positions):
+                p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
+            p.increase(end, 2 * LANES * count)
+        with p.when(~lists_all & (number > 0)):
+            before, _ = p.scan(p.count_ones(inside))
+            to = p.var(end + before * 2)
+            for i, here in enumerate(positions):
+                is_inside = (inside & 1 << count - 1 - i).differs(0)
+                p.store(to, p.convert(here, "u16"), when=is_inside)
+                p.increase(to, 2, when=is_inside)
+            p.increase(end, number * 2)
+
+    def _perturb(self, list_: Value, end: Value, more: Value) -> None:
+        """Takes the last positions of the list, and enters the elements there in the race.
+
+        `more` is a condition: whether further positions will be listed.
+        """
+        p = self.p
+        p.increase(end, -2 * _BATCH)
+        first = end + p.lane * 2
+        # Entries before the first one are the first one again.
+        entries = [p.max(first + 2 * LANES * i, list_) for i in range(NOISE_AT_ONCE)]
+        positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
+        p.set(end, p.max(end, list_))
+        self.race.enter([p.element_at(position) for position in positions], positions, more)
+
+
+# --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))
+
+#     counter   the number of an element in the array of noise, 64 bits
+#     word      the bits of `jax.random.bits` there: both halves of threefry2x32(key, counter), combined by xor
+#     1 + u     a float32 with the upper 23 bits of the word as its fraction
+#     noise     -log(-log(u)), float32, where u = 0 counts as the smallest normal number; at most `MAX_NOISE`
+#
+# The logarithm repeats the one of CUDA's libdevice, which XLA calls, so that the noise has the same bits on a GPU.
+
+MAX_NOISE = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
+
+_TINY = float(np.finfo(np.float32).tiny)
+_ONE = 0x3F800000  # the bits of 1.0
+# Constants of threefry2x32 (Salmon et al., 2011), as in `jax.random`.
+_PARITY = 0x1BD11BDA
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_LN2 = 0.6931471824645996  # log(2) in float32
+_TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
+_EXPONENT = 0xFF800000  # the bits of the sign and the exponent
+# libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
+_SERIES = (
+    0xBE055027,
+    0x3E1039F6,
+    0xBDF8CDCC,
+    0x3E0F2955,
+    0xBE2AD8B9,
+    0x3E4CED0B,
+    0xBE7FFF22,
+    0x3EAAAA78,
+    0xBF000000,
+)
+
+
+def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Value]]:
+    """Returns what is added to both words of a counter: at the start, and after every four rounds."""
+    keys = [key0, key1, p.bitwise3(lambda a, b, c: a ^ b ^ c, key0, key1, p.var(_PARITY, "u32"))]
+    return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
+
+
+def words_at(
+    p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]
+) -> list[Value]:
+    """Returns the word of each counter; `halves` are its upper and its lower half, with the first keys added.
+
+    Counters take turns, so that no instruction waits for the last one.
+    """
+    for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):
+        for by in rotations:
+            halves = [(x + y, y) for x, y in halves]
+            halves = [(x, p.rotate_left(y, by) ^ x) for x, y in halves]
+        halves = [(x + first, y + second) for x, y in halves]
+    return [x ^ y for x, y in halves]
+
+
+def one_plus_uniform(p: Program, word: Value) -> Value:
+    """Returns 1 + u as a float from 1 to 2 - 2^-23: the exponent of 1, then the upper 23 bits of the word."""
+    return p.write("shf.l.wrap.b32", "u32", word, _ONE >> 23, 23, of=("b32", "b32", "i32")).bits("f32")
+
+
+def gumbel(p: Program, one_plus_u: Value) -> Value:
+    """Returns the noise of 1 + u."""
+    u = p.max(one_plus_u - 1.0, _TINY)
+    return log(p, log(p, u) * -1.0) * -1.0
+
+
+def log(p: Program, x: Value) -> Value:
+    """Returns log(x) of a positive normal number, accurate to one unit in the last place."""
+    bits = x.bits("u32")
+    exponent = (bits - _TWO_THIRDS) & _EXPONENT
+    f = (bits - exponent).bits("f32") - 1.0
+    series = p.var(_float(_SERIES[0]), "f32")
+    for bits in _SERIES[1:]:
+        series = p.multiply_add(series, f, _float(bits))
+    log_of_m = p.multiply_add(f * series, f, f)
+    return p.multiply_add(p.convert(exponent.bits("s32"), "f32") * 2.0**-23, _LN2, log_of_m)
+
+
+def _float(bits: int) -> float:
+    """Returns the float32 with these bits."""
+    return float(np.uint32(bits).view(np.float32))

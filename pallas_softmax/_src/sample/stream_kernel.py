@@ -1,16 +1,58 @@
-"""The kernel of `sample` without filters: one pass over the logits in device memory; `stream_ptx` is its program."""
+"""The kernel of `sample` without filters: one pass over each row, straight from device memory.
+
+The warps of a cluster take the steps of a row in turn. A step has 16 elements for each lane:
+
+    step        0   1   2   3   4   5   6   7   8  ..
+    warp        0   1   2   3   0   1   2   3   0  ..       of a cluster with four warps
+
+A warp does this with each step:
+
+    load         in vectors of 16 bytes; elements outside of the row are -inf
+    normalizer   the pair (m, d) of each lane takes its elements in
+    list         each lane lists its elements that can still win, see `race_ptx`
+    race         rounds: each lane enters two entries, while some lane has more than `KEPT`; after the last step, until
+                 the lists are empty
+
+Lanes list different numbers of elements. They keep some for the next step, so that few lanes are idle in a round.
+Each warp visits its first step twice. The first time, each lane lists only its largest element, and (m, d) stays. So
+the warp soon has a good threshold.
+
+At a temperature of 0 there is no noise: each lane keeps its first element in the order of sort keys. A temperature may
+be so small that x / temperature is infinite at the largest element. Then a second pass takes the row as at a
+temperature of 0.
+"""
+
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
+from pallas_softmax._src.gpu.layout import log2
+from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.sample import stream_ptx
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
-from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
-from pallas_softmax._src.sample.stream_plan import StreamPlan
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import row_ptx
+from pallas_softmax._src.sample.plan import KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log
+from pallas_softmax._src.sample.row_ptx import (
+    DRAWN,
+    HIGHEST,
+    INF,
+    LEAST_FINITE,
+    LN2,
+    ClusterProgram,
+    row_operands,
+)
+
+_NAN = float("nan")
+_LINE = 4 * LANES  # bytes from one entry of a list to the next: the lists of a warp alternate word by word
+_PADDING = NOISE_AT_ONCE  # entries of -inf at the start of each list: what a lane enters that has no others
+_INDICES = _LINE * LIST_SIZE  # from an element to its index
 
 
 def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
@@ -22,16 +64,16 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
     rows, _ = x.shape
 
     def draw(x_gmem, temperature_gmem, words_gmem, *out, scratch):
-        row, part = jax.lax.axis_index("row"), jax.lax.axis_index("part") if plan.ctas > 1 else jnp.int32(0)
-        of_row = temperature_gmem[row if temperature_gmem.shape[0] > 1 else 0]
+        row, part = lax.axis_index("row"), cta_number("part", plan.ctas)
+        temperature = number_of_row(temperature_gmem, row)
         words = dict(zip(NOISE_OPERANDS, [words_gmem[row, i] for i in range(4)]))
         refs = {"x": x_gmem, "scratch": scratch, **dict(zip(DRAWN, out))}
-        _draw(plan, stride, refs, row_operands(row, part, of_row), words)
+        _draw(plan, stride, refs, row_operands(row, part, temperature), words)
 
     return gpu_kernel(
         draw,
         name="sample",
-        grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
+        grid={"row": rows, "part": plan.ctas},
         cluster=plan.ctas,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in DRAWN.values()],
@@ -42,5 +84,183 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
 
 @twin
 def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
-    """Runs `stream_ptx.row_program` in this CTA."""
-    insert_ptx(stream_ptx.row_program(plan, refs["x"].dtype, stride), refs, numbers | words)
+    """Runs `row_program` in this CTA."""
+    insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers | words)
+
+
+# --- The program of inline PTX
+
+
+@functools.lru_cache(maxsize=16)
+def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
+    """Returns the program for a row of the logits at <x>, an address in device memory.
+
+    `ClusterProgram` has further operands. <row> is the number of the row, and `NOISE_OPERANDS` describe its noise.
+    <index>, <log_prob> and <log_mass> are addresses of results in device memory.
+    """
+    p = StreamProgram(plan, dtype)
+    p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
+    p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
+    p.sync_cluster()
+    segment = Segment(Noise.of_row(p, stride), plan.vocab)
+    race = Race(p, segment)
+    index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
+    with p.loop() as leave:
+        values = [*_take_steps(p, race, segment), race.best, race.index, race.x]
+        neutral = [-INF, 0, -INF, HIGHEST, -INF]
+        lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
+        top, total, _, winner, x = _combine(p, lanes)
+        p.set(index, winner)
+        p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
+        share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
+        p.set(log_mass, p.max(p.select(p.greedy, log(p, share_of_first), 0.0), log_prob))
+        drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
+        for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
+            p.set(result, nothing, when=~drawable)
+        tempered_top = p.divide_exactly(top, race.temperature)
+        leave(~(drawable & p.absolute(tempered_top).equals(INF)) | p.greedy)
+        p.set(p.greedy, True)
+        p.sync_cluster()  # other CTAs may still read the numbers of this pass
+    with p.writes(0) as write:
+        write(index=index, log_prob=log_prob, log_mass=log_mass)
+    return p
+
+
+class StreamProgram(ClusterProgram):
+    """A program for a row in device memory; the warps of a cluster share the row."""
+
+    def __init__(self, plan: StreamPlan, dtype):
+        super().__init__(plan.threads // LANES, plan.ctas, dtype)
+        self.plan = plan
+        vocab, itemsize = plan.vocab, self.elements.itemsize
+        self.vec, row = ACCESS_BYTES // itemsize, self.operand("row", "u32")
+        # A position counts from the start of the row's first vector: the element with index 0 has position `lead`.
+        self.lead = row * (vocab % self.vec) & (self.vec - 1)
+        start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
+        self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
+
+    def load_step(self, position: Value, segment: Segment) -> list[Value]:
+        """Returns the lane's elements of a step as floats; its first vector is at `position`.
+
+        Elements outside of the segment are -inf.
+        """
+        p, vec, vectors = self, self.vec, self.plan.vectors
+        out = [p.fresh("f32") for _ in range(vec * vectors)]
+        at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
+        first, end = segment.first + p.lead, segment.end + p.lead
+        first_of_warp = position - p.lane * vec
+        whole = (first_of_warp >= first) & (first_of_warp + LANES * vec * vectors <= end)
+        with p.when(whole):
+            words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
+            for i, vector in enumerate(words):
+                p.load_into(vector, at, offset=LANES * ACCESS_BYTES * i, space="global")
+            for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
+                p.set(register, x)
+        with p.when(~whole):
+            kind = "s16" if p.elements.halves else "s32"
+            for i, register in enumerate(out):
+                here = position + p.offset(i)
+                exists = (here >= first) & (here < end)
+                offset = p.offset(i) * p.elements.itemsize
+                bits = p.load(at, kind, offset=offset, when=exists, default=0, space="global")
+                bits = p.convert(bits, "s32") if p.elements.halves else bits
+                p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
+        return out
+
+    def offset(self, i: int) -> int:
+        """Returns how far the lane's element number i of a step is after its first one."""
+        return i // self.vec * LANES * self.vec + i % self.vec
+
+
+class LaneList:
+    """The list of each lane, in shared memory: elements and their indices. No other lane reads it."""
+
+    def __init__(self, p: StreamProgram):
+        self._p = p
+        start = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
+        for i in range(_PADDING):
+            p.store(start, p.var(-INF, "f32"), offset=_LINE * i)
+            p.store(start, 0, offset=_LINE * i + _INDICES)
+        self._first = start + _LINE * _PADDING  # the address of the first entry after the padding
+        self._end = p.var(self._first)  # the address after the last entry
+
+    def append(self, x: Value, index: Value, when: Value) -> None:
+        """Appends an element, where `when` holds."""
+        p = self._p
+        p.store(self._end, x, when=when)
+        p.store(self._end, index, offset=_INDICES, when=when)
+        p.increase(self._end, _LINE, when=when)
+
+    def enter(self, race: Race, keeps_some: Value, more: Value) -> None:
+        """Enters the last entries in the race, until no lane has more than `KEPT`, or any if `keeps_some` is false.
+
+        `more` is a condition: whether further elements will follow.
+        """
+        p = self._p
+        until = p.select(keeps_some, self._first + _LINE * KEPT, self._first)
+        with p.loop() as enough:
+            enough(~p.any(self._end > until))
+            entries = [self._end - _LINE * (i + 1) for i in range(NOISE_AT_ONCE)]
+            elements = [p.load(entry, "f32") for entry in entries]
+            indices = [p.load(entry, "s32", offset=_INDICES) for entry in entries]
+            p.set(self._end, p.max(self._end - _LINE * NOISE_AT_ONCE, self._first))
+            race.enter(elements, indices, more)
+
+
+def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
+    """Combines m, d, and the best sum with its index and its element, of all lanes."""
+    m, d, *best = values
+    return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
+
+
+def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
+    """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`.
+
+    The outer loop has a turn for each segment of the row, nearly always one. The inner loop has a turn for each step,
+    and one more without a step, which enters what the lists still hold.
+    """
+    size = LANES * p.vec * p.plan.vectors  # of a step
+    turn = size * p.warps * p.ctas  # from a step of the warp to the next one
+    normalizer = row_ptx.LaneNormalizer(p)
+    list_ = LaneList(p)
+    at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
+    first_visit, more = p.var(~p.greedy), p.fresh("pred")
+    race.start(silent=p.greedy)
+    segment.start_at(0)
+    with p.loop() as leave_row:
+        with p.loop() as leave:
+            p.set(more, at < segment.end + p.lead)
+            with p.when(more):
+                position = at + p.lane * p.vec
+                elements = p.load_step(position, segment)
+                top, index = p.reduce("max.NaN", elements), position - p.lead
+                with p.when(~first_visit):
+                    with p.when(p.greedy):
+                        _keep_first(p, race, elements, index)
+                    normalizer.raise_to(top)
+                    normalizer.add(elements)
+                    race.catch_up()
+                    p.increase(at, turn)
+                low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
+                for i, x in enumerate(elements):
+                    list_.append(x, index + p.offset(i), x >= low)
+            list_.enter(race, keeps_some=more & ~first_visit, more=more)
+            p.set(first_visit, False)
+            leave(~more)
+        leave_row(segment.end >= p.plan.vocab)
+        segment.start_at(segment.end)
+        # The last step of the warp may reach into this segment.
+        p.increase(at, -turn, when=(at > segment.first + p.lead) & (at >= turn))
+    return normalizer.m, normalizer.d
+
+
+def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:
+    """Makes the first of the elements, in the order of sort keys, the best one of the lane, if it comes before that."""
+    best = p.var(flip_negative(race.best.bits("s32")))
+    for i, x in enumerate(elements):
+        key = flip_negative(x.bits("s32"))
+        comes_before = key > best
+        p.set(best, key, when=comes_before)
+        p.set(race.index, index.bits("s32") + p.offset(i), when=comes_before)
+    p.set(race.best, flip_negative(best).bits("f32"))
+    p.set(race.x, race.best)

@@ -1,5 +1,13 @@
 """Finds the last entry that a filter keeps in a zone: between two elements where the entry is expected.
 
+For top_p, and for a large top_k, a histogram shows where (`expected_zone`). It counts elements by their distance from
+the largest, in buckets of equal widths, and so gives the masses nearly. For top_p = 0.5:
+
+    numbers of elements      2 7 9 | 30 41 38 | 60 ...       the goal, 0.5 of the mass, is reached in the zone
+                                   '---zone---'
+
+An example of the search:
+
     elements    5.1  5.0 | 3.2  3.1  3.1  3.0 | 2.9 ..       the zone is from 3 to 4
     sweep       the mass of 5.1 and 5.0; the keys of 3.2, 3.1, 3.1, 3.0 in lists, one for each CTA
     lists       12 40 | 7 31 | 40 3       (other keys, of three CTAs)
@@ -21,11 +29,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import filter_ptx
 from pallas_softmax._src.sample.filter_ptx import MOST_UNITS, FilterSearch, search_digits
-from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, PartProgram
+from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 _ROUND_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
 # The words of the histogram hold all listed keys, and then a shortlist with a key for each lane; masses follow keys.
@@ -154,7 +164,7 @@ def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Val
     with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
         leave(inside.equals(0))
         number = p.lowest_bit(inside)
-        load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+        load, element = number >> log2(vec), number & (vec - 1)
         at = address + load * WARP_LOAD_BYTES + element * p.elements.itemsize
         x = p.element(at)
         key = p.key(x)
@@ -342,3 +352,99 @@ def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value)
         sums = p.over_warp(["add", "add"], [units_above, equal])
         p.store(p.gathered(cta), *sums, when=p.first_lane)
     return p.from_gathered(("u32", "u32"), (0, 0))
+
+
+# --- Where the zone is
+
+# The histogram spans _SPAN * log2(V / mass) octaves. For normal logits with V = 128,256 the logarithm is 5.4, and the
+# histogram spans 13.5 octaves. The last entry lies 6.8 octaves below the largest for top_p = 0.9, and 9.3 for 0.999.
+_SPAN = 2.5
+# Six standard deviations of the log of a mass, if elements lie anywhere in a bucket of one octave: 6 ln(2) / sqrt(12).
+_SIX_DEVIATIONS = 1.2
+# For rows with few distinct values, which may lie anywhere in their buckets. An estimate. If it is too small, more
+# zones miss the goal, and rows are searched digit by digit. If it is too large, zones have more keys than needed.
+_LEAST_ERROR = 1e-4
+_SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
+_SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
+_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
+
+
+def expected_zone(f: FilterSearch) -> tuple[Value, Value]:
+    """Returns the least and the greatest element that may be the last entry."""
+    p = f.p
+    depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), f.kept.total))
+    buckets_per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * _SPAN, 2.0**-10))
+    # A unit is a difference of 1 between logits. The limits 2^-10 and 1e30 keep both numbers finite.
+    buckets_per_unit = p.min(p.octaves_per_unit * buckets_per_octave, 1e30)
+    octaves_per_bucket = p.divide(p.octaves_per_unit, buckets_per_unit)
+    _count_distances(f, buckets_per_unit, octaves_per_bucket)
+    with p.when(p.warp < 2):
+        end = _end_of_zone(f, buckets_per_unit, octaves_per_bucket, p.warp.equals(0))
+        p.store(p.word(SCRATCH.picked, p.warp), end, when=p.first_lane)
+    p.barrier()
+    greatest, least = p.load_vector(p.word(SCRATCH.picked), "f32", 2)
+    return least, greatest
+
+
+def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value) -> None:
+    """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
+    p = f.p
+    filter_ptx.clear_buckets(p)
+    # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
+    base = p.word(SCRATCH.histogram) - (4 * _MAGIC_BITS) % 2**32
+
+    def count(x):
+        bits = p.multiply_add(p.top - x, buckets_per_unit, _MAGIC).bits("u32")
+        p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
+
+    p.sweep_elements(count)
+
+    # Horner's rule sums the masses, as if each element lay in the middle of its bucket. `ratio` is the mass of an
+    # element relative to an element one bucket further up.
+    ratio = f.measure_below(octaves_per_bucket)
+
+    def horner(bucket, numbers):
+        sum_ = p.convert(numbers[-1], "f32")
+        for number in numbers[-2::-1]:
+            sum_ = p.multiply_add(sum_, ratio, p.convert(number, "f32"))
+        return [sum_ * f.measure_below(p.convert(bucket, "f32") * octaves_per_bucket)]
+
+    filter_ptx.sum_sections(p, horner)
+
+
+def _end_of_zone(
+    f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, is_greatest: Value
+) -> Value:
+    """Returns the greatest element of the zone, or the least one: the upper or the lower end of a bucket.
+
+    The bucket reaches a goal that is lowered (for the greatest element) or raised by the bound on its error. Nothing
+    lies above the first bucket or below the last one, so their ends are the largest element and the least number.
+    """
+    p = f.p
+    goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, is_greatest), f.goal)
+    section, rest = filter_ptx.section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
+    bucket = section * _SECTION + p.lane
+    address = p.word(SCRATCH.histogram, bucket)
+    number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
+    measure = p.convert(number, "f32") * f.measure_below(p.convert(bucket, "f32") * octaves_per_bucket)
+    measure = p.select(bucket.equals(BUCKETS - 1), INF, measure)
+    bucket = section * _SECTION + bucket_that_reaches(p, [measure], rest)[0]
+    half = p.select(is_greatest, -0.5, 0.5, "f32")
+    end = p.max(p.top - p.divide(p.convert(bucket, "f32") + half, buckets_per_unit), LEAST_FINITE)
+    is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
+    return p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), end)
+
+
+def _error_of_goal(f: FilterSearch, octaves_per_bucket: Value, is_greatest: Value) -> Value:
+    """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
+
+    If all elements lay at the same end of their buckets, the error would be half a bucket. But the errors of many
+    elements cancel. Masses in a bucket differ by a share b. Then the error of a mass m has a standard deviation of
+    0.3 b m, because 1 / sqrt(12) = 0.3. No mass exceeds 1, so all errors together have at most 0.3 b sqrt(total).
+    """
+    p = f.p
+    sign = p.select(is_greatest, -1.0, 1.0, "f32")
+    errors = octaves_per_bucket * p.exp2(p.log2(f.kept.total) * -0.5) * _SIX_DEVIATIONS + _LEAST_ERROR
+    if_cancelled = p.multiply_add(errors, sign, 1.0)
+    if_at_end = p.exp2(octaves_per_bucket * sign * 0.5) * p.multiply_add(sign, _SUM_ERROR, 1.0)
+    return p.select(is_greatest, p.max(if_at_end, if_cancelled), p.min(if_at_end, if_cancelled))

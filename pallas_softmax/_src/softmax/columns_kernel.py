@@ -24,11 +24,11 @@ from jax import lax
 
 from pallas_softmax._src.gpu import blocks, tiles
 from pallas_softmax._src.gpu.interpreter import laid_out
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import Formula
-from pallas_softmax._src.softmax.parts_job import Refs
+from pallas_softmax._src.softmax.part import Refs
 
 # --- Short columns, in registers ----------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ def launch(
     name: str,
     approximate: bool,
 ) -> list[jax.Array]:
-    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `tile_kernel.launch`.
+    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
 
     The rows of a tile are lines of the array. Returns one array (outer, vocab, inner) of the last array's dtype, or if
     the formula has per-row outputs, arrays (outer, 1, inner).
@@ -132,7 +132,7 @@ def launch(
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return gpu_kernel(
         functools.partial(compute_strips, formula, plan),
-        grid={"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams},
+        grid={"team": teams, "part": plan.count},
         cluster=plan.count,
         scratch_types=scratch,
         **settings,
@@ -161,7 +161,7 @@ class _StripsOfCta:
         # The cluster takes strips team, team + teams, and so on: `turns` of them.
         strips, self.teams = _strips_and_teams(plan, shape)
         self.team = lax.axis_index("team")
-        self.part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+        self.part = cta_number("part", plan.count)
         self.turns: Any = lax.div(strips - 1 - self.team, self.teams) + 1 if plan.turns > 1 else 1
         self.across = -(-shape[2] // plan.width)  # strips side by side
 

@@ -15,7 +15,7 @@ from pallas_softmax._src.folding import TRANSPOSED, fold
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.softmax import columns_kernel, parts_kernel, tile_kernel
+from pallas_softmax._src.softmax import columns_kernel, rows_kernel
 from pallas_softmax._src.softmax.columns_plan import plan_columns
 from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
@@ -78,8 +78,9 @@ def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: t
         results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
     else:
         folded, mask, unfold = fold(arrays, where, axes)
-        kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
-        results = [unfold(result) for result in kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)]
+        results = [
+            unfold(result) for result in rows_kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)
+        ]
     first, *normalizer = results
     return (first, Normalizer(*normalizer)) if normalizer else first
 

@@ -1,6 +1,6 @@
 """The part of a row that a CTA holds: how it is loaded, reduced, merged with the other parts, and written.
 
-`parts_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
+`rows_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
 
     load      copy_in (the body, a step at a time), load_edges
     reduce    reduce: each thread reduces its own elements, then the threads merge
@@ -8,6 +8,7 @@
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,14 +19,82 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.kernel import number_of_row
+from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
-from pallas_softmax._src.softmax import counting
-from pallas_softmax._src.softmax.formulas import Located, Reduction
-from pallas_softmax._src.softmax.parts_job import Job, Refs
-from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS
+from pallas_softmax._src.softmax import label_rank
+from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
+from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One call of `rows_kernel.launch`; the fields are its arguments."""
+
+    formula: Formula
+    arrays: list[jax.Array]
+    mask: Mask | None
+    parts: Parts
+    scale: jax.Array | None
+    label: Label | None
+    approximate: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.arrays[0].shape[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the output elements."""
+        return self.arrays[-1].dtype
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape of the arrays and the result inside the kernels."""
+        return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
+
+    @property
+    def mask_is_whole(self) -> bool:
+        """Whether the mask has the shape of the arrays, so that its bodies are aligned to vec bytes.
+
+        An aligned vector of the mask is a single load, and nothing waits for it until its step is reduced. Other masks
+        need two words, and shifting these together waits for both loads.
+        """
+        return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the CTAs of a row form a cluster and merge their reductions in the kernel."""
+        return self.parts.cluster and self.parts.count > 1
+
+    @property
+    def teams(self) -> int:
+        """Number of groups of CTAs. A group has one CTA per part of a row, and takes one row or several in turns."""
+        return self.parts.teams or self.rows
+
+
+class Refs(NamedTuple):
+    """The memory and barriers that a CTA uses."""
+
+    x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
+    out_gmem: tuple  # the results
+    # For each array, the body of the CTA's part, or slots. The memory of the last array also stages the output.
+    x_smem: list
+    # For each array, one barrier per step, or per slot. It completes when the step has arrived.
+    arrived: list
+    # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread, or column, has a copy.
+    sent_smem: Any = None
+    cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
+    mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
+    scale_gmem: Any = None  # `normalizers.encoded_scale`, (rows,) or (1,), or None
+    label_gmem: Any = None  # the `Label` of each row, (rows,), or None
+    reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
+    scratch_smem: Any = None  # with one state for each thread, memory to merge the threads
 
 
 class Part:
@@ -38,10 +107,7 @@ class Part:
         self.job, self.refs, self.place, self.body = job, refs, place, body
         self.body_start = job.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the part has no edges
-        scale = refs.scale_gmem
-        self.formula = job.formula.scaled(
-            None if scale is None else scale[place.row if scale.shape[0] > 1 else 0]
-        )
+        self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
 
     # --- Loads
 
@@ -141,12 +207,12 @@ class Part:
         if self.edges and reduction.per_thread:
             lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
             if self.formula.counts:
-                lanes = lanes._replace(before=lanes.before + counting.in_edges(self))
+                lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
         if self.formula.counts:
-            lanes = lanes._replace(before=lanes.before - counting.overcount(self))
+            lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
         total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
         if self.formula.counts:
-            total = total._replace(before=counting.recounted(self, total))
+            total = total._replace(before=label_rank.recounted(self, total))
         return self._located(total) if self.formula.locates else total
 
     def _absorb_step(self, i, size: int, state):
@@ -166,7 +232,7 @@ class Part:
             terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
         lanes = _add(formula.reduction, lanes, terms, i)
         if formula.counts:
-            lanes = lanes._replace(before=counting.add_step(self, lanes.before, terms, i, size))
+            lanes = lanes._replace(before=label_rank.add_step(self, lanes.before, terms, i, size))
         if self.body.again:
 
             @pl.when(i < self.body.again)

@@ -1,7 +1,5 @@
 """Token statistics as a Mosaic GPU kernel: a formula of the softmax kernels, on arrays of any rank."""
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from pallas_softmax._src import sort_keys
@@ -10,7 +8,7 @@ from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Moments, encoded_scale
-from pallas_softmax._src.softmax import parts_kernel, tile_kernel
+from pallas_softmax._src.softmax import rows_kernel
 from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Label
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
 from pallas_softmax._src.stats.xla import (
@@ -56,10 +54,9 @@ def counted_stats(
         numbers = labels, key, sort_keys.widened_key(key, logits.dtype)
         label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in numbers))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
-    kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
     lse, entropy, m, d, t, argmax, *count = (
         unfold(a.reshape(-1, 1))
-        for a in kernel.launch(
+        for a in rows_kernel.launch(
             FORMULAS["token_stats" if label is None else "counted_stats"],
             [x],
             mask,

@@ -21,13 +21,11 @@ example with four groups of 8 elements:
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.layout import Window, log2
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
-from pallas_softmax._src.gpu.ptx.values import Condition, Value
-from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk.plan import listed_items
-from pallas_softmax._src.topk.ranking_ptx import (
+from pallas_softmax._src.gpu.ptx.ranking import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
     LOWEST_KEY,
@@ -35,6 +33,8 @@ from pallas_softmax._src.topk.ranking_ptx import (
     CandidateList,
     candidate_of,
 )
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.topk.plan import listed_items
 
 # Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
 HITS_BYTE, SCRATCH_BYTE = 4, 16
@@ -80,11 +80,6 @@ class WindowProgram(CtaProgram):
             return self.load(address, "u32", when=when, default=default)
         self.load_into([address], address, when=when)  # overwriting the address saves a register
         return address
-
-
-def log2(n: int) -> int:
-    """Returns the logarithm of a power of two."""
-    return n.bit_length() - 1
 
 
 # --- The bound

@@ -21,12 +21,13 @@ The operands of the PTX program:
     <first>, <n>            the first winner in the row, and the number of winners
     <bound>                 a key that at least k of them reach
     <candidates>            shared memory for the winners that reach the bound
-    <ranked>                the k best, see `CandidateList`
+    <ranked>                the k best, see `put_in_shared_memory`
     <counts>, <buckets>     scratch in shared memory
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,22 +41,22 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
-from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
-from pallas_softmax._src.topk.ranking_ptx import (
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.ranking import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
     CandidateList,
     candidate_of,
     clear,
-    put_in_shared_memory,
     rank,
 )
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
+from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
 from pallas_softmax._src.topk.xla import TopK
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
@@ -63,7 +64,7 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The settings of a call of top-k."""
+    """The settings of a call of top-k, and the values of its winners."""
 
     k: int  # number of winners of a row
     logits_dtype: Any  # the keys order numbers of this dtype
@@ -77,8 +78,26 @@ class Request:
         """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
         if scales is None:
             return None
-        scale = scales[row if scales.shape[0] > 1 else 0]
+        scale = number_of_row(scales, row)
         return scale_of(scale) if self.scaled else scale
+
+    def values(self, key, normalizer: Normalizer | None, scale):
+        """Returns the values, in float32, of winners with these sort keys in a row with this normalizer.
+
+        d of the normalizer is the sum of exp((x - m) * scale). If nothing is normalized, it returns the winners as they
+        are. If there is a mask, the lowest key means a masked element: its probability is 0, and its logit -inf.
+        """
+        if normalizer is None:
+            value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
+        else:
+            scaled = normalizers.below(sort_keys.from_key32(key, self.logits_dtype), normalizer.m, scale)
+            if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
+                scaled = jnp.where(scale.is_limit & (scaled < 0), -jnp.inf, scaled)
+            masked = -jnp.inf if self.log else 0.0
+            value = scaled - log_of_sum(normalizer.d) if self.log else jnp.exp(scaled) / normalizer.d
+        if not self.masked:
+            return value
+        return jnp.where(key == sort_keys.lowest_key(self.logits_dtype), jnp.full_like(value, masked), value)
 
 
 def topk_merge(
@@ -88,15 +107,21 @@ def topk_merge(
 
     The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
     """
-    memory = _Memory(**smem)
-    own = _lists_of_cta(count, fan_in)  # which lists this CTA merges
-    final = fan_in >= count  # the merged list is the only one of the row: write values instead of keys
-    scale = request.scale(scale_gmem, own.row)
+    merges = -(-count // fan_in)
+    row, merge = lax.axis_index("row"), cta_number("merge", merges)
+    first = merge * fan_in  # this CTA merges `held` lists from here on
+    held = jnp.minimum(fan_in, count - first)
+    final = merges == 1  # the merged list is the only one of the row: write values instead of keys
+    scale = request.scale(scale_gmem, row)
 
-    normalizer = _combine_normalizers(lists_gmem, own, scale) if request.normalized else None
-    _rank(lists_gmem, memory, own, request)  # bound, collect, rank
-    number = own.row * -(-count // fan_in) + own.number  # of the merged list
-    write_winners(WinnerLists(*merged_gmem), number, memory.best, normalizer, scale, request, final)
+    normalizer = None
+    if request.normalized:  # thread t loads the normalizer of list t
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held)
+        lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
+        normalizer = normalizers.combine_lanes(lane, scale=scale)
+    _rank(lists_gmem, smem, request, row, first, held)  # bound, collect, rank
+    number = row * merges + merge  # of the merged list
+    write_winners(WinnerLists(*merged_gmem), number, smem["best"], normalizer, scale, request, final)
 
 
 class WinnerLists(NamedTuple):
@@ -112,47 +137,14 @@ class WinnerLists(NamedTuple):
     d: Any = None  # (lists,) float32, the normalizers' sums; None if nothing is normalized
 
 
-class _Memory(NamedTuple):
-    """References to the shared memory of a CTA."""
-
-    best: Any  # int32, the merged list: keys, then indices from padded_winners(k) on
-    buckets: Any  # int32, one word for each candidate
-    counts: Any  # (128,) int32
-    candidates: Any  # int32, two words for each candidate
-
-
-class _CtaLists(NamedTuple):
-    """The lists that a CTA merges: `held` lists of a row, from number `first` on. They become its list `number`."""
-
-    row: Any
-    first: Any
-    held: Any
-    number: Any
-
-
-def _lists_of_cta(count: int, fan_in: int) -> _CtaLists:
-    """Returns the lists that this CTA merges."""
-    row = lax.axis_index("row")
-    number = jnp.int32(0) if fan_in >= count else lax.axis_index("merge")
-    first = number * fan_in
-    return _CtaLists(row, first, jnp.minimum(fan_in, count - first), number)
-
-
-def _combine_normalizers(lists_gmem: WinnerLists, own: _CtaLists, scale) -> Normalizer:
-    """Returns the combined normalizers of the lists. Thread t loads the one of list t."""
-    load = functools.partial(blocks.load_from_row, row=own.row, start=own.first, held=own.held)
-    lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-    return normalizers.combine_lanes(lane, scale=scale)
-
-
 @twin
-def _rank(lists_gmem: WinnerLists, memory: _Memory, own: _CtaLists, request: Request) -> None:
-    """Writes the k best of the lists to `memory.best`, in order."""
-    k, keys, capacity = request.k, lists_gmem.values, memory.buckets.shape[0]
-    refs = {"candidates": memory.candidates, "ranked": memory.best, "keys": keys}
-    refs |= {"indices": lists_gmem.indices, "counts": memory.counts, "buckets": memory.buckets}
-    bound = _bound(keys, own.row, own.first, own.held, k)
-    numbers = {"row": own.row, "first": own.first * k, "n": own.held * k, "bound": bound}
+def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, first, held) -> None:
+    """Writes the k best of `held` lists, from number `first` on, to smem["best"], in order."""
+    k, keys, capacity = request.k, lists_gmem.values, smem["buckets"].shape[0]
+    refs = {"candidates": smem["candidates"], "ranked": smem["best"], "keys": keys}
+    refs |= {"indices": lists_gmem.indices, "counts": smem["counts"], "buckets": smem["buckets"]}
+    bound = _bound(keys, row, first, held, k)
+    numbers = {"row": row, "first": first * k, "n": held * k, "bound": bound}
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
@@ -172,26 +164,21 @@ def _bound(keys_gmem, row, first, held, k: int):
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(
-    won, kept, indices, parts: Normalizer | None, temperature, k: int, *, log, dtype, scaled=False
-):
+def merge_rows(won, kept, indices, parts: Normalizer | None, temperature, request: Request):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
     and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists). They
-    and the temperature are None if nothing is normalized.
-    `window_kernel.topk_rows` documents the other arguments and the results.
+    and the temperature are None if nothing is normalized. `window_kernel.topk_rows` documents the results.
     """
     keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    request = Request(k, won.dtype, kept is not None, log, dtype, scaled, parts is not None)
-    lists, count = WinnerLists(keys, indices), won.shape[1] // k
+    lists, count = WinnerLists(keys, indices), won.shape[1] // request.k
+    scale = None if parts is None else encoded_scale(temperature)
     if parts is not None:
         lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
-    return results(
-        _launch(lists, None if parts is None else encoded_scale(temperature), count, count, request)
-    )
+    return results(_launch(lists, scale, count, count, request))
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
@@ -219,7 +206,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
         functools.partial(topk_merge, count, fan_in, request),
-        grid={"row": rows} if merges == 1 else {"row": rows, "merge": merges},
+        grid={"row": rows, "merge": merges},
         out_type=lists_type(rows * merges, request, final=merges == 1),
         scratch_types={
             "best": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
@@ -233,6 +220,20 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
 
 
 # --- Lists of winners, which other kernels write too
+
+
+def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., None]:
+    """Returns `CandidateList.put` that writes to the address `ranked`:
+
+    <ranked>  | key of rank 0, 1, ... padded_winners(k) - 1 | index of rank 0, 1, ... |
+    """
+
+    def put(rank: Value, key: Value, index: Value, when: Condition) -> None:
+        at = p.at(ranked, rank, 4)
+        p.store(at, key, when=when)
+        p.store(at, index, offset=4 * padded_winners(k), when=when)
+
+    return put
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
@@ -251,7 +252,7 @@ def write_winners(
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
     `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `CandidateList.ranked`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
+    `put_in_shared_memory`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
     instead of their keys. The normalizer and the scale are None if nothing is normalized.
     """
     k = request.k
@@ -261,36 +262,12 @@ def write_winners(
         )
         if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
-        value = key
-        if final:
-            value = probability(
-                key, request.logits_dtype, normalizer, scale, log=request.log, masked=request.masked
-            )
+        value = request.values(key, normalizer, scale) if final else key
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
             held = min(WARPGROUP, k - first)
             blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
-
-
-def probability(key, dtype, normalizer: Normalizer | None, scale, *, log: bool, masked: bool):
-    """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
-
-    d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
-    probability 0. Without a normalizer, returns the element itself, -inf if masked.
-    """
-    if normalizer is None:
-        value = sort_keys.element_of_key32(key, dtype)
-        if not masked:
-            return value
-        return jnp.where(key == sort_keys.lowest_key(dtype), jnp.full_like(value, -jnp.inf), value)
-    scaled = normalizers.below(sort_keys.from_key32(key, dtype), normalizer.m, scale)
-    if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf
-        scaled = jnp.where(scale.is_limit & (scaled < 0), -jnp.inf, scaled)
-    value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
-    if not masked:
-        return value
-    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value)
 
 
 # --- Inline PTX that ranks the winners of several lists

@@ -13,9 +13,11 @@ from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.topk import merge_kernel, select_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.select import kernel as select_kernel
+from pallas_softmax._src.select.plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
+from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
+from pallas_softmax._src.topk.merge_kernel import Request
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
-from pallas_softmax._src.topk.select_plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
 from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
@@ -54,10 +56,8 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    winners_and_normalizer = kernel.topk_rows(
-        x, mask, temperature, k, plan, log=log, dtype=dtype, scaled=scaled
-    )
-    return jax.tree.map(unfold, winners_and_normalizer)
+    request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
+    return jax.tree.map(unfold, kernel.topk_rows(x, mask, temperature, plan, request))
 
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
@@ -165,10 +165,8 @@ def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, 
     x, _, temperature, unfold = fold_topk(won, None, temperature)
     kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
     normalizers = Normalizer(*parts) if parts else None
-    winners_and_normalizer = merge_kernel.merge_rows(
-        x, kept, indices, normalizers, temperature, k, log=log, dtype=dtype, scaled=scaled
-    )
-    return jax.tree.map(unfold, winners_and_normalizer)
+    request = Request(k, x.dtype, kept is not None, log, dtype, scaled, bool(parts))
+    return jax.tree.map(unfold, merge_kernel.merge_rows(x, kept, indices, normalizers, temperature, request))
 
 
 KERNELS = {

@@ -1,7 +1,7 @@
 """How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
 
-A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `gpu/window.py` draws the
-array, a `Window`.
+A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `layout.Window` draws the
+array.
 
 A short row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The
 winners are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`).
@@ -29,8 +29,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPGROUP,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
-from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.layout import Tile, Window, merged_tile, power_of_two, row_tile
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 
 # --- Windows
@@ -236,11 +235,6 @@ MANY_TILE_WINNERS = 128  # with more winners in a row, lanes may hold fewer elem
 # a lane, neighbouring lanes still load 64 bytes together from a row of 64 elements.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# A longer list takes more comparisons. If a list is too short, its warp searches again, and the other warps of the CTA
-# wait. With 16-bit elements the warp lists the next elements. With float32 it merges whole lists, which takes three
-# times as long.
-TOO_SHORT = {4: 0.002, 2: 0.0065}  # highest share of warps with too short a list, in random order, by bytes
-
 # A lane should hold few elements in two cases. Either most of a row are winners, so that lists hold all elements of a
 # lane. (Longer rows need all lanes anyway.) Or rows are few, so that idle multiprocessors have lanes to spare.
 FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # then, most elements of a row in a lane, by bytes of an element
@@ -294,31 +288,6 @@ def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Ti
 def mostly_winners(vocab: int, k: int) -> bool:
     """Returns whether most of a row are winners, and the row is short enough for few elements in each lane."""
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
-
-
-def list_length(tile: Tile, k: int, itemsize: int, lanes: float | None = None) -> int:
-    """Returns the length of a lane's list: the shortest that TOO_SHORT allows, at most k + 1 or all elements.
-
-    `lanes` is the number of a row's lanes that may have winners; by default, all.
-    """
-    most = min(k + 1, tile.steps * tile.vec)
-    share = 1 / (lanes or tile.lanes)
-    return next((n for n in range(1, most) if _too_short(share, k, n) < TOO_SHORT[itemsize]), most)
-
-
-def _too_short(share: float, k: int, length: int) -> float:
-    """Returns an upper bound of the share of warps with a list that is too short.
-
-    A list of `length` is too short if its lane has at least `length` of the k best of a row, each with the probability
-    `share`. The bound is the probability of this in one lane, for a row in random order, times 32 lanes.
-    """
-    fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
-    return LANES * (1 - fewer)
-
-
-def merged_tile(tile: Tile, k: int) -> Tile:
-    """Returns the tile that holds the merged winners of each row of a tile. Neighbours share a lane."""
-    return Tile(tile.rows, tile.lanes, max(1, power_of_two(k, 1) // tile.lanes), 1)
 
 
 # --- Integers

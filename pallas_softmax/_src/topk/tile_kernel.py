@@ -1,7 +1,7 @@
 """The kernels of softmax fused with top-k, and of its backward, for short rows in registers.
 
 A CTA has several rows. Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists
-(`merging_ptx`), and the normalizers of the lanes are combined by ⊕.
+(`gpu.best`), and the normalizers of the lanes are combined by ⊕.
 """
 
 import functools
@@ -14,22 +14,19 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
-from pallas_softmax._src.topk.merge_kernel import probability
-from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
-from pallas_softmax._src.topk.plan import merged_tile
+from pallas_softmax._src.topk.merge_kernel import Request
 from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
     plan: Tile,
     mask: Mask | None,
-    log: bool,
-    scaled: bool,
+    request: Request,
     x_gmem,
     scale_gmem,
     mask_gmem,
@@ -53,7 +50,7 @@ def softmax_topk(
 
     normalizer = scale = None
     if scale_gmem is not None:
-        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=scaled)
+        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
         normalizer = Normalizer(m, d)
         for gmem, per_row in zip(normalizer_gmem, normalizer):
             tiles.store(gmem, plan, row, per_row)
@@ -65,22 +62,21 @@ def softmax_topk(
         key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
 
     normalizer, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (normalizer, scale))
-    value = probability(key, x_gmem.dtype, normalizer, scale, log=log, masked=mask is not None)
-    tiles.store(values_gmem, winners, row, value)
+    tiles.store(values_gmem, winners, row, request.values(key, normalizer, scale))
     tiles.store(indices_gmem, winners, row, index)
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, scaled=False
+    x, mask: Mask | None, temperature, plan: Tile, request: Request
 ) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
-    rows, normalized = x.shape[0], temperature is not None
+    rows, normalized = x.shape[0], request.normalized
     values, indices, *normalizer = gpu_kernel(
-        functools.partial(softmax_topk, plan, mask, log, scaled),
+        functools.partial(softmax_topk, plan, mask, request),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
-            jax.ShapeDtypeStruct((rows, k), dtype),
-            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, request.k), request.dtype),
+            jax.ShapeDtypeStruct((rows, request.k), jnp.int32),
             *[jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * (2 * normalized),
         ],
         name="softmax_topk" if normalized else "top_k",
@@ -101,13 +97,6 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
         elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
         x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
     return x, elements
-
-
-def search_input(x) -> tuple[Any, int]:
-    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
-    if x.dtype.itemsize == 2:
-        return lax.bitcast_convert_type(x, jnp.int16), -1
-    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
@@ -131,32 +120,6 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
         return key
     keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
     return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
-
-
-@twin
-def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
-    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
-
-    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
-    """
-    program = take_program(tile, vocab, k, lanes)
-    return tiles.insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
-
-
-def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
-    """Returns keys and indices of the k best of each row, as two tiles like the result of `best_indices`.
-
-    `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
-    """
-    word = _best_words(tile, vocab, k, bits)
-    return word >> 16, ~word & 0xFFFF
-
-
-@twin
-def _best_words(tile: Tile, vocab: int, k: int, bits):
-    """Returns the k best of each row as packed words: the key, and the complement of the index in the lower half."""
-    program = take_words_program(tile, vocab, k)
-    return tiles.insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 # --- The backward

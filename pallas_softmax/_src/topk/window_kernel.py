@@ -32,8 +32,8 @@ holds: the elements that reach the bound fit into the list, or fewer than k exce
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
-If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
-drawing of windows, blocks, steps and groups. `ranking_ptx.py` has a drawing of the list of candidates.
+If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `layout.Window` has a
+drawing of windows, blocks, steps and groups. `gpu/ptx/ranking.py` has a drawing of the list of candidates.
 """
 
 import functools
@@ -53,16 +53,17 @@ from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.gpu.layout import aligned_view
+from pallas_softmax._src.gpu.layout import Window, aligned_view
+from pallas_softmax._src.gpu.ptx import ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
-from pallas_softmax._src.topk import merge_kernel, ranking_ptx
+from pallas_softmax._src.topk import merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import (
     SCRATCH_BYTE,
     WindowProgram,
@@ -79,7 +80,6 @@ from pallas_softmax._src.topk.plan import (
     listed_items,
     ordering_words,
 )
-from pallas_softmax._src.topk.ranking_ptx import CandidateList
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -102,7 +102,9 @@ def softmax_topk(
     If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
     """
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
-    memory = _memory(window, request.k, x_smem, groups_smem, lists_smem)
+    group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
+    candidates, hits = split(lists_smem, *listed_items(window, request.k))
+    memory = SearchMemory(x_smem, group_keys, candidates, hits, counts)
     scale = request.scale(scale_gmem, part.place.row)
 
     normalizer = _load_and_reduce(window, part, memory, arrived, scale)  # also writes the group_keys
@@ -125,45 +127,30 @@ class SearchMemory(NamedTuple):
 
 
 def topk_rows(
-    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, scaled=False
+    x, mask: Mask | None, temperature, plan: Window, request: Request
 ) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
-    and 1 unless `scaled`. The values have the `dtype`; with `log`, they are logs of probabilities. Without a
-    temperature, nothing is normalized: the values are the winners as they are, of the dtype of x.
+    or None if nothing is normalized.
     """
-    request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
+    (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
-    lists = _launch(x, mask, scale, plan, request)
-    return merge_kernel.merge_lists(lists, scale, plan.count, request)
-
-
-def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
-    """Returns a list of winners for each part of each row."""
-    (rows, vocab), k, final = x.shape, request.k, window.count == 1
-    item = jnp.int16 if window.compact else jnp.int32
-    return gpu_kernel(
-        functools.partial(softmax_topk, window, mask, rows, request),
-        grid={"row": rows} if final else {"row": rows, "part": window.count},
-        out_type=lists_type(rows * window.count, request, final),
+    lists = gpu_kernel(
+        functools.partial(softmax_topk, plan, mask, rows, request),
+        grid={"row": rows, "part": plan.count},
+        out_type=lists_type(rows * plan.count, request, final=plan.count == 1),
         scratch_types={
-            "groups_smem": plgpu.SMEM((group_words(window, k) + WARPGROUP,), jnp.int32),
-            "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
-            "x_smem": plgpu.SMEM((window.size,), x.dtype),
+            "groups_smem": plgpu.SMEM((group_words(plan, k) + WARPGROUP,), jnp.int32),
+            "arrived": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
+            "lists_smem": plgpu.SMEM((sum(listed_items(plan, k)),), jnp.int16 if plan.compact else jnp.int32),
+            "x_smem": plgpu.SMEM((plan.size,), x.dtype),
         },
         name="softmax_topk" if request.normalized else "top_k",
         approximate=True,
         reduction_bytes=REDUCTION_BYTES,
-    )(x.reshape(aligned_view(rows, vocab, window.vec)), scale, None if mask is None else mask.array)
-
-
-def _memory(window: Window, k: int, x_smem, groups_smem, lists_smem) -> SearchMemory:
-    """Returns the shared memory of the search, in pieces."""
-    group_keys_smem, counts_smem = split(groups_smem, group_words(window, k), WARPGROUP)
-    candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
-    return SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
+    )(x.reshape(aligned_view(rows, vocab, plan.vec)), scale, None if mask is None else mask.array)
+    return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
 
 def _load_and_reduce(
@@ -207,7 +194,7 @@ def _load_and_reduce(
 def _clear_list(memory: SearchMemory) -> None:
     """Empties the list of candidates."""
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
-    ranking_ptx.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    ranking.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
@@ -302,12 +289,12 @@ def split(ref, *sizes: int) -> list:
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
-# --- The PTX program of the search: `candidates_ptx` has the bound and the candidates, `ranking_ptx` their order
+# --- The PTX program of the search: `candidates_ptx` has the bound and the candidates, `ranking` their order
 
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`CandidateList.ranked`).
+    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`put_in_shared_memory`).
 
     In a compact window, they go to <x>, as the last array of `ordering_words`.
     """
@@ -328,11 +315,11 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     else:
         ranked = p.group_keys
         room = p.candidates, n, p.capacity, p.hits, ranked
-    put = ranking_ptx.put_in_shared_memory(p, ranked, k)
+    put = merge_kernel.put_in_shared_memory(p, ranked, k)
     listed = CandidateList(*room, put, k, dtype, window.vocab)
     if window.compact:
         expand_positions(p, listed)
-    ranking_ptx.rank(p, listed)
+    ranking.rank(p, listed)
     return p
 
 
@@ -340,7 +327,7 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
-    ranking_ptx.clear(p, p.candidates, p.list_bytes, p.counts)
+    ranking.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
         collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):

@@ -6,7 +6,7 @@ each lower thread:
     thread           0  1  2     ...  32 33      ...
     lower lanes      0  v0 v0+v1 ...  0  v32     ...     `scan`
     warps            sum of warp 0 |  sum of warp 1      `of_warps`
-    lower threads    lower lanes + lower warps           `add_lower_warps`
+    lower threads    lower lanes + lower warps           `lower_warps` returns the second sum
 """
 
 from collections.abc import Sequence
@@ -127,11 +127,6 @@ class CtaProgram(Program):
         own = self.load(self.at(scratch, self.lane, 4), "u32", when=self.lane < self.warps, default=0)
         lower = self.select(self.lane < self.warp, own, 0)
         return self.over_lanes("add", lower), self.over_lanes("add", own)
-
-    def add_lower_warps(self, sum_: Value, totals: Sequence[Value]) -> None:
-        """Adds the totals of the lower warps to `sum_`."""
-        for i, total in enumerate(totals[:-1]):
-            self.increase(sum_, total, when=self.warp > i)
 
     # --- The CTAs of a cluster
 

@@ -14,6 +14,7 @@ from pallas_softmax._src.gpu.hardware import (
     SMEM_BYTES,
     WARPGROUP,
 )
+from pallas_softmax._src.gpu.layout import power_of_two
 
 MAX_SELECTED = 4_096  # winners; a list for as many takes 96 KiB
 MIN_VOCAB = 2_048  # elements of a row
@@ -129,7 +130,7 @@ class SelectPlan:
     @property
     def ranked(self) -> int:
         """Number of entries that are put in order: the winners, rounded up."""
-        return max(self.threads, _power_of_two(self.k))
+        return max(self.threads, power_of_two(self.k, 1))
 
     @property
     def list_bytes(self) -> int:
@@ -171,8 +172,8 @@ def plan_in_registers(rows: int, vocab: int, k: int, itemsize: int, has_lengths:
     if row_bytes > HELD_BYTES or not is_faster:
         return None
     least = MANY_WARPGROUPS if few else 1
-    warpgroups = max(least, _power_of_two(row_bytes / (WARPGROUP * LONE_THREAD_BYTES)))
-    thread_bytes = max(LEAST_THREAD_BYTES, _power_of_two(row_bytes / (WARPGROUP * warpgroups)))
+    warpgroups = max(least, power_of_two(row_bytes / (WARPGROUP * LONE_THREAD_BYTES), 1))
+    thread_bytes = max(LEAST_THREAD_BYTES, power_of_two(row_bytes / (WARPGROUP * warpgroups), 1))
     return registers_plan(vocab, k, warpgroups, thread_bytes)
 
 
@@ -216,11 +217,6 @@ def plan_selection(
     if ctas == 1:
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
-    vectors = _power_of_two(min(wanted, MAX_SAMPLE_VECTORS))
+    vectors = power_of_two(min(wanted, MAX_SAMPLE_VECTORS), 1)
     plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=sorted)
     return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
-
-
-def _power_of_two(least: float) -> int:
-    """Returns the lowest power of two, from 1 on, that is not less than a number."""
-    return 1 << max(math.ceil(least) - 1, 0).bit_length()

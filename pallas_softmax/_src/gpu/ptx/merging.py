@@ -17,7 +17,7 @@ An example with lists of 2 and a size of 4:
 A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
 A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
-this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
+this is rare in rows in random order (`layout.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
 An element is one word, its packed key: the upper bits of its key above the complement of its column.
@@ -44,13 +44,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.layout import Tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
-from pallas_softmax._src.topk.plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16
@@ -72,7 +71,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
         listed = listed_keys(p, row, length)
-        winners = [p.var(word) for word in _merge_lanes(p, listed[:size], size)]
+        winners = [p.var(word) for word in _best_of_row(p, listed[:size], size)]
         pairs = near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
@@ -101,7 +100,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
                 count = power_of_two(tile.steps * tile.vec, 1)
                 keys = wide_keys(p, row, count)
                 whole = best(p, keys, min(size, count))
-                for i, word in enumerate(_merge_lanes(p, whole, size)):
+                for i, word in enumerate(_best_of_row(p, whole, size)):
                     p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
@@ -161,7 +160,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         words = _packed_keys(p, row, p.first_column, complements)
         listed = best(p, words, length)
         winners = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
-        for winner, word in zip(winners, _merge_lanes(p, listed, size), strict=True):
+        for winner, word in zip(winners, _best_of_row(p, listed, size), strict=True):
             p.set(winner, word)
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
@@ -181,7 +180,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
                 p.set(word, LOWEST, when=word >= last)
             listed = best(p, words, length)
             p.set(last, listed[-1])
-            more = _merge_lanes(p, listed, size)
+            more = _best_of_row(p, listed, size)
             for winner, word in zip(
                 winners, _better_half(p, winners, more, min(size, tile.lanes)), strict=True
             ):
@@ -211,8 +210,8 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     return words
 
 
-def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
-    """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
+def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
+    """Returns the best `size` words of a row, in the order of the lanes; each lane passes its list, in order.
 
     pad the list of each lane with lowest words to a power of two
     for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
@@ -254,12 +253,12 @@ def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
 
 
 def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) -> list[Value]:
-    """Moves words between lanes, so that the lanes hold them in order. `_merge_lanes` explains `run_bits`."""
+    """Moves words between lanes, so that the lanes hold them in order. `_best_of_row` explains `run_bits`."""
     if run_bits == sorted(run_bits, reverse=True):
         return words
     source = p.operand("thread", "u32") - p.lane
     for i, run_bit in enumerate(reversed(run_bits)):
-        moved = run_bit.bit_length() - 1 - i
+        moved = log2(run_bit) - i
         bit = p.lane & 1 << i
         source = source + (bit << moved if moved >= 0 else bit >> -moved)
     return [p.shuffle(word, "idx", source) for word in words]
@@ -438,7 +437,7 @@ def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
         column = column - piece * tile.piece_columns
         owner = owner + piece * (tile.lanes // tile.pieces)
     in_step = column & (tile.step_columns - 1)
-    step = column >> tile.step_columns.bit_length() - 1
+    step = column >> log2(tile.step_columns)
     i = step * tile.vec + (in_step & (tile.vec - 1))
-    owner = owner + (in_step >> tile.vec.bit_length() - 1)
+    owner = owner + (in_step >> log2(tile.vec))
     return value_in_lane(p, p.keys(row), i, owner)

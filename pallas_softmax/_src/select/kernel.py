@@ -4,10 +4,10 @@ A row has a CTA or a cluster. Each CTA lists the elements of its part that may w
 
     sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
 
-`select_ptx.select_program` is the kernel: it has these stages. Short rows stay in registers (`select_row_ptx.py`). Here
-is the launch. `select_plan.py` says how rows lie over the GPU.
+`program_of` has these stages, which `stream_ptx` explains. Short rows stay in registers (`held_ptx`).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -18,11 +18,49 @@ from jax import lax
 
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_row_ptx import program_of
+from pallas_softmax._src.select.held_ptx import HeldRowProgram
+from pallas_softmax._src.select.plan import PREFETCHED, SelectPlan
+from pallas_softmax._src.select.stream_ptx import SelectProgram
 from pallas_softmax._src.topk.xla import TopK
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+    """Returns the program of the kernel, with the stages in their order.
+
+    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
+    """
+    if plan.in_registers:
+        held = HeldRowProgram(plan, dtype, fill)
+        held.select_row()
+        held.write_list()
+        return held
+    p = SelectProgram(plan, dtype, masked, fill)
+    if not masked:
+        p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
+    p.histogram.clear()
+    p.barrier()
+    with p.when(p.length > plan.capacity):
+        p.sample()
+    gathered = p.var(False, "pred")
+    with p.loop() as leave:  # usually one turn
+        p.stream()
+        if plan.ctas > 1:
+            with p.when(~gathered):
+                p.gather()
+            p.set(gathered, True)
+            leave(p.part.differs(0))
+            p.take_row()
+        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
+        p.stream(ties=True)
+        leave(p.n >= plan.k)
+        p.set(p.floor, p.lowest)  # the bound was too high
+        p.set(p.n, 0)
+    with p.when(p.part.equals(0)):
+        p.write_results()
+    return p
 
 
 def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill=None) -> TopK:
@@ -46,17 +84,16 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
         row = lax.axis_index("row")
-        length = jnp.int32(vocab)
-        if lengths_gmem is not None:
-            length = lengths_gmem[row if lengths_gmem.shape[0] > 1 else 0]
-        mask_row = None if mask is None else mask.row(row)
-        part = lax.axis_index("part") if plan.ctas > 1 else jnp.int32(0)
-        memory = (x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem)
-        _select(plan, fill, memory, row, part, length, mask_row)
+        length = jnp.int32(vocab) if lengths_gmem is None else number_of_row(lengths_gmem, row)
+        masking = {} if mask is None else {"mask_row": mask.row(row)}
+        numbers = {"row": row, "part": cta_number("part", plan.ctas), "length": length, **masking}
+        refs = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
+        refs |= {"list": list_smem, "scratch": scratch_smem} | ({} if mask is None else {"mask": mask_gmem})
+        _select(plan, fill, refs, numbers)
 
     return gpu_kernel(
         top_k_select,
-        grid={"row": rows, "part": plan.ctas} if plan.ctas > 1 else {"row": rows},
+        grid={"row": rows, "part": plan.ctas},
         cluster=plan.ctas,
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
@@ -69,14 +106,8 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 
 @twin
-def _select(plan: SelectPlan, fill, memory, row, part, length, mask_row) -> None:
-    """Runs `program_of` in this CTA. `memory` has references: x, mask or None, two results, list and scratch."""
-    x_gmem, mask_gmem, values_gmem, indices_gmem, list_smem, scratch_smem = memory
-    refs: dict[str, Any] = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
-    refs |= {"list": list_smem, "scratch": scratch_smem}
-    numbers = {"row": row, "part": part, "length": length}
-    if mask_row is not None:
-        refs["mask"], numbers["mask_row"] = mask_gmem, mask_row
+def _select(plan: SelectPlan, fill, refs: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Runs `program_of` in this CTA, with these operands."""
     fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
-    program = program_of(plan, np.dtype(x_gmem.dtype), mask_row is not None, fill_bits)
+    program = program_of(plan, np.dtype(refs["x"].dtype), "mask" in refs, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

@@ -13,17 +13,15 @@ of a thread have elements of the row; so the work falls with the row's length. A
 search.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
-import numpy as np
-
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES
-from pallas_softmax._src.topk.select_plan import SelectPlan
-from pallas_softmax._src.topk.select_ptx import SelectProgram, select_program
+from pallas_softmax._src.select.list_ptx import ENTRY_BYTES
+from pallas_softmax._src.select.plan import SelectPlan
+from pallas_softmax._src.select.stream_ptx import SelectProgram
 
 _UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 # Distances of the first round, at most: 8 binades.
@@ -37,7 +35,7 @@ class HeldRowProgram(SelectProgram):
         super().__init__(plan, dtype, False, fill)
         self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
-        used = (self.vectors + (plan.threads - 1)) >> (plan.threads.bit_length() - 1)
+        used = (self.vectors + (plan.threads - 1)) >> log2(plan.threads)
         # The shuffle hides a constant. ptxas would compute addresses ahead, in registers that other CTAs need.
         self.used = self.shuffle(used, "idx", 0)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
@@ -92,7 +90,7 @@ class HeldRowProgram(SelectProgram):
         extent = self.var(self.reduce("max", worsts) - low)
         # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
         self.update(extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * self.plan.k // 4)
-        log2_buckets = self.plan.buckets.bit_length() - 1
+        log2_buckets = log2(self.plan.buckets)
 
         def shift_of(extent):
             return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")
@@ -269,14 +267,3 @@ class HeldRowProgram(SelectProgram):
                 bits = self.elements(words)
             self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
-
-
-@functools.lru_cache(maxsize=16)
-def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program of a plan."""
-    if not plan.in_registers:
-        return select_program(plan, dtype, masked, fill)
-    p = HeldRowProgram(plan, dtype, fill)
-    p.select_row()
-    p.write_list()
-    return p

@@ -28,14 +28,13 @@ result is exact for every row; rows in unusual orders take more time.
 import functools
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
+from pallas_softmax._src.gpu.ptx.ranking import CandidateList, candidate_of, rank
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.ranking_ptx import CandidateList, candidate_of, rank
-from pallas_softmax._src.topk.select_list_ptx import ENTRY_BYTES, ListProgram
-from pallas_softmax._src.topk.select_plan import PREFETCHED, SelectPlan
+from pallas_softmax._src.select.list_ptx import ENTRY_BYTES, ListProgram
+from pallas_softmax._src.select.plan import SelectPlan
 
 _LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
@@ -62,13 +61,13 @@ class SelectProgram(ListProgram):
         # A vector is 16 bytes. Vector 0 has the start of the row, after `lead` elements of the row before.
         start = self.operand("x", "u64") + self.multiply_wide(self.row, plan.vocab * itemsize)
         self.base = start & -ACCESS_BYTES
-        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> _log2(itemsize)
-        vectors = (self.length + self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.lead = (self.convert(start, "u32") & (ACCESS_BYTES - 1)) >> log2(itemsize)
+        vectors = (self.length + self.lead + (self.vec - 1)) >> log2(self.vec)
         self.vectors = vectors  # of the row; this CTA has those from `first` to `end`
-        self.first, end = ((self.part + i) * vectors >> _log2(plan.ctas) for i in range(2))
+        self.first, end = ((self.part + i) * vectors >> log2(plan.ctas) for i in range(2))
         self.end = self.var(end)
         # The vectors from `whole_from` to `whole_to` have elements of the row only.
-        self.whole_from = (self.lead + (self.vec - 1)) >> _log2(self.vec)
+        self.whole_from = (self.lead + (self.vec - 1)) >> log2(self.vec)
         self.whole_to = self.var(self.min(self.whole_vectors(), end))
         # The thread's first vector in a block.
         self.thread_first = self.warp * (LANES * self.loads) + self.lane
@@ -77,7 +76,7 @@ class SelectProgram(ListProgram):
 
     def whole_vectors(self) -> Value:
         """Returns the number of vectors before the first one with elements beyond the row."""
-        return (self.length + self.lead) >> _log2(self.vec)
+        return (self.length + self.lead) >> log2(self.vec)
 
     def vector(self, number: Value) -> Value:
         """Returns the address of a vector."""
@@ -98,8 +97,12 @@ class SelectProgram(ListProgram):
         size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
         self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
 
-    def read_block(self, words: list[Value], at: Value) -> None:
-        """Loads the thread's words of the block that starts at vector `at`."""
+    def read_keys(self, words: list[Value], at: Value) -> None:
+        """Loads the thread's words of the block at vector `at`, and turns them into sort keys if the floor is negative.
+
+        With another floor it is not needed: the sort keys of positive elements are their bits, and the bits of negative
+        ones are below the floor, like their sort keys.
+        """
         first = at + self.thread_first
         address = self.vector(first)
         with self.block() as done:
@@ -110,14 +113,6 @@ class SelectProgram(ListProgram):
                         self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
                     done()
             self.read_checked(words, [first + LANES * j for j in range(self.loads)])
-
-    def read_keys(self, words: list[Value], at: Value) -> None:
-        """Loads the thread's words of a block, and turns their elements into sort keys where the floor is negative.
-
-        With another floor it is not needed: the sort keys of positive elements are their bits, and the bits of negative
-        ones are below the floor, like their sort keys.
-        """
-        self.read_block(words, at)
         kind = "s16x2" if self.element.halves else "s32"
         with self.when(self.floor < 0):
             for word in words:
@@ -159,19 +154,14 @@ class SelectProgram(ListProgram):
 
     def mask_elements(self, words: list[Value], index: Value, inside: Value) -> None:
         """Turns masked elements of a vector into the lowest key."""
+        mask, mask_row = self.operand("mask", "u64"), self.operand("mask_row", "u32")
         for e in range(self.vec):
-            byte = e * self.element.itemsize
-            masked = self.is_masked(index + e, inside & (index + e < self.length))
+            byte, column = e * self.element.itemsize, index + e
+            within = inside & (index + e < self.length)
+            at, keep = mask + self.multiply_wide(mask_row, self.plan.vocab), self.var(1, "u8")
+            self.load_into([keep], at + self.convert(column, "u64"), when=within, space="global")
+            masked = self.convert(keep, "u32").equals(0)
             self.update(words[byte // 4], "or", self.element.all_ones << 8 * (byte % 4), when=masked)
-
-    def is_masked(self, index: Value, within: Value) -> Value:
-        """Returns whether the mask leaves out an element of the row."""
-        at = self.operand("mask", "u64") + self.multiply_wide(
-            self.operand("mask_row", "u32"), self.plan.vocab
-        )
-        keep = self.var(1, "u8")
-        self.load_into([keep], at + self.convert(index, "u64"), when=within, space="global")
-        return self.convert(keep, "u32").equals(0)
 
     def sample(self) -> None:
         """Sets the floor to just below a sampled element that few more than k elements should reach.
@@ -181,11 +171,11 @@ class SelectProgram(ListProgram):
         plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.
-        sectors = self.whole_vectors() - self.whole_from >> _log2(_SECTOR_VECTORS)
+        sectors = self.whole_vectors() - self.whole_from >> log2(_SECTOR_VECTORS)
         words = [self.fresh("s32") for _ in range(4 * plan.sample_vectors)]
         for i in range(plan.sample_vectors):
-            number = (self.thread >> _log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
-            first = (number * sectors >> _log2(sampled_sectors)) << _log2(_SECTOR_VECTORS)
+            number = (self.thread >> log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
+            first = (number * sectors >> log2(sampled_sectors)) << log2(_SECTOR_VECTORS)
             vectors.append((first | self.thread & (_SECTOR_VECTORS - 1)) + self.whole_from)
             self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]), space="global")
         if self.masked:
@@ -200,7 +190,7 @@ class SelectProgram(ListProgram):
         # that reaches the least of the groups' largest elements. So `rank` groups are enough, and larger groups give
         # a higher key.
         low = self.var(self.select(rank <= plan.threads, largest, least))
-        for bit in range(_log2(LANES)):
+        for bit in range(log2(LANES)):
             larger = self.shuffle(low, "bfly", 1 << bit)
             self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
         of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
@@ -369,40 +359,3 @@ class SelectProgram(ListProgram):
         room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
         sums = self.scratch + self.plan.extremes
         rank(self, CandidateList(*room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab))
-
-
-@functools.lru_cache(maxsize=16)
-def select_program(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program of the kernel, with the stages in their order; the top of this file explains them.
-
-    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
-    """
-    p = SelectProgram(plan, dtype, masked, fill)
-    if not masked:
-        p.prefetch(p.max(p.first, p.whole_from), PREFETCHED)
-    p.histogram.clear()
-    p.barrier()
-    with p.when(p.length > plan.capacity):
-        p.sample()
-    gathered = p.var(False, "pred")
-    with p.loop() as leave:  # usually one turn
-        p.stream()
-        if plan.ctas > 1:
-            with p.when(~gathered):
-                p.gather()
-            p.set(gathered, True)
-            leave(p.part.differs(0))
-            p.take_row()
-        leave((p.n >= plan.k) | p.floor.equals(p.lowest))
-        p.stream(ties=True)
-        leave(p.n >= plan.k)
-        p.set(p.floor, p.lowest)  # the bound was too high
-        p.set(p.n, 0)
-    with p.when(p.part.equals(0)):
-        p.write_results()
-    return p
-
-
-def _log2(n: int) -> int:
-    """Returns the logarithm of a power of two."""
-    return n.bit_length() - 1

@@ -13,8 +13,8 @@ from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements
 from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.select.plan import SelectPlan
 from pallas_softmax._src.sort_keys import lowest_key
-from pallas_softmax._src.topk.select_plan import SelectPlan
 
 ENTRY_BYTES = 8
 _LOWEST_WORD = -MAGNITUDE - 1  # has the lowest key of every dtype

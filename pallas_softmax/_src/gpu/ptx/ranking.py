@@ -32,7 +32,7 @@ one unsigned 64-bit number, orders the candidates: the larger number is the bett
 lower index wins. No two candidates are equal. An empty entry is 0, and lower than any candidate.
 
 A compact window lists 16-bit positions instead, because entries of 8 bytes would not fit next to the row. When the row
-is no longer needed, `candidates_ptx.expand_positions` turns the positions into candidates in the memory of the row.
+is no longer needed, `topk.candidates_ptx` turns the positions into candidates in the memory of the row.
 """
 
 import dataclasses
@@ -46,7 +46,6 @@ from pallas_softmax._src.gpu.ptx import networks
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
-from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
 LOADED_AT_ONCE = 8  # loads that a thread has in flight, not timed: fewer wait longer, more take registers
@@ -88,20 +87,6 @@ def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
 def candidate_of(p: Program, key: Value, index: Value) -> Value:
     """Returns a candidate as one 64-bit number."""
     return p.join(~index, key ^ LOWEST_KEY)
-
-
-def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., None]:
-    """Returns `CandidateList.put` that writes to the address `ranked`:
-
-    <ranked>  | key of rank 0, 1, ... padded_winners(k) - 1 | index of rank 0, 1, ... |
-    """
-
-    def put(rank: Value, key: Value, index: Value, when: Condition) -> None:
-        at = p.at(ranked, rank, 4)
-        p.store(at, key, when=when)
-        p.store(at, index, offset=4 * padded_winners(k), when=when)
-
-    return put
 
 
 def _put_winner(p: Program, candidates: CandidateList, winner: Value, rank: Value, when: Condition = None):
@@ -386,7 +371,8 @@ def _start_buckets(
     held = p.over_lanes("max", p.reduce("max", counts))
     (words,) = p.of_warps([total | held << _HALF], candidates.sums, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
-    p.add_lower_warps(start, totals)
+    for i, of_warp in enumerate(totals[:-1]):
+        p.increase(start, of_warp, when=p.warp > i)
     otherwise(p.reduce("max", held) > _IN_BUCKET)
     starts = []
     for count in counts:

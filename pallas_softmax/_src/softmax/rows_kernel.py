@@ -1,0 +1,302 @@
+"""Kernels for softmax along the last axis. A row lies in registers, or passes through shared memory in parts.
+
+Short rows are in the registers of a few lanes, of a warp, or of all threads of a CTA: load -> reduce -> write.
+
+A long row has one CTA or a cluster, in one launch. The CTAs of a cluster exchange reductions through shared memory:
+
+    load -> reduce -> (cluster only: merge with the other CTAs) -> write
+
+With `Parts.slots`, a team (a CTA or a cluster) takes several rows in turns. If shared memory holds only some steps of a
+row, the first steps are read twice.
+
+Or many CTAs share a row, in two launches for all rows. In the second launch each CTA merges the reductions of all parts
+of its row. So each element is read twice:
+
+    launch 1    load -> reduce -> write the part's reduction
+    launch 2    load -> merge -> write
+
+If the result is one number per row, plain JAX merges the reductions in place of launch 2.
+
+`part.py` has the stages of long rows. A CTA has 128 threads, and `gpu.layout` draws which elements each thread holds:
+`Tile` for short rows, and `Walk` for long ones.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
+from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.staged_row import StagedRow, part_place
+from pallas_softmax._src.softmax.formulas import Formula, Label, comes_before
+from pallas_softmax._src.softmax.moments_ptx import SCRATCH_WORDS
+from pallas_softmax._src.softmax.part import Job, Part, Refs
+from pallas_softmax._src.softmax.plan import Parts
+
+# --- Short rows, in registers -------------------------------------------------------------------------
+
+
+def compute_tile(
+    formula: Formula, tile: Tile, mask: Mask | None, x_gmem, mask_gmem, scale_gmem, label_gmem, *out_gmem
+) -> None:
+    """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it.
+
+    Stages: load, reduce each row, count the elements before its label (if there are labels), compute the elements (if
+    the result has elements), write. `Tile` draws which thread holds what. `launch` documents the arguments.
+    """
+    row = lax.axis_index("row") * tile.rows  # the first row of this CTA
+    fill = formula.reduction.neutral
+    loaded, x = [], []  # the arrays in their own dtypes, and in float32
+    for gmem in x_gmem:
+        loaded.append(tiles.load(gmem, tile, row, fill))
+        x.append(loaded[-1].astype(jnp.float32))
+    term = formula.term(*x)  # what the formula reduces, for example the logits
+    keep = None  # with a mask: which elements count
+    if mask is not None:
+        keep = tiles.load_mask(mask_gmem, tile, row, mask.row)
+        term = jnp.where(keep, term, fill)
+    element_scale, row_scale = _load_scales(scale_gmem, tile, row)  # in two layouts
+
+    total = _reduce(formula.scaled(element_scale), tile, term)
+    if label_gmem is not None:
+        label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem[:2]))
+        before = _count_before(tile, loaded[0], keep, label, vocab=x_gmem[0].shape[1])
+        total = total._replace(before=before)
+    constants = formula.scaled(row_scale).constants(total)  # numbers per row, for example m and d
+    constants = [tiles.broadcast(constant, tile) for constant in constants]
+
+    if formula.value is None:  # the constants are the result, for example logsumexp
+        results = constants
+    else:
+        y = formula.value(*x, *constants)
+        results = [y if keep is None else jnp.where(keep, y, formula.masked_value)]
+    for gmem, y in zip(out_gmem, results, strict=True):
+        tiles.store(gmem, tile, row, y)
+
+
+def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
+    """Returns the scale of each row twice: repeated over a tile, and one per row.
+
+    If all rows share one scale, both are that number. Without a scale, both are None.
+    """
+    if scale_gmem is None:
+        return None, None
+    if scale_gmem.shape[0] == 1:
+        return scale_gmem[0], scale_gmem[0]
+    element_scale = tiles.load(scale_gmem, tile, row)
+    return element_scale, jnp.max(element_scale, 1)
+
+
+def _reduce(formula: Formula, tile: Tile, term):
+    """Returns the reduction of each row of a tile of terms."""
+    broadcast = functools.partial(tiles.broadcast, tile=tile)
+    total = formula.reduction.combine_lanes(formula.reduction.states(term), 1, broadcast)
+    if formula.locates:
+        column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+        at = normalizers.if_largest(column, term, broadcast(total.moments.m))
+        total = total._replace(at=jnp.min(at, 1))
+    return total
+
+
+def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
+    """Returns how many elements of each row come before its label, without those that are masked or beyond the row."""
+    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+    before = comes_before(sort_keys.key32(x), column, label)
+    if keep is not None:
+        before = jnp.where(keep, before, 0.0)
+    if vocab < tile.shape[1]:
+        before = jnp.where(column < vocab, before, 0.0)
+    return jnp.sum(before, 1)
+
+
+# --- Long rows, in one launch --------------------------------------------------------------------------
+
+
+def compute_row(job: Job, refs: Refs) -> None:
+    """The kernel: one CTA, or the CTAs of a cluster, compute a row. Each CTA holds a part of the row.
+
+    The copies to shared memory run while `_reduce_merge_write` reduces the steps that have arrived.
+    """
+    part = _load(job, refs)
+    _reduce_merge_write(part)
+
+
+def _reduce_merge_write(part: Part) -> None:
+    """Reduces a part while it is loaded, merges it with the other parts of the cluster, and writes it."""
+    total = part.reduce()  # step by step; waits until each has arrived
+    if part.job.clustered:
+        total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
+    if part.formula.value is None:
+        part.write_constants(total)  # for example logsumexp: one number per row
+        part.free_slots()
+    else:
+        part.write(total)  # for example softmax: the elements, from shared memory
+    if part.job.clustered:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
+        plgpu.barrier_wait(part.refs.cluster_barrier)
+
+
+def compute_rows_in_turns(job: Job, refs: Refs) -> None:
+    """The kernel with several rows in turns: the next row is loaded while this one is merged and written.
+
+    If the slots hold one and a half rows (time goes to the right):
+
+        row 0    load, reduce | merge | write |
+        row 1    load ------------------- load, reduce | merge | write |
+        row 2                                    load ---- load, reduce | ...
+                  half of it ^          ^ the rest, as slots become free
+
+    If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
+    read again while the other steps are written.
+    """
+    walk, slots = job.parts.walk, job.parts.slots or 0
+    team = lax.axis_index("row")  # here the axis counts teams; a team takes rows team, team + teams, ...
+    turns = (job.rows - team + job.teams - 1) // job.teams
+    steps_of_row = walk.steps + job.parts.again
+
+    def part_of(turn) -> Part:
+        place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
+        before = turn * steps_of_row
+        body = StagedRow(walk, slots, before, lambda i: load_step(before + i + slots), job.parts.again)
+        return Part(job, refs, place, body)
+
+    def load_step(number) -> None:
+        """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
+        turn, i = number // steps_of_row, number % steps_of_row
+        pl.when(number < turns * steps_of_row)(lambda: part_of(turn).copy_in(i))
+
+    def take_turn(turn, _) -> None:
+        part = part_of(turn)
+        part.load_edges()
+        _reduce_merge_write(part)  # each slot that it frees takes a step of a later row
+
+    lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
+    lax.fori_loop(0, turns, take_turn, None)
+
+
+# --- Long rows, in two launches ------------------------------------------------------------------------
+
+
+def reduce_part(job: Job, refs: Refs) -> None:
+    """The first kernel of two: reduces each part and writes its reduction."""
+    part = _load(job, refs)
+    part.write_reduction(part.reduce())
+
+
+def write_part(job: Job, refs: Refs) -> None:
+    """The second kernel of two: merges the reductions of the row's parts, then writes the elements.
+
+    It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
+    """
+    part = _load(job, refs, backwards=True)
+    total = part.combine_from_device_memory()
+    part.wait_for_body()
+    part.write_elements(total, read_mask=job.mask is not None)
+
+
+def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Part:
+    """Returns the only part of this CTA, after starting the copies of its body and the loads of its edges."""
+    place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
+    part = Part(job, refs, place, StagedRow(job.parts.walk))
+    for i in range(job.parts.walk.steps):
+        part.copy_in(i)
+    part.load_edges()
+    return part
+
+
+# --- Launches -----------------------------------------------------------------------------------------
+
+
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    mask: Mask | None,
+    plan: Tile | Parts,
+    scale: jax.Array | None = None,
+    label: Label | None = None,
+    *,
+    name: str,
+    approximate: bool,
+) -> list[jax.Array]:
+    """Computes a formula on the rows of the arrays (rows, vocab).
+
+    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula
+    that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
+    "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
+
+    Returns one array with all elements of the result, of the last array's dtype; or if the formula has per-row outputs,
+    arrays (rows, 1) or (rows,).
+    """
+    if isinstance(plan, Tile):
+        rows = arrays[0].shape[0]
+        return gpu_kernel(
+            functools.partial(compute_tile, formula, plan, mask),
+            grid={"row": -(-rows // plan.rows)},
+            out_type=formula.out_type(arrays[0].shape, (rows, 1), arrays[-1].dtype),
+            name=name,
+            approximate=approximate,
+        )(arrays, None if mask is None else mask.array, scale, label)
+    job = Job(formula, arrays, mask, plan, scale, label, approximate)
+    results = formula.out_type(job.view, (job.rows,), job.dtype)
+    if plan.cluster:
+        kernel = compute_row if plan.slots is None else compute_rows_in_turns
+        return _launch(job, kernel, name, results)
+
+    structure = jax.tree.structure(formula.reduction.empty)
+    part_types = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, _launch(job, reduce_part, f"{name}_reduce", part_types))
+    if formula.value is None:
+        reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
+        totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
+        constants = formula.scaled(scale).constants(totals)
+        return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
+    return _launch(job, write_part, name, results, reductions)
+
+
+def _launch(
+    job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
+) -> list[jax.Array]:
+    """Launches kernel(job, refs) on all rows, and returns its results.
+
+    `reductions` has the reductions of the parts, arrays (rows, parts), if a launch before made them.
+    """
+    parts, reduction = job.parts, job.formula.reduction
+    scratch: dict[str, Any] = {
+        "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
+        "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
+    }
+    if reduction.per_thread:
+        words = SCRATCH_WORDS + (WARPS if job.formula.counts else 0)
+        scratch["scratch_smem"] = plgpu.SMEM((words,), jnp.float32)
+    if job.clustered:
+        reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
+        scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, reduction.empty)
+        scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
+
+    def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
+        inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
+        kernel(job, Refs(x_gmem, out_gmem, reductions_gmem=reductions_gmem, **inputs, **scratch))
+
+    return gpu_kernel(
+        body,
+        grid={"row": job.teams, "part": parts.count},
+        cluster=parts.count if job.clustered else 1,
+        out_type=out_type,
+        scratch_types=scratch,
+        name=name,
+        approximate=job.approximate,
+    )(
+        [a.reshape(job.view) for a in job.arrays],
+        None if job.mask is None else job.mask.array,
+        job.scale,
+        job.label,
+        reductions,
+    )
