@@ -3,25 +3,6 @@
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sample import mesh, xla
 
-_RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
-
-
-SAMPLE_GRAD = RowOperation(
-    name="sample_grad",
-    arguments=(_RESIDUALS, MASK, PER_ROW),
-    results=(ROW, PER_ROW),
-    plain=xla.sample_grad,
-    is_gradient=True,
-    divided_by_xla=False,
-)
-SAMPLE_TANGENT = RowOperation(
-    name="sample_tangent",
-    arguments=(_RESIDUALS, MASK, ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.sample_tangent,
-    divided_by_xla=False,
-)
-
 
 def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.sample.mosaic_gpu import KERNELS
@@ -48,8 +29,8 @@ SAMPLE = RowOperation(
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
     kernels={"mosaic_gpu": _mosaic_gpu},
-    gradient=SAMPLE_GRAD,
-    tangent=SAMPLE_TANGENT,
+    plain_gradient=xla.sample_grad,
+    plain_tangent=xla.sample_tangent,
     variables=("logits", "temperature"),
     differentiable=("log_probs",),
     integers=("indices",),
