@@ -27,7 +27,7 @@ from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_p
 from pallas_softmax._src.dispatch.linear_map import LinearMap
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.vmap import as_rows, is_visible
 from pallas_softmax._src.temperatures import is_zero
 
 
@@ -116,7 +116,9 @@ def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
     saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))
     tangent_of = dict(zip(operation.argument_names, tangents[1], strict=True))
     dxs = [tangent_of[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
-    dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree), saved, dxs))
+    # Plain operations that need no wrapper need no primitive either.
+    wrapped = not all(is_visible(choice, saved) for choice in (static.gradient, static.tangent))
+    dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree, wrapped), saved, dxs))
     return results, [
         next(dys) if name in operation.differentiable else jnp.zeros_like(y)
         for name, y in zip(operation.result_names, results, strict=True)
