@@ -1,4 +1,4 @@
-"""Plain JAX helpers of all operations: masks, sums over rows that a mesh may spread, and results that are not finite.
+"""Plain JAX helpers of all operations: masks, positions, sums over rows that a mesh may spread, and non-finite results.
 
 x, logits     the logits, of any rank
 where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
@@ -20,6 +20,12 @@ def sum_over(x, axes, mesh_axes):
     """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
     return lax.psum(part, tuple(mesh_axes))
+
+
+def positions(x, mesh_axes=()):
+    """Returns the positions of the elements in their whole rows: int32, (1, ..., V), of the rank of x."""
+    first = lax.axis_index(mesh_axes) * x.shape[-1] if mesh_axes else 0
+    return first + lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
 
 
 def stored(arrays):

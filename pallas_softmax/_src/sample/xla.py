@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, stored, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, stored, sum_over
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -37,7 +37,6 @@ from pallas_softmax._src.sample.rows import (
     keys,
     mass_goal,
     masses,
-    positions,
     search,
     sum_of,
     tempered,

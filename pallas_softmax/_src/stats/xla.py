@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, sum_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.temperatures import Temperature
 
@@ -80,8 +80,7 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
     """
     keys = sort_keys.wide_key(logits)
-    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
+    before = (keys > at_labels) | ((keys == at_labels) & (positions(logits) < labels))
     # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
     dtype = jnp.float32 if logits.shape[-1] <= 2**24 else jnp.int32
     count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=dtype).astype(jnp.int32)
@@ -149,7 +148,7 @@ def logits_at(labels, logits, where, mesh_axes=()):
 
 def _own_columns(labels, logits, mesh_axes):
     """Returns which labels are in this shard, and their columns in it; 0 for others."""
-    columns = labels - _first_column(logits, mesh_axes)
+    columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else labels
     own = is_column(columns, logits.shape[-1])
     return own, jnp.where(own, columns, 0)
 
@@ -157,11 +156,6 @@ def _own_columns(labels, logits, mesh_axes):
 def is_column(labels, vocab):
     """Returns which labels are columns of rows of this length."""
     return (labels >= 0) & (labels < vocab)
-
-
-def _first_column(logits, mesh_axes):
-    """Returns the column of the whole row at which this shard begins."""
-    return lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else 0
 
 
 def _distance(x, shift, temperature, scaled):
@@ -190,7 +184,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     entropy_factor = g_entropy / d
     constant = g_lse / d + g_d + g_t + entropy_factor * (t / d)
     dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
-    dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
+    dz = dz + jnp.where(positions(logits, mesh_axes) == labels, g_label, 0)
     dz = masked(dz, where, 0)
     over = Temperature.of(temperature).over
     dx = (over(dz) if scaled else dz).astype(logits.dtype)
@@ -215,12 +209,6 @@ def _harmless(residuals, where, scaled):
     return has_entropy, u, temperature, m, d, t
 
 
-def _at_label(x, labels, mesh_axes):
-    """Returns which elements are at the label of their row."""
-    column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return column == labels - _first_column(x, mesh_axes)
-
-
 def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=()):
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
     _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
@@ -229,6 +217,6 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     du = over(masked(normalizers.widen(dx), where, 0) - u * dt)
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
-    dlabel = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    dlabel = sum_over(jnp.where(positions(u, mesh_axes) == labels, du, 0), (-1,), mesh_axes)
     dlogsumexp = dd / d - over(jnp.where(dt == 0, 0, over(m * dt)))
     return dlogsumexp, (dd * (t / d) - dt_of_u) / d, dlabel, dd, dd + dt_of_u

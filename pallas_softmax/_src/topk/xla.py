@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, sum_over
 from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.temperatures import Temperature
 
@@ -76,7 +76,7 @@ def within(where, lengths, x):
     """Returns the mask `where`, or None, without the elements from the length of a row on."""
     if lengths is None:
         return where
-    inside = lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1) < lengths
+    inside = positions(x) < lengths
     return inside if where is None else where & inside
 
 
@@ -226,8 +226,7 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
         return indices, None
     indices = indices - lax.axis_index(mesh_axes) * vocab
     own = (indices >= 0) & (indices < vocab)
-    beyond = vocab + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-    return jnp.where(own, indices, beyond), own
+    return jnp.where(own, indices, vocab + positions(indices)), own
 
 
 def at_or_zero(x, indices):
