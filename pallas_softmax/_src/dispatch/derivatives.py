@@ -91,38 +91,33 @@ def evaluate(static: Static, *arrays: Any) -> Any:
     operation = static.operation
     results = as_rows(static.forward, *jax.tree.map(lax.stop_gradient, arrays), **dict(static.keywords))
     leaves, tree = jax.tree.flatten(results)
-    # JAX has no zero tangent for an integer that varies over the mesh axes of `jax.shard_map`
-    leaves = operation.map_integers(lambda a: lax.bitcast_convert_type(a, jnp.float32), leaves)
-    leaves: Any = _with_derivatives(static, leaves, arrays)
-    return jax.tree.unflatten(tree, operation.map_integers(_as_integer, leaves))
-
-
-def _as_integer(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.int32)
+    # Only floats get derivatives: JAX has no zero tangent for an integer that varies over axes of `jax.shard_map`.
+    named: Any = dict(zip(operation.result_names, leaves, strict=True))
+    integers = {name: a for name, a in named.items() if jnp.issubdtype(a.dtype, jnp.integer)}
+    floats = {name: a for name, a in named.items() if name not in integers}
+    named |= _with_derivatives(static, floats, integers, arrays)
+    return jax.tree.unflatten(tree, named.values())
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_derivatives(static: Static, results: list[jax.Array], arrays: tuple) -> list[jax.Array]:
+def _with_derivatives(static: Static, results: dict[str, jax.Array], integers: dict, arrays: tuple) -> dict:
     # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
     return checkpoint_name(results, f"pallas_softmax.{static.operation.name}")
 
 
 @_with_derivatives.defjvp
-def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    operation, (_, arrays) = static.operation, primals
+def _(static: Static, primals: tuple, tangents: tuple) -> tuple[dict, dict]:
+    operation, (_, integers, arrays) = static.operation, primals
     results: Any = _with_derivatives(static, *primals)
     given = dict(zip(operation.argument_names, arrays, strict=True))
-    got = dict(zip(operation.result_names, operation.map_integers(_as_integer, results), strict=True))
-    saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))
-    tangent_of = dict(zip(operation.argument_names, tangents[1], strict=True))
+    saved, tree = jax.tree.flatten(jax.tree.map((given | results | integers).get, operation.saved))
+    tangent_of = dict(zip(operation.argument_names, tangents[2], strict=True))
     dxs = [tangent_of[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
     # Plain operations that need no wrapper need no primitive either.
     wrapped = not all(is_visible(choice, saved) for choice in (static.gradient, static.tangent))
-    dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree, wrapped), saved, dxs))
-    return results, [
-        next(dys) if name in operation.differentiable else jnp.zeros_like(y)
-        for name, y in zip(operation.result_names, results, strict=True)
-    ]
+    dys = linear_map.apply(LinearMap(_tangent, _cotangent, static, tree, wrapped), saved, dxs)
+    dys = dict(zip(operation.differentiable, dys, strict=True))
+    return results, {name: dys[name] if name in dys else jnp.zeros_like(y) for name, y in results.items()}
 
 
 def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:

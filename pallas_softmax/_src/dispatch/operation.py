@@ -94,7 +94,6 @@ class RowOperation(Operation):
       result_names: a name for each array of the results.
       variables: the names of the arguments that the results have derivatives in.
       differentiable: the names of the results that have derivatives. The others are constants.
-      integers: the names of the results that are int32. The others are floats.
       saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
       plain_gradient: the backward in plain JAX: cotangents of the differentiable results to cotangents of the
         variables; or None. Static arguments of this operation that a derivative accepts are passed to it.
@@ -121,7 +120,6 @@ class RowOperation(Operation):
     result_names: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
-    integers: tuple[str, ...] = ()
     saved: tuple[Any, ...] = ()
     plain_gradient: Callable[..., Any] | None = None
     plain_tangent: Callable[..., Any] | None = None
@@ -179,13 +177,6 @@ class RowOperation(Operation):
     def argument_names(self) -> tuple[str, ...]:
         """The names of the positional arguments."""
         return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
-
-    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list[Any]) -> list[Any]:
-        """Returns the arrays of the results, with the function applied to the integers."""
-        return [
-            function(a) if name in self.integers else a
-            for name, a in zip(self.result_names, results, strict=True)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ ROUTE = RowOperation(
     result_names=("weights", "indices", "logsumexp"),
     variables=("logits",),
     differentiable=("weights", "logsumexp"),
-    integers=("indices",),
     saved=(("logits", "indices"),),
     divided_by_xla=False,
     whole_rows=True,

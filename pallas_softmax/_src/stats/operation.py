@@ -24,7 +24,6 @@ TOKEN_STATS = RowOperation(
     result_names=("logsumexp", "entropy", "at_label", "m", "d", "t", "argmax"),
     variables=("logits", "temperature"),
     differentiable=("logsumexp", "entropy", "at_label", "d", "t"),
-    integers=("argmax",),
     saved=(("logits", "temperature", "m", "d", "t"), "where", "labels"),
     on_mesh=mesh.token_stats_on_mesh,
     divided_by_xla=False,
@@ -42,7 +41,6 @@ RANKED_STATS = dataclasses.replace(
     name="ranked_stats",
     plain=xla.ranked_stats,
     result_names=(*TOKEN_STATS.result_names, "rank"),
-    integers=("argmax", "rank"),
     on_mesh=mesh.ranked_stats_on_mesh,
     shard_step=COUNTED_STATS,
 )
