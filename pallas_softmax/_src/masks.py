@@ -124,9 +124,9 @@ def row_at(x, position):
     return _from_bits(jnp.sum(jnp.where(is_row, bits, 0), -2, dtype=bits.dtype), x.dtype)
 
 
-def mask_at(where, x, indices):
-    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis."""
-    return at(jnp.broadcast_to(where, x.shape), indices, "fill")
+def mask_at(where, x, indices) -> Any:
+    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis; False beyond it."""
+    return None if where is None else at(jnp.broadcast_to(where, x.shape), indices, "fill", False)
 
 
 def masked(x, where, value):

@@ -231,7 +231,7 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
 
     def by_candidates(logits):
         index = best_order(logits, where, _CANDIDATES)
-        best = Best(at(logits, index), None if where is None else mask_at(where, logits, index), index)
+        best = Best(at(logits, index), mask_at(where, logits, index), index)
         found, complete = among(best, totals_of_rows(logits, where, temperature))
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
         return unless_complete(complete, found, by_search, logits)

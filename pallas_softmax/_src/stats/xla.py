@@ -21,8 +21,6 @@ from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions,
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.temperatures import Temperature
 
-_NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
-
 
 class RowStats(NamedTuple):
     """The statistics of each row, (..., 1) each, in the dtype of the arithmetic.
@@ -136,14 +134,8 @@ def label_distance(label_logit, m, temperature, has_label):
 def logits_at(labels, logits, where, mesh_axes=()):
     """Returns the logit at the label of each row; -inf if it is masked, 0 if the label is not in this shard."""
     own, columns = _own_columns(labels, logits, mesh_axes)
-
-    def at_columns(a):
-        return at(a, columns, "fill", 0)
-
-    x = normalizers.widen(at_columns(logits))
-    if where is not None:
-        x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
-    return jnp.where(own, x, 0)
+    x = normalizers.widen(at(logits, columns, "fill", 0))
+    return jnp.where(own, masked(x, mask_at(where, logits, columns), -jnp.inf), 0)
 
 
 def _own_columns(labels, logits, mesh_axes):
@@ -205,7 +197,7 @@ def _harmless(residuals, where, scaled):
     )
     x = logits_of(logits, where)
     no_mass = jnp.isneginf(x) | ~has_entropy
-    u = jnp.where(no_mass, _NO_MASS, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
+    u = jnp.where(no_mass, normalizers.FAR, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
     return has_entropy, u, temperature, m, d, t
 
 
