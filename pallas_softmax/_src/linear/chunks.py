@@ -163,9 +163,7 @@ def results_of_rows(
         def put(chunk: Chunk, found):
             return chunk.put(found, varying(step(*chunk.slice(rows))))
 
-        return over_chunks(
-            n, chunk_rows(n, head.vocab(w), bytes_per_logit, workspace_bytes), put, empty(n)
-        ), None
+        return over_chunks(n, chunk_rows(n, head.vocab(w), bytes_per_logit, workspace_bytes), put, empty(n)), None
 
     found, _ = on_kept_rows(computed, tokens.kept, (x, tokens), empty(x.shape[0]))
     if tokens.kept is None:

@@ -1,8 +1,8 @@
 """The draw of `linear_sample`: from the logits of a projection, chunk by chunk.
 
-x @ w ──► z, and the normalizer of z / temperature    the kernel of `linear_log_probs`, which here also writes z
-z ──► the tokens, and the mass that the filters keep  the kernel of `sample`
-z at the tokens, the normalizer ──► log_probs         the formulas of `linear_log_probs`, so with the same bits
+    x @ w ──► z, and the normalizer of z / temperature    the kernel of `linear_log_probs`, which here also writes z
+    z ──► the tokens, and the mass that the filters keep  the kernel of `sample`
+    z at the tokens, the normalizer ──► log_probs         the formulas of `linear_log_probs`, so with the same bits
 """
 
 from typing import Any
@@ -55,9 +55,7 @@ def projection_sample(
 
     number: Any = jax.ShapeDtypeStruct((), dtype)
     of_row = jax.ShapeDtypeStruct((), jnp.int32), number, number
-    arrays = (
-        1 if functions.product or tokens.temperature is None else 2
-    )  # plain JAX also stores z / temperature
+    arrays = 1 if functions.product or tokens.temperature is None else 2  # plain JAX also stores z / temperature
     static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
     return results_of_rows(drawn, x, w, tokens, of_row, arrays * dtype.itemsize, **static)
 
