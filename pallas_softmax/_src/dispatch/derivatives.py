@@ -52,11 +52,6 @@ class Static(NamedTuple):
         """The operation."""
         return self.forward.call.row_operation
 
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that each row is spread over."""
-        return self.forward.call.mesh_axes
-
 
 def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Static:
     """Returns the choices for a call and its derivatives.
@@ -143,7 +138,7 @@ def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tupl
 
 def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
     """Returns dxs, the cotangents of the variables. The cotangent of a temperature is a sum over rows that share it."""
-    operation, mesh_axes = static.operation, static.mesh_axes
+    operation, mesh_axes = static.operation, static.forward.call.mesh_axes
     if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
         dys = sum_cotangents(dys, mesh_axes)
     saved, without_limits = _without_limits(static, saved)
@@ -164,7 +159,7 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
     if plain:
-        function = functools.partial(operation.plain, mesh_axes=static.mesh_axes)
+        function = functools.partial(operation.plain, mesh_axes=static.forward.call.mesh_axes)
         if not static.operation.divided_by_xla:
             function = _on_whole_rows(function, logits_first=operation.is_gradient)
         results = function(*saved, *arrays, **keywords)

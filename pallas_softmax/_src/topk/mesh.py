@@ -61,7 +61,8 @@ def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keyw
 
     def merged(gathered, temperature):
         won, position, *parts = gathered
-        kept, position = _kept(position, masks), jnp.maximum(position, ~position) if masks else position
+        kept = position >= 0 if masks else None
+        position = jnp.maximum(position, ~position) if masks else position
         arrays = won, kept, position, tuple(parts), temperature
         if won.shape[-1] < k * lax.axis_size(mesh_axes[0]):  # kernels merge lists of k winners only
             return merge.plain(*arrays, **keywords)
@@ -81,7 +82,7 @@ def partial_merge(k: int, masks: bool, *, scaled=True):
             parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
             divisor = Temperature.of(temperature) if scaled else None
             normalizer = normalizers.largest(tops), normalizers.combine_parts(parts, divisor).d
-        order = best_order(won, _kept(position, masks), min(k, won.shape[-1]))
+        order = best_order(won, position >= 0 if masks else None, min(k, won.shape[-1]))
         return *(jnp.take_along_axis(a, order, -1) for a in (won, position)), *normalizer
 
     return merge
@@ -91,11 +92,6 @@ def _positions(indices, where, x, mesh_axes):
     """Returns the positions of the shard's winners in the row; of masked ones the complements, which are negative."""
     position = indices + lax.axis_index(mesh_axes) * x.shape[-1]
     return position if where is None else jnp.where(mask_at(where, x, indices), position, ~position)
-
-
-def _kept(position, masks: bool):
-    """Returns which gathered winners are not masked; None without a mask."""
-    return position >= 0 if masks else None
 
 
 def wide_logits(x):
