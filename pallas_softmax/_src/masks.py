@@ -1,4 +1,4 @@
-"""Plain JAX helpers of all operations: masks, sums over rows that a mesh may spread, and results that are not finite.
+"""Plain JAX helpers of all operations: masks, positions, sums over rows that a mesh may spread, and non-finite results.
 
 x, logits     the logits, of any rank
 where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
@@ -20,6 +20,12 @@ def sum_over(x, axes, mesh_axes):
     """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
     return lax.psum(part, tuple(mesh_axes))
+
+
+def positions(x, mesh_axes=()):
+    """Returns the positions of the elements in their whole rows: int32, (1, ..., V), of the rank of x."""
+    first = lax.axis_index(mesh_axes) * x.shape[-1] if mesh_axes else 0
+    return first + lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
 
 
 def stored(arrays):
@@ -118,9 +124,9 @@ def row_at(x, position):
     return _from_bits(jnp.sum(jnp.where(is_row, bits, 0), -2, dtype=bits.dtype), x.dtype)
 
 
-def mask_at(where, x, indices):
-    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis."""
-    return at(jnp.broadcast_to(where, x.shape), indices, "fill")
+def mask_at(where, x, indices) -> Any:
+    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis; False beyond it."""
+    return None if where is None else at(jnp.broadcast_to(where, x.shape), indices, "fill", False)
 
 
 def masked(x, where, value):

@@ -38,7 +38,7 @@ CHUNK = 2**16
 _FEW = 8
 
 # exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
-_FAR = -1e4
+FAR = -1e4
 
 
 class Normalizer(NamedTuple):
@@ -127,7 +127,7 @@ def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
 
 def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
     """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
-    return jnp.maximum(below(x, shift, scale), _FAR)
+    return jnp.maximum(below(x, shift, scale), FAR)
 
 
 def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:

@@ -148,7 +148,7 @@ def test_operations_are_complete(operation):
         assert operation.gradient.is_gradient and operation.tangent is not None
         arguments, results = {*operation.argument_names}, {*operation.result_names}
         assert operation.variables and {*operation.variables} <= arguments
-        assert operation.differentiable and {*operation.differentiable, *operation.integers} <= results
+        assert operation.differentiable and {*operation.differentiable} <= results
         assert {*jax.tree.leaves(operation.saved)} <= arguments | results
 
 

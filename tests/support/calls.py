@@ -12,14 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch.operation import Refusal
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
-from pallas_softmax._src.softmax.operation import (
-    LOG_SOFTMAX,
-    LOG_SOFTMAX_GRAD,
-    LOGSUMEXP,
-    SOFTMAX,
-    SOFTMAX_GRAD,
-)
-from pallas_softmax._src.topk.operation import MERGE, TOPK, TOPK_GRAD
+from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
+from pallas_softmax._src.topk.operation import MERGE, TOPK
 
 # --- One table of all functions: the tests of a property run over (function, property) ------------------
 
@@ -230,12 +224,12 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         SOFTMAX,
-        SOFTMAX_GRAD,
+        SOFTMAX.gradient,
         LOG_SOFTMAX,
-        LOG_SOFTMAX_GRAD,
+        LOG_SOFTMAX.gradient,
         LOGSUMEXP,
         TOPK,
-        TOPK_GRAD,
+        TOPK.gradient,
         MERGE,
         CUTOFF,
         SAMPLE,

@@ -27,7 +27,7 @@ from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_p
 from pallas_softmax._src.dispatch.linear_map import LinearMap
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.vmap import as_rows, is_visible
 from pallas_softmax._src.temperatures import is_zero
 
 
@@ -51,11 +51,6 @@ class Static(NamedTuple):
     def operation(self) -> RowOperation:
         """The operation."""
         return self.forward.call.row_operation
-
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that each row is spread over."""
-        return self.forward.call.mesh_axes
 
 
 def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Static:
@@ -91,36 +86,33 @@ def evaluate(static: Static, *arrays: Any) -> Any:
     operation = static.operation
     results = as_rows(static.forward, *jax.tree.map(lax.stop_gradient, arrays), **dict(static.keywords))
     leaves, tree = jax.tree.flatten(results)
-    # JAX has no zero tangent for an integer that varies over the mesh axes of `jax.shard_map`
-    leaves = operation.map_integers(lambda a: lax.bitcast_convert_type(a, jnp.float32), leaves)
-    leaves: Any = _with_derivatives(static, leaves, arrays)
-    return jax.tree.unflatten(tree, operation.map_integers(_as_integer, leaves))
-
-
-def _as_integer(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.int32)
+    # Only floats get derivatives: JAX has no zero tangent for an integer that varies over axes of `jax.shard_map`.
+    named: Any = dict(zip(operation.result_names, leaves, strict=True))
+    integers = {name: a for name, a in named.items() if jnp.issubdtype(a.dtype, jnp.integer)}
+    floats = {name: a for name, a in named.items() if name not in integers}
+    named |= _with_derivatives(static, floats, integers, arrays)
+    return jax.tree.unflatten(tree, named.values())
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_derivatives(static: Static, results: list[jax.Array], arrays: tuple) -> list[jax.Array]:
+def _with_derivatives(static: Static, results: dict[str, jax.Array], integers: dict, arrays: tuple) -> dict:
     # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
     return checkpoint_name(results, f"pallas_softmax.{static.operation.name}")
 
 
 @_with_derivatives.defjvp
-def _(static: Static, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    operation, (_, arrays) = static.operation, primals
+def _(static: Static, primals: tuple, tangents: tuple) -> tuple[dict, dict]:
+    operation, (_, integers, arrays) = static.operation, primals
     results: Any = _with_derivatives(static, *primals)
     given = dict(zip(operation.argument_names, arrays, strict=True))
-    got = dict(zip(operation.result_names, operation.map_integers(_as_integer, results), strict=True))
-    saved, tree = jax.tree.flatten(jax.tree.map((given | got).get, operation.saved))
-    tangent_of = dict(zip(operation.argument_names, tangents[1], strict=True))
+    saved, tree = jax.tree.flatten(jax.tree.map((given | results | integers).get, operation.saved))
+    tangent_of = dict(zip(operation.argument_names, tangents[2], strict=True))
     dxs = [tangent_of[name] for name in operation.variables if jnp.issubdtype(given[name].dtype, jnp.inexact)]
-    dys = iter(linear_map.apply(LinearMap(_tangent, _cotangent, static, tree), saved, dxs))
-    return results, [
-        next(dys) if name in operation.differentiable else jnp.zeros_like(y)
-        for name, y in zip(operation.result_names, results, strict=True)
-    ]
+    # Plain operations that need no wrapper need no primitive either.
+    wrapped = not all(is_visible(choice, saved) for choice in (static.gradient, static.tangent))
+    dys = linear_map.apply(LinearMap(_tangent, _cotangent, static, tree, wrapped), saved, dxs)
+    dys = dict(zip(operation.differentiable, dys, strict=True))
+    return results, {name: dys[name] if name in dys else jnp.zeros_like(y) for name, y in results.items()}
 
 
 def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
@@ -146,7 +138,7 @@ def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tupl
 
 def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
     """Returns dxs, the cotangents of the variables. The cotangent of a temperature is a sum over rows that share it."""
-    operation, mesh_axes = static.operation, static.mesh_axes
+    operation, mesh_axes = static.operation, static.forward.call.mesh_axes
     if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
         dys = sum_cotangents(dys, mesh_axes)
     saved, without_limits = _without_limits(static, saved)
@@ -167,7 +159,7 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
     if plain:
-        function = functools.partial(operation.plain, mesh_axes=static.mesh_axes)
+        function = functools.partial(operation.plain, mesh_axes=static.forward.call.mesh_axes)
         if not static.operation.divided_by_xla:
             function = _on_whole_rows(function, logits_first=operation.is_gradient)
         results = function(*saved, *arrays, **keywords)

@@ -5,6 +5,7 @@ The map is linear in some arrays, and depends on others that the forward has sav
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from pallas_softmax._src.dispatch.platform import compiled
-from pallas_softmax._src.dispatch.vmap import is_visible
 
 
 class _Level(NamedTuple):
@@ -40,8 +40,9 @@ class LinearMap:
       tangent: the map: (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True
         it is plain JAX, so that JAX can differentiate it in `saved`.
       cotangent: the transpose of the map, with the same arguments.
-      static: the first argument of `tangent` and `cotangent`, the `Static` of a call.
+      static: the first argument of `tangent` and `cotangent`.
       saved_tree: the structure of `saved`.
+      needs_primitive: whether the transpose is one operation, `linear_p`, instead of plain ones.
       levels: the vmaps around the map, the innermost first.
     """
 
@@ -49,6 +50,7 @@ class LinearMap:
     cotangent: Callable
     static: Any
     saved_tree: Any
+    needs_primitive: bool = True
     levels: tuple[_Level, ...] = ()
 
     @property
@@ -122,10 +124,8 @@ def _transpose(cotangents, *args, jaxpr, function, count):
         for ct, aval in zip(cotangents, jaxpr.out_avals)
     ]
     saved, transposed = list(args[:count]), function.transposed
-    # Plain operations that need no wrapper need no primitive either.
-    if all(is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)):
-        return [None] * count + transposed(saved, cotangents)
-    return [None] * count + list(apply(transposed, saved, cotangents))
+    run = functools.partial(apply, transposed) if function.needs_primitive else transposed
+    return [None] * count + run(saved, cotangents)
 
 
 def _batch(args, dims, *, jaxpr, function, count):
@@ -149,3 +149,34 @@ mlir.register_lowering(
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch
+
+
+def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
+
+    Args:
+      name: the public name of the value, for the error.
+      value: a floating array.
+      inputs: the arrays that it was computed from.
+    """
+
+    @jax.custom_jvp
+    def identity(value, inputs):
+        return value
+
+    @identity.defjvp
+    def _(primals, tangents):
+        value, inputs = primals
+        floating = [t for x, t in zip(inputs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        refused = LinearMap(_nan, _refuse, name, jax.tree.structure(()))
+        return value, apply(refused, [], [tangents[0], *floating])[0]
+
+    return identity(value, inputs)
+
+
+def _nan(name: str, saved: tuple, linear: tuple, *, plain: bool) -> list:
+    return [jnp.full_like(linear[0], jnp.nan)]
+
+
+def _refuse(name: str, saved: tuple, linear: tuple, *, plain: bool) -> list:
+    raise NotImplementedError(f"{name} has no gradient; wrap it in jax.lax.stop_gradient")

@@ -9,7 +9,6 @@ Each device takes the rows it holds, or its shard of each row. Nothing is gather
 Arrays that no mesh divides go to `platform.by_platform`.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -67,37 +66,19 @@ def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str
     return _over_explicit_axes(division, choice, arrays, keywords, mesh)
 
 
-@dataclasses.dataclass(frozen=True)
 class _DimensionsOfRows:
     """`Dimensions` of an operation on rows. The dimensions of the full shape, the shape of the logits, share mesh axes.
 
-    Attributes:
-      shape: the full shape.
-      row_axes: the dimensions of a row.
-      arguments: for each array, whether each of its dimensions belongs to the full shape.
-      results: the same for the results.
+    PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one.
     """
 
-    shape: tuple[int, ...]
-    row_axes: tuple[int, ...]
-    arguments: list[list[bool]]
-    results: list[list[bool]]
-
-    @staticmethod
-    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> "_DimensionsOfRows":
-        """Returns the dimensions of the arguments and results of a call."""
+    def __init__(self, choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any):
         operation = choice.call.row_operation
-        shape = jax.tree.leaves(arrays)[0].shape
-        axes = row_axes(arrays, keywords)
+        shape, axes = jax.tree.leaves(arrays)[0].shape, row_axes(arrays, keywords)
 
-        def full(kinds, tree):
-            """Returns which dimensions of each array are full. PER_ROW arrays have no full dimension along the row.
-
-            If devices need whole rows, no array has one.
-            """
-            kinds = jax.tree.leaves(
-                jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
-            )
+        def full(kinds, tree) -> list[list[bool]]:
+            """Returns, for each array, which of its dimensions belong to the full shape."""
+            kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
             return [
                 [
                     n == size and (i not in axes or not (kind == PER_ROW or operation.whole_rows))
@@ -106,9 +87,8 @@ class _DimensionsOfRows:
                 for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
             ]
 
-        return _DimensionsOfRows(
-            shape, axes, full(operation.arguments, arrays), full(operation.results, results)
-        )
+        self.shape, self.row_axes = shape, axes
+        self.arguments, self.results = full(operation.arguments, arrays), full(operation.results, results)
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
         """Implements `Dimensions.lay_out`. The third result is the mesh axes along the row."""
@@ -134,7 +114,7 @@ class _DimensionsOfRows:
         return " -> ".join(sides), tuple(others)
 
 
-_ROWS = register(Division("rows", _DimensionsOfRows.of, by_platform, on_shard))
+_ROWS = register(Division("rows", _DimensionsOfRows, by_platform, on_shard))
 
 
 def _over_explicit_axes(

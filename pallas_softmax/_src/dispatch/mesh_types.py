@@ -7,7 +7,6 @@ device to device. Operands of an operation must vary over the same axes, so this
 types say nothing: each device holds a copy of a replicated value, and each copy has its own cotangent.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -176,8 +175,14 @@ def rounded_sum(
     # Three quarters of the bytes of an all-reduce of float32 numbers: rounded numbers come back.
     axis = divisible[0]
     part = change(lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)).astype(dtype)
+    return _all_gather(part, mesh_axes, axis)
+
+
+def _all_gather(x: jax.Array, mesh_axes: tuple[str, ...], axis: int = 0) -> jax.Array:
+    """Returns the shards of all devices, joined along an axis."""
     to = "invarying" if is_tracked(mesh_axes) else "varying"
-    return lax.all_gather(part, mesh_axes, axis=axis, tiled=True, to=to)
+    # tiled, because JAX cannot lower the other form with symbolic dimensions
+    return lax.all_gather(x, mesh_axes, axis=axis, tiled=True, to=to)
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
@@ -209,7 +214,8 @@ def merge_over(
     rows, devices = math.prod(parts[0].shape[:-1]), lax.axis_size(axes[0])
     # of one or two rows, an exchange sends no less
     if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows <= 2:
-        return merge(gather(parts, axes[0]), own)
+        words = _all_gather(_pack(parts)[None], axes[:1])
+        return merge(_unpack(jnp.moveaxis(words, 0, -2), parts), own)
 
     def merged(words, own):
         return merge(_unpack(words.reshape(len(words), devices, -1), parts), own)
@@ -231,9 +237,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)
     if not isinstance(rows, int):  # a symbolic batch of jax.export cannot be divided
-        to = "invarying" if is_tracked(axes) else "varying"
-        gather_row = functools.partial(lax.all_gather, axis_name=axes, axis=len(batch), tiled=True, to=to)
-        return function(jax.tree.map(gather_row, along_row), own)
+        return function(jax.tree.map(lambda a: _all_gather(a, axes, len(batch)), along_row), own)
     size = -(-rows // devices)
 
     def padded(a):
@@ -249,26 +253,12 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
             return a.reshape(1, -1)
         return lax.dynamic_slice_in_dim(padded(a), lax.axis_index(axes) * size, size)
 
-    return _gather_rows(function(jax.tree.map(exchanged, along_row), jax.tree.map(share, own)), axes, batch)
+    results, tree = jax.tree.flatten(function(jax.tree.map(exchanged, along_row), jax.tree.map(share, own)))
+    words = _all_gather(_pack(results), axes)[:rows, None]
+    return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, results)])
 
 
-def _gather_rows(results: Any, axes: tuple[str, ...], batch: tuple[int, ...]) -> Any:
-    """Gathers the results (rows, n) of each device's share of the rows, to (*batch, n) each."""
-    leaves, tree = jax.tree.flatten(results)
-    to = "invarying" if is_tracked(axes) else "varying"
-    words = lax.all_gather(_pack(tuple(leaves)), axes, tiled=True, to=to)[: math.prod(batch), None]
-    return tree.unflatten([a.reshape(*batch, -1) for a in _unpack(words, tuple(leaves))])
-
-
-def gather(parts: tuple[jax.Array, ...], axis: str) -> list[jax.Array]:
-    """Gathers arrays (..., n) over a mesh axis, to (..., devices * n) each, by one all-gather of their bits."""
-    to = "invarying" if is_tracked((axis,)) else "varying"
-    # tiled, because JAX cannot lower the other form with symbolic dimensions
-    words = lax.all_gather(_pack(parts)[None], axis, tiled=True, to=to)
-    return _unpack(jnp.moveaxis(words, 0, -2), parts)
-
-
-def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:
+def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the bits of arrays (..., n) side by side, as words of 32 bits. A 16-bit number takes a word."""
     words = []
     for a in arrays:
@@ -280,7 +270,7 @@ def _pack(arrays: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.concatenate(words, -1)
 
 
-def _unpack(words: jax.Array, like: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _unpack(words: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the arrays (..., devices * n) of the words (..., devices, all words of a device)."""
     sizes = [a.shape[-1] * max(1, a.dtype.itemsize // 4) for a in like]
     out = []

@@ -49,6 +49,8 @@ class Kernel:
     slower: Callable[["Call"], str | None] = _never
 
 
+Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
+
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by name: the text of a sharded call names its operation. A second one with a name does not count."""
 
@@ -67,9 +69,7 @@ class Operation:
 
     name: str
     plain: Callable[..., Any]
-    kernels: Mapping[str, Callable[[], Mapping[str, Kernel]]] = dataclasses.field(
-        default_factory=dict[str, Any]
-    )
+    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
     better_by_xla: Callable[["Call"], str | None] = _never
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
 
@@ -94,12 +94,12 @@ class RowOperation(Operation):
       result_names: a name for each array of the results.
       variables: the names of the arguments that the results have derivatives in.
       differentiable: the names of the results that have derivatives. The others are constants.
-      integers: the names of the results that are int32. The others are floats.
       saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
-      gradient: the backward: cotangents of the results to cotangents of the arguments; or None.
-      tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None. Static
-        arguments of this operation that `plain` of a derivative accepts are passed to the derivative.
-      is_gradient: whether this is the backward of an operation on logits.
+      plain_gradient: the backward in plain JAX: cotangents of the differentiable results to cotangents of the
+        variables; or None. Static arguments of this operation that a derivative accepts are passed to it.
+      plain_tangent: its transpose: tangents of the variables to tangents of the differentiable results; or None.
+      gradient_kernels: the kernels of the gradient, like `kernels`.
+      elementwise_derivatives: whether XLA divides the derivatives equally well, even if not the operation.
       gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
         plain JAX computes that gradient.
       on_mesh: what each device computes where a row is spread over devices:
@@ -111,6 +111,8 @@ class RowOperation(Operation):
       divided_by_xla: whether XLA divides the plain form over a mesh equally well.
       vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
         of its conditions.
+      gradient: the operation of `plain_gradient`; None without derivatives.
+      tangent: the operation of `plain_tangent`; None without derivatives.
     """
 
     arguments: tuple[Any, ...]
@@ -118,29 +120,63 @@ class RowOperation(Operation):
     result_names: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
-    integers: tuple[str, ...] = ()
     saved: tuple[Any, ...] = ()
-    gradient: "RowOperation | None" = None
-    tangent: "RowOperation | None" = None
-    is_gradient: bool = False
+    plain_gradient: Callable[..., Any] | None = None
+    plain_tangent: Callable[..., Any] | None = None
+    gradient_kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
+    elementwise_derivatives: bool = False
     gradient_needs_kernel: bool = False
     on_mesh: Callable[..., Any] | None = None
     shard_step: "RowOperation | None" = None
     whole_rows: bool = False
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
+    gradient: "RowOperation | None" = dataclasses.field(init=False, default=None)
+    tangent: "RowOperation | None" = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Makes the operations `gradient` and `tangent` of the plain functions; one if these are the same."""
+        super().__post_init__()
+        if self.plain_gradient is None or self.plain_tangent is None:
+            return
+        kind_of = dict.fromkeys(self.result_names, self.results) | dict(
+            zip(self.argument_names, self.arguments)
+        )
+        saved = jax.tree.map(kind_of.get, self.saved)
+        inputs, outputs = (
+            [kind_of[name] for name in names] for names in (self.variables, self.differentiable)
+        )
+        derivative = functools.partial(
+            RowOperation,
+            divided_by_xla=self.divided_by_xla or self.elementwise_derivatives,
+            whole_rows=self.whole_rows,
+        )
+        gradient = tangent = derivative(
+            name=f"{self.name}_grad",
+            plain=self.plain_gradient,
+            kernels=self.gradient_kernels,
+            arguments=(*saved, *outputs),
+            results=tuple(inputs) if len(inputs) > 1 else inputs[0],
+        )
+        if self.plain_tangent is not self.plain_gradient:
+            tangent = derivative(
+                name=f"{self.name}_tangent",
+                plain=self.plain_tangent,
+                arguments=(*saved, *inputs),
+                results=self.results,
+            )
+        object.__setattr__(self, "gradient", gradient)
+        object.__setattr__(self, "tangent", tangent)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether this is the backward of an operation on logits."""
+        return self.name.endswith("_grad")
 
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...]:
         """The names of the positional arguments."""
         return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
-
-    def map_integers(self, function: Callable[[jax.Array], jax.Array], results: list[Any]) -> list[Any]:
-        """Returns the arrays of the results, with the function applied to the integers."""
-        return [
-            function(a) if name in self.integers else a
-            for name, a in zip(self.result_names, results, strict=True)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)

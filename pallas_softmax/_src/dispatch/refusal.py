@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -54,10 +53,7 @@ def _(reason, primals, tangents):
     raise NotImplementedError(reason)
 
 
-_reverse_only_p = Primitive("pallas_softmax_reverse_only")
-_tangent_p = Primitive("pallas_softmax_tangent")
-
-
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def reverse_only(x: jax.Array, reason: str) -> jax.Array:
     """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason`.
 
@@ -67,81 +63,22 @@ def reverse_only(x: jax.Array, reason: str) -> jax.Array:
       x: floating.
       reason: the message of the error.
     """
-    return _reverse_only_p.bind(x, reason=reason)
+    return x
 
 
-def _reverse_only_jvp(primals, tangents, *, reason):
-    (x,), (dx,) = primals, tangents
-    dx = dx if type(dx) is ad.Zero else _tangent_p.bind(dx, reason=reason)
-    return _reverse_only_p.bind(x, reason=reason), dx
+@reverse_only.defjvp
+def _(reason, primals, tangents):
+    return primals[0], _tangent_p.bind(tangents[0], reason=reason)
 
 
 def _no_tangent(*args, reason):
     raise TypeError(reason)
 
 
-_reverse_only_p.def_impl(lambda x, *, reason: x)
-_reverse_only_p.def_abstract_eval(lambda x, *, reason: x)
-ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
-batching.defvectorized(_reverse_only_p)
-mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, reason: [x])
-
+_tangent_p = Primitive("pallas_softmax_tangent")
 _tangent_p.def_impl(_no_tangent)
 _tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
 ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
 # jax.jacfwd batches; reverse mode transposes before it batches.
 batching.primitive_batchers[_tangent_p] = _no_tangent
 mlir.register_lowering(_tangent_p, _no_tangent)
-
-
-_refused_tangent_p = Primitive("pallas_softmax_refused_tangent")
-
-
-def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
-
-    Args:
-      name: the public name of the value, for the error.
-      value: a floating array.
-      inputs: the arrays that it was computed from.
-    """
-
-    @jax.custom_jvp
-    def identity(value, inputs):
-        return value
-
-    @identity.defjvp
-    def _(primals, tangents):
-        value, inputs = primals
-        floating = [t for x, t in zip(inputs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return value, _refused_tangent_p.bind(tangents[0], *floating, name=name)
-
-    return identity(value, inputs)
-
-
-def _refuse_transpose(cotangent, *_, name):
-    raise NotImplementedError(f"{name} has no gradient; wrap it in jax.lax.stop_gradient")
-
-
-def _refuse_batch(args, dims, *, name):
-    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    first = (
-        jnp.broadcast_to(args[0], (size, *args[0].shape))
-        if dims[0] is None
-        else jnp.moveaxis(args[0], dims[0], 0)
-    )
-    return _refused_tangent_p.bind(first, *args[1:], name=name), 0
-
-
-_refused_tangent_p.def_impl(lambda like, *_, name: jnp.full_like(like, jnp.nan))
-_refused_tangent_p.def_abstract_eval(lambda like, *_, name: like)
-mlir.register_lowering(
-    _refused_tangent_p,
-    mlir.lower_fun(lambda like, *_, name: jnp.full_like(like, jnp.nan), multiple_results=False),
-)
-ad.primitive_jvps[_refused_tangent_p] = lambda primals, tangents, *, name: (
-    _refused_tangent_p.bind(*primals, name=name),
-    _refused_tangent_p.bind(*map(ad.instantiate_zeros, tangents), name=name),
-)
-ad.primitive_transposes[_refused_tangent_p] = _refuse_transpose
-batching.primitive_batchers[_refused_tangent_p] = _refuse_batch

@@ -16,13 +16,13 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.linear_map import without_gradient
 from pallas_softmax._src.dispatch.operation import Call, describe
-from pallas_softmax._src.dispatch.refusal import without_gradient
 from pallas_softmax._src.dispatch.vmap import as_rows
-from pallas_softmax._src.masks import differentiable_if_finite
+from pallas_softmax._src.masks import differentiable_if_finite, positions
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, as_float, positions
+from pallas_softmax._src.sample.rows import Cutoff, as_float
 from pallas_softmax._src.sample.xla import draw, filtered
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
-from pallas_softmax._src.masks import at, logits_of
+from pallas_softmax._src.masks import at, logits_of, positions
 from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.rows import (
@@ -23,7 +23,6 @@ from pallas_softmax._src.sample.rows import (
     cutoff_of,
     drawn_results,
     is_greedy,
-    positions,
     tempered,
     totals_of,
 )

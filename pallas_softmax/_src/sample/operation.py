@@ -3,25 +3,6 @@
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.sample import mesh, xla
 
-_RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, drawn index and its log-probability
-
-
-SAMPLE_GRAD = RowOperation(
-    name="sample_grad",
-    arguments=(_RESIDUALS, MASK, PER_ROW),
-    results=(ROW, PER_ROW),
-    plain=xla.sample_grad,
-    is_gradient=True,
-    divided_by_xla=False,
-)
-SAMPLE_TANGENT = RowOperation(
-    name="sample_tangent",
-    arguments=(_RESIDUALS, MASK, ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.sample_tangent,
-    divided_by_xla=False,
-)
-
 
 def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.sample.mosaic_gpu import KERNELS
@@ -33,11 +14,9 @@ CUTOFF = RowOperation(
     name="filter_cutoff",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
     results=PER_ROW,
-    result_names=("key", "index", "top", "log_total", "log_mass"),
     plain=xla.cutoff,
     kernels={"mosaic_gpu": _mosaic_gpu},
     on_mesh=mesh.cutoff_on_mesh,
-    integers=("key", "index"),
     divided_by_xla=False,
     vmap_adds_rows=True,
 )
@@ -48,11 +27,10 @@ SAMPLE = RowOperation(
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
     kernels={"mosaic_gpu": _mosaic_gpu},
-    gradient=SAMPLE_GRAD,
-    tangent=SAMPLE_TANGENT,
+    plain_gradient=xla.sample_grad,
+    plain_tangent=xla.sample_tangent,
     variables=("logits", "temperature"),
     differentiable=("log_probs",),
-    integers=("indices",),
     saved=(("logits", "temperature", "indices", "log_probs"), "where"),
     on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
@@ -62,9 +40,7 @@ DRAW_BY_MASS = RowOperation(  # for `verify`
     name="draw_by_mass",
     arguments=(ROW, ROW, PER_ROW),  # masses, the same masses, noise
     results=PER_ROW,
-    result_names=("indices",),
     plain=xla.draw_by_mass,
     on_mesh=mesh.draw_by_mass_on_mesh,
-    integers=("indices",),
     divided_by_xla=False,
 )

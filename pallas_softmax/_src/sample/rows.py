@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.masks import logits_of, row_at
+from pallas_softmax._src.masks import logits_of, positions, row_at
 from pallas_softmax._src.temperatures import Temperature, is_zero
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # an index after all others; also a top_k that no row reaches
@@ -70,12 +70,6 @@ class Totals(NamedTuple):
     total: Any
     divisor: Temperature
     greedy: Any
-
-
-def positions(x, mesh_axes=()):
-    """Returns the positions of the elements in their whole rows: int32, (1, ..., V), of the rank of x."""
-    first = lax.axis_index(mesh_axes) * x.shape[-1] if mesh_axes else 0
-    return first + lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
 
 
 # --- Elements

@@ -29,11 +29,11 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.vmap import as_rows
-from pallas_softmax._src.masks import at, row_at
+from pallas_softmax._src.masks import at, positions, row_at
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import gumbel_array
 from pallas_softmax._src.sample.operation import DRAW_BY_MASS
-from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept, positions
+from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept
 from pallas_softmax._src.sample.xla import noise_of_mass
 from pallas_softmax._src.temperatures import Temperature
 

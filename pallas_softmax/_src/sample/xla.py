@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, stored, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, stored, sum_over
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
@@ -37,7 +37,6 @@ from pallas_softmax._src.sample.rows import (
     keys,
     mass_goal,
     masses,
-    positions,
     search,
     sum_of,
     tempered,
@@ -232,7 +231,7 @@ def _by_candidates(logits, where, temperature, top_k, among, by_search):
 
     def by_candidates(logits):
         index = best_order(logits, where, _CANDIDATES)
-        best = Best(at(logits, index), None if where is None else mask_at(where, logits, index), index)
+        best = Best(at(logits, index), mask_at(where, logits, index), index)
         found, complete = among(best, totals_of_rows(logits, where, temperature))
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
         return unless_complete(complete, found, by_search, logits)

@@ -10,7 +10,6 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.masks import logits_of, masked
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.softmax.xla import log_normalized
 
 
 def softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
@@ -21,7 +20,8 @@ def softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
 
 def log_softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
     """Returns this device's shard of the log_softmax of whole rows."""
-    return log_normalized(x, where, _normalizer(run_shard, x, where, axes, mesh_axes))
+    m, d = _normalizer(run_shard, x, where, axes, mesh_axes)
+    return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
 
 def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):

@@ -36,44 +36,15 @@ def _triton() -> dict[str, Kernel]:
 _KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
 
 
-SOFTMAX_GRAD = RowOperation(
-    name="softmax_grad",
-    arguments=((ROW,), MASK, ROW),
-    results=ROW,
-    plain=xla.softmax_grad,
-    kernels=_KERNELS,
-    is_gradient=True,
-)
-LOG_SOFTMAX_GRAD = dataclasses.replace(
-    SOFTMAX_GRAD,
-    name="log_softmax_grad",
-    plain=xla.log_softmax_grad,
-)
-LOG_SOFTMAX_TANGENT = RowOperation(
-    name="log_softmax_tangent", arguments=((ROW,), MASK, ROW), results=ROW, plain=xla.log_softmax_tangent
-)
-# The gradient of logsumexp is elementwise, so XLA fuses it with its neighbours: one read and one write.
-LOGSUMEXP_GRAD = RowOperation(
-    name="logsumexp_grad",
-    arguments=((ROW, PER_ROW, PER_ROW), MASK, PER_ROW, PER_ROW),
-    results=ROW,
-    plain=xla.logsumexp_grad,
-    is_gradient=True,
-)
-LOGSUMEXP_TANGENT = RowOperation(
-    name="logsumexp_tangent",
-    arguments=((ROW, PER_ROW, PER_ROW), MASK, ROW),
-    results=PER_ROW,
-    plain=xla.logsumexp_tangent,
-)
 LOGSUMEXP = RowOperation(
     name="logsumexp",
     arguments=(ROW, MASK),
     results=PER_ROW,
     plain=xla.logsumexp,
     kernels=_KERNELS,
-    gradient=LOGSUMEXP_GRAD,
-    tangent=LOGSUMEXP_TANGENT,
+    # The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
+    plain_gradient=xla.logsumexp_grad,
+    plain_tangent=xla.logsumexp_tangent,
     result_names=("logsumexp", "m", "d"),
     variables=("x",),
     differentiable=("logsumexp", "d"),  # no derivative depends on m
@@ -86,8 +57,9 @@ LOG_SOFTMAX = RowOperation(
     results=ROW,
     plain=xla.log_softmax,
     kernels=_KERNELS,
-    gradient=LOG_SOFTMAX_GRAD,
-    tangent=LOG_SOFTMAX_TANGENT,
+    plain_gradient=xla.log_softmax_grad,
+    plain_tangent=xla.log_softmax_tangent,
+    gradient_kernels=_KERNELS,
     result_names=("y",),
     variables=("x",),
     differentiable=("y",),
@@ -100,8 +72,8 @@ SOFTMAX = dataclasses.replace(
     LOG_SOFTMAX,
     name="softmax",
     plain=xla.softmax,
-    gradient=SOFTMAX_GRAD,
-    tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
+    plain_gradient=xla.softmax_grad,
+    plain_tangent=xla.softmax_grad,  # the Jacobian is symmetric
     on_mesh=mesh.softmax_on_mesh,
     better_by_xla=fused_by_xla,
 )

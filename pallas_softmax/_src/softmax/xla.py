@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of, masked, stored_on_cpu, sum_over
-from pallas_softmax._src.normalizers import Normalizer, widen
+from pallas_softmax._src.normalizers import widen
 
 
 def softmax(x, where, *, axes):
@@ -44,12 +44,6 @@ def log_softmax(x, where, *, axes):
     shifted = logits - jnp.max(logits, axes, keepdims=True, initial=-jnp.inf)
     d = jnp.sum(jnp.exp(shifted), axes, keepdims=True)
     return masked(shifted - jnp.log(d), where, -jnp.inf).astype(x.dtype)
-
-
-def log_normalized(x, where, normalizer: Normalizer):
-    """Returns the log of the softmax, given the normalizer of each row."""
-    m, d = normalizer
-    return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
 
 def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):

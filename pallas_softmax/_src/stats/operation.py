@@ -5,8 +5,6 @@ import dataclasses
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.stats import mesh, xla
 
-_RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and t
-
 
 def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.stats.mosaic_gpu import KERNELS
@@ -14,32 +12,18 @@ def _mosaic_gpu() -> dict[str, Kernel]:
     return KERNELS
 
 
-# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
-TOKEN_STATS_GRAD = RowOperation(
-    name="token_stats_grad",
-    arguments=(_RESIDUALS, MASK, *(PER_ROW,) * 6),
-    results=(ROW, PER_ROW),
-    plain=xla.token_stats_grad,
-    is_gradient=True,
-)
-TOKEN_STATS_TANGENT = RowOperation(
-    name="token_stats_tangent",
-    arguments=(_RESIDUALS, MASK, PER_ROW, ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.token_stats_tangent,
-)
 TOKEN_STATS = RowOperation(
     name="token_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.token_stats,
     kernels={"mosaic_gpu": _mosaic_gpu},
-    gradient=TOKEN_STATS_GRAD,
-    tangent=TOKEN_STATS_TANGENT,
+    plain_gradient=xla.token_stats_grad,
+    plain_tangent=xla.token_stats_tangent,
+    elementwise_derivatives=True,  # XLA fuses the gradient with its neighbours: one read and one write
     result_names=("logsumexp", "entropy", "at_label", "m", "d", "t", "argmax"),
     variables=("logits", "temperature"),
     differentiable=("logsumexp", "entropy", "at_label", "d", "t"),
-    integers=("argmax",),
     saved=(("logits", "temperature", "m", "d", "t"), "where", "labels"),
     on_mesh=mesh.token_stats_on_mesh,
     divided_by_xla=False,
@@ -57,7 +41,6 @@ RANKED_STATS = dataclasses.replace(
     name="ranked_stats",
     plain=xla.ranked_stats,
     result_names=(*TOKEN_STATS.result_names, "rank"),
-    integers=("argmax", "rank"),
     on_mesh=mesh.ranked_stats_on_mesh,
     shard_step=COUNTED_STATS,
 )

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, sum_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.temperatures import Temperature
-
-_NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
 
 
 class RowStats(NamedTuple):
@@ -80,8 +78,7 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
     """
     keys = sort_keys.wide_key(logits)
-    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    before = (keys > at_labels) | ((keys == at_labels) & (column < labels))
+    before = (keys > at_labels) | ((keys == at_labels) & (positions(logits) < labels))
     # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
     dtype = jnp.float32 if logits.shape[-1] <= 2**24 else jnp.int32
     count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=dtype).astype(jnp.int32)
@@ -137,19 +134,13 @@ def label_distance(label_logit, m, temperature, has_label):
 def logits_at(labels, logits, where, mesh_axes=()):
     """Returns the logit at the label of each row; -inf if it is masked, 0 if the label is not in this shard."""
     own, columns = _own_columns(labels, logits, mesh_axes)
-
-    def at_columns(a):
-        return at(a, columns, "fill", 0)
-
-    x = normalizers.widen(at_columns(logits))
-    if where is not None:
-        x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
-    return jnp.where(own, x, 0)
+    x = normalizers.widen(at(logits, columns, "fill", 0))
+    return jnp.where(own, masked(x, mask_at(where, logits, columns), -jnp.inf), 0)
 
 
 def _own_columns(labels, logits, mesh_axes):
     """Returns which labels are in this shard, and their columns in it; 0 for others."""
-    columns = labels - _first_column(logits, mesh_axes)
+    columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else labels
     own = is_column(columns, logits.shape[-1])
     return own, jnp.where(own, columns, 0)
 
@@ -157,11 +148,6 @@ def _own_columns(labels, logits, mesh_axes):
 def is_column(labels, vocab):
     """Returns which labels are columns of rows of this length."""
     return (labels >= 0) & (labels < vocab)
-
-
-def _first_column(logits, mesh_axes):
-    """Returns the column of the whole row at which this shard begins."""
-    return lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else 0
 
 
 def _distance(x, shift, temperature, scaled):
@@ -190,7 +176,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     entropy_factor = g_entropy / d
     constant = g_lse / d + g_d + g_t + entropy_factor * (t / d)
     dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
-    dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
+    dz = dz + jnp.where(positions(logits, mesh_axes) == labels, g_label, 0)
     dz = masked(dz, where, 0)
     over = Temperature.of(temperature).over
     dx = (over(dz) if scaled else dz).astype(logits.dtype)
@@ -211,14 +197,8 @@ def _harmless(residuals, where, scaled):
     )
     x = logits_of(logits, where)
     no_mass = jnp.isneginf(x) | ~has_entropy
-    u = jnp.where(no_mass, _NO_MASS, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
+    u = jnp.where(no_mass, normalizers.FAR, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
     return has_entropy, u, temperature, m, d, t
-
-
-def _at_label(x, labels, mesh_axes):
-    """Returns which elements are at the label of their row."""
-    column = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return column == labels - _first_column(x, mesh_axes)
 
 
 def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=()):
@@ -229,6 +209,6 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     du = over(masked(normalizers.widen(dx), where, 0) - u * dt)
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
-    dlabel = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    dlabel = sum_over(jnp.where(positions(u, mesh_axes) == labels, du, 0), (-1,), mesh_axes)
     dlogsumexp = dd / d - over(jnp.where(dt == 0, 0, over(m * dt)))
     return dlogsumexp, (dd * (t / d) - dt_of_u) / d, dlabel, dd, dd + dt_of_u

@@ -27,47 +27,42 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
 def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_axes, *, scaled=True):
     """Returns this device's k winners of each row, their positions in the row, and m and d of the shard.
 
-    A mask makes positions `_marked`. `topk` is the operation, as for run_shard. m of integer logits is the largest one.
+    Positions are as of `_positions`. `topk` is the operation, as for run_shard. m of integer logits is the largest one.
     """
     vocab = logits.shape[-1]
     static = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(topk, (logits, where, temperature), static)
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
-        top = largest_logit(logits, where)
-    position = indices + lax.axis_index(mesh_axes) * vocab
-    if where is not None:
-        position = _marked(position, mask_at(where, logits, indices))
-    return wide_logits(at(logits, indices)), position, top, d
+        wide = wide_logits(logits)
+        top = jnp.max(wide, -1, keepdims=True, where=where, initial=lowest_value(wide.dtype))
+    return wide_logits(at(logits, indices)), _positions(indices, where, logits, mesh_axes), top, d
 
 
 def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):
     """Merges each device's winners like `topk_on_mesh`, without normalizers. `xla.select` documents most arguments."""
     vocab = operand.shape[-1]
-    first = lax.axis_index(mesh_axes) * vocab
-    lengths = None if lengths is None else lengths - first
+    lengths = None if lengths is None else lengths - lax.axis_index(mesh_axes) * vocab
     # sorted=False would not order equal winners by their position
     values, indices = run_shard(None, (operand, where, lengths), {"k": min(k, vocab), "sorted": True})
-    masks = where is not None or lengths is not None
-    position = indices + first
-    if masks:
-        position = _marked(position, mask_at(within(where, lengths, operand), operand, indices))
-    won = wide_logits(values)
+    where, won = within(where, lengths, operand), wide_logits(values)
+    lists = won, _positions(indices, where, operand, mesh_axes)
     static = {"k": k, "log": False, "dtype": won.dtype}
-    winners, _ = _merged(run_shard, merge, (won, position), masks, None, mesh_axes, **static)
+    winners, _ = _merged(run_shard, merge, lists, where is not None, None, mesh_axes, **static)
     return TopK(winners.values.astype(operand.dtype), winners.indices)
 
 
 def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keywords):
     """Returns the results of `merge`, the operation, for the lists of all devices.
 
-    A list is a device's winners, their positions in the row, `_marked` if there are `masks`, and m and d of its
-    normalizer, if it has one. `keywords` are the static arguments of `merge`.
+    A list is a device's winners, their `_positions` in the row, with or without `masks`, and m and d of its normalizer,
+    if it has one. `keywords` are the static arguments of `merge`.
     """
     k = keywords["k"]
 
     def merged(gathered, temperature):
         won, position, *parts = gathered
-        kept, position = _kept(position, masks), jnp.maximum(position, ~position) if masks else position
+        kept = position >= 0 if masks else None
+        position = jnp.maximum(position, ~position) if masks else position
         arrays = won, kept, position, tuple(parts), temperature
         if won.shape[-1] < k * lax.axis_size(mesh_axes[0]):  # kernels merge lists of k winners only
             return merge.plain(*arrays, **keywords)
@@ -87,26 +82,16 @@ def partial_merge(k: int, masks: bool, *, scaled=True):
             parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
             divisor = Temperature.of(temperature) if scaled else None
             normalizer = normalizers.largest(tops), normalizers.combine_parts(parts, divisor).d
-        order = best_order(won, _kept(position, masks), min(k, won.shape[-1]))
+        order = best_order(won, position >= 0 if masks else None, min(k, won.shape[-1]))
         return *(jnp.take_along_axis(a, order, -1) for a in (won, position)), *normalizer
 
     return merge
 
 
-def _marked(position, kept):
-    """Returns the positions, and the complements of masked ones, which are negative."""
-    return jnp.where(kept, position, ~position)
-
-
-def _kept(position, masks: bool):
-    """Returns which gathered winners are not masked; None without a mask."""
-    return position >= 0 if masks else None
-
-
-def largest_logit(logits, where):
-    """Returns the largest logit of each row, as `wide_logits` returns it."""
-    x = wide_logits(logits)
-    return jnp.max(x, -1, keepdims=True, where=where, initial=lowest_value(x.dtype))
+def _positions(indices, where, x, mesh_axes):
+    """Returns the positions of the shard's winners in the row; of masked ones the complements, which are negative."""
+    position = indices + lax.axis_index(mesh_axes) * x.shape[-1]
+    return position if where is None else jnp.where(mask_at(where, x, indices), position, ~position)
 
 
 def wide_logits(x):

@@ -6,8 +6,6 @@ from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, MASK, PER_ROW,
 from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mesh, xla
 
-_RESIDUALS = (ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW)  # logits, temperature, m, d and the winners' indices
-
 
 def _mosaic_gpu() -> dict[str, Kernel]:
     from pallas_softmax._src.topk.mosaic_gpu import KERNELS
@@ -24,22 +22,6 @@ def _triton() -> dict[str, Kernel]:
 _KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
 
 
-TOPK_GRAD = RowOperation(
-    name="topk_grad",
-    arguments=(_RESIDUALS, MASK, PER_ROW, PER_ROW),
-    results=(ROW, PER_ROW),
-    plain=xla.topk_grad,
-    kernels={"mosaic_gpu": _mosaic_gpu},
-    is_gradient=True,
-    divided_by_xla=False,
-)
-TOPK_TANGENT = RowOperation(
-    name="topk_tangent",
-    arguments=(_RESIDUALS, MASK, ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.topk_tangent,
-    divided_by_xla=False,
-)
 MERGE = RowOperation(
     name="merge",
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
@@ -53,31 +35,14 @@ TOPK = RowOperation(
     results=PER_ROW,
     plain=xla.topk,
     kernels=_KERNELS,
-    gradient=TOPK_GRAD,
-    tangent=TOPK_TANGENT,
+    plain_gradient=xla.topk_grad,
+    plain_tangent=xla.topk_tangent,
+    gradient_kernels={"mosaic_gpu": _mosaic_gpu},
     result_names=("values", "indices", "m", "d"),
     variables=("logits", "temperature"),
     differentiable=("values", "d"),
-    integers=("indices",),
     saved=(("logits", "temperature", "m", "d", "indices"), "where"),
     on_mesh=functools.partial(mesh.topk_on_mesh, merge=MERGE),
-    divided_by_xla=False,
-)
-
-_WINNERS = (ROW, PER_ROW)  # the operand, for its shape, and the winners' indices
-SELECT_GRAD = RowOperation(
-    name="top_k_grad",
-    arguments=(_WINNERS, MASK, PER_ROW, PER_ROW),
-    results=(ROW,),
-    plain=xla.select_grad,
-    is_gradient=True,
-    divided_by_xla=False,
-)
-SELECT_TANGENT = RowOperation(
-    name="top_k_tangent",
-    arguments=(_WINNERS, MASK, PER_ROW, ROW),
-    results=PER_ROW,
-    plain=xla.select_tangent,
     divided_by_xla=False,
 )
 SELECT = RowOperation(
@@ -87,12 +52,11 @@ SELECT = RowOperation(
     plain=xla.select,
     kernels=_KERNELS,
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
-    gradient=SELECT_GRAD,
-    tangent=SELECT_TANGENT,
+    plain_gradient=xla.select_grad,
+    plain_tangent=xla.select_tangent,
     result_names=("values", "indices"),
     variables=("operand",),
     differentiable=("values",),
-    integers=("indices",),
     saved=(("operand", "indices"), "where", "lengths"),
     on_mesh=functools.partial(mesh.select_on_mesh, merge=MERGE),
     divided_by_xla=False,

@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, sum_over
 from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.temperatures import Temperature
 
@@ -56,7 +56,7 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     divisor = Temperature.of(temperature) if scaled else None
     d = jnp.sum(jnp.exp(normalizers.below(x, normalizers.shift(m), divisor)), -1, keepdims=True)
     normalizer = Normalizer(m, d)
-    kept = None if where is None else mask_at(where, logits, indices)
+    kept = mask_at(where, logits, indices)
     return TopK(_values(winners, kept, normalizer, divisor, log, dtype), indices), normalizer
 
 
@@ -68,7 +68,7 @@ def select(operand, where, lengths, *, k, sorted):
     where = within(where, lengths, operand)
     indices = best_order(operand, where, k)
     values = at(operand, indices)
-    kept = None if where is None else mask_at(where, operand, indices)
+    kept = mask_at(where, operand, indices)
     return TopK(masked(values, kept, lowest_value(operand.dtype)), indices)
 
 
@@ -76,7 +76,7 @@ def within(where, lengths, x):
     """Returns the mask `where`, or None, without the elements from the length of a row on."""
     if lengths is None:
         return where
-    inside = lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1) < lengths
+    inside = positions(x) < lengths
     return inside if where is None else where & inside
 
 
@@ -117,7 +117,7 @@ def _winners_in_shard(residuals, where, lengths, mesh_axes):
     kept = None if lengths is None else indices < lengths
     if where is None:
         return indices, kept
-    kept_by_where = at_or_zero(jnp.broadcast_to(where, operand.shape), indices)
+    kept_by_where = mask_at(where, operand, indices)
     return indices, kept_by_where if kept is None else kept_by_where & kept
 
 
@@ -158,7 +158,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     logits, temperature, m, d, indices = residuals
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     indices, own = indices_in_shard(indices, logits.shape[-1], mesh_axes)
-    kept = None if where is None else at_or_zero(jnp.broadcast_to(where, logits.shape), indices)
+    kept = mask_at(where, logits, indices)
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     scaled_won, p_won = _scaled_and_softmax(at_or_zero(x, indices), kept, m, d, temperature)
     g = masked(masked(g, own, 0), kept, 0).astype(x.dtype)
@@ -196,9 +196,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     dlog_p = at_or_zero(ds, indices) - mean
     p_won = at_or_zero(p, indices)
     dvalues = dlog_p if log else jnp.where(p_won == 0, 0, p_won * dlog_p)
-    if where is not None:
-        dvalues = masked(dvalues, at_or_zero(jnp.broadcast_to(where, logits.shape), indices), 0)
-    dvalues = masked(dvalues, own, 0)
+    dvalues = masked(masked(dvalues, mask_at(where, logits, indices), 0), own, 0)
     dvalues = lax.psum(dvalues, mesh_axes)
     return dvalues if dtype is None else dvalues.astype(dtype), d * mean
 
@@ -226,8 +224,7 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
         return indices, None
     indices = indices - lax.axis_index(mesh_axes) * vocab
     own = (indices >= 0) & (indices < vocab)
-    beyond = vocab + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-    return jnp.where(own, indices, beyond), own
+    return jnp.where(own, indices, vocab + positions(indices)), own
 
 
 def at_or_zero(x, indices):
