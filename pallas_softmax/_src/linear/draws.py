@@ -16,10 +16,10 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear.chunks import results_of_rows
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, token_losses
-from pallas_softmax._src.masks import stored
+from pallas_softmax._src.masks import positions, stored
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample.operation import SAMPLE
-from pallas_softmax._src.sample.rows import Cutoff, drawn_results, positions
+from pallas_softmax._src.sample.rows import Cutoff, drawn_results
 from pallas_softmax._src.sample.xla import draw
 
 # `linear_log_probs` takes the temperature 0, and temperatures from _LEAST to _LARGEST. At others, the sampler's
