@@ -194,13 +194,8 @@ def mosaic_gpu():
     for name, experts, k, dtype in ROUTE:
         gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
         x[0] = 1  # all experts tie
-        g, bias = cases.cotangent((5, k)), np.linspace(-0.1, 0.1, experts, dtype="float32")
-        forward = jax.jit(functools.partial(route.route_rows, k=k, gate=gate, interpret=None))
-        backward = jax.jit(functools.partial(route.route_grad_rows, gate=gate, interpret=None))
-        got = forward(x, bias=bias)
-        routing.judge(got, x, k, gate, bias)
-        dx = backward(x, got[1], g=g, g_logsumexp=g[:, 0])
-        routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g[:, 0])
+        run = jax.jit(route.results_and_gradient(k, gate, interpret=None))
+        routing.check(run, x, k, gate, np.linspace(-0.1, 0.1, experts, dtype="float32"))
     for rows, v in PAPER:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
         for algorithm in paper.SOFTMAX.values():

@@ -34,6 +34,11 @@ def one_process(name):
 much_memory = one_process("much memory")
 
 
+def on_a_gpu(test):
+    """Runs a test on a GPU only; `conftest.needs_a_gpu` skips it without one."""
+    return pytest.mark.gpu(pytest.mark.usefixtures("needs_a_gpu")(test))
+
+
 def unavailable(implementation):
     """Returns why the implementation's kernels cannot run on this machine; None if they can."""
     gpus = [d for d in jax.devices() if d.platform == "gpu"]

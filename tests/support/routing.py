@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import pallas_softmax as ps
-from tests.support import oracle
+from tests.support import cases, oracle
 
 # Two experts, or two groups, may be exchanged if their exact numbers differ by less than this times max(1, |bias|).
 NEAR = 2.0**-20
@@ -188,6 +188,15 @@ def results_and_gradient(k, gate, implementation):
         return ps.Routing(weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
 
     return results
+
+
+def check(run, x, k, gate, bias):
+    """Asserts that results and cotangents of `run`, a function as `results_and_gradient` returns, are right."""
+    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
+    got, dx = run(x, bias, g, g_logsumexp)
+    judge(got, x, k, gate, bias)
+    judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
+    return got, dx
 
 
 def judge(got, x, k, gate, bias, *, units=32.0):
