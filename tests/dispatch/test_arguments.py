@@ -11,19 +11,11 @@ import pytest
 import pallas_softmax as ps
 from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, V, W, X, call, float_sum, plainly
 from tests.support.covering import first, first_values, pairs, values
+from tests.support.trees import assert_equal, assert_near
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
 each = pytest.mark.parametrize("name", FUNCTIONS)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def assert_equal(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def assert_close(got, expected):
-    """Compares results of jit and of a call outside: XLA folds known arrays with other roundings."""
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
 
 
 # --- Arrays that JAX would misread ----------------------------------------------------------------------
@@ -101,7 +93,7 @@ def test_labels_never_wrap(name, dtype):
     else:
         labels = labels.astype(dtype)
     assert_equal(call(name, labels=labels), call(name, labels=out))
-    assert_close(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out))
+    assert_near(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out), 1e-6, 0)
     with pytest.raises(ValueError, match=rf"^{name}: labels must be from -\d+ to \d+ \(int32\), got {WIDE}"):
         call(name, labels=WIDE)
 
@@ -122,7 +114,7 @@ def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     expected = plainly(name, **{of: same})
     assert_equal(plainly(name, **{of: wide}), expected)
     if name != "sample":  # it takes long to compile
-        assert_close(jax.jit(lambda: plainly(name, **{of: wide}))(), expected)
+        assert_near(jax.jit(lambda: plainly(name, **{of: wide}))(), expected, 1e-6, 0)
 
 
 def test_a_wide_bias_of_the_router_steers():
@@ -195,7 +187,7 @@ def test_options_of_any_type_in_any_order(name, option):
     values = OPTIONS[name][option]
     expected = [jax.jit(functools.partial(plainly, name, **{option: value}))() for value in values]
     for value, result in [*zip(values, expected), *zip(values[::-1], expected[::-1])]:
-        assert_close(plainly(name, **{option: value}), result)
+        assert_near(plainly(name, **{option: value}), result, 1e-6, 0)
     # each of these is accepted, or refused by name
     for value in (np.float32(0.5), np.longdouble(1), np.array([1, 2]), np.ones(3), [None], (0, 1)):
         try:

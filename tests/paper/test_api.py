@@ -8,7 +8,6 @@ from pallas_softmax import paper
 from pallas_softmax._src.gpu import blocks
 from tests.support.cases import F32
 from tests.support.covering import first, pairs
-from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 from tests.support.twins import interpreted
@@ -21,7 +20,7 @@ VOCABS = (1, 63, 128, 1100)
 
 @pytest.mark.parametrize(("name", "v"), first(1, pairs(ALGORITHMS, VOCABS)))
 def test_kernels_in_the_interpreter(name, v):
-    with interpreted(INTERPRET):
+    with interpreted():
         check(name, ALGORITHMS[name].kernel, v)
 
 
@@ -42,7 +41,7 @@ def test_loads():
 def test_naive_softmax_overflows(kernel):
     def run(name, x):
         algorithm = paper.SOFTMAX[name]
-        with interpreted(INTERPRET):
+        with interpreted():
             return algorithm.kernel(x) if kernel else algorithm.plain(x)
 
     check_overflow(run)
@@ -53,7 +52,7 @@ def test_elements_that_cannot_win():
     """As in the paper, an element that is not above -inf gets no index."""
     x = np.full((2, 6), -np.inf, F32)
     x[0, 4], x[1, 1], x[1, 2] = 1, np.nan, 3
-    with interpreted(INTERPRET):
+    with interpreted():
         values, indices = paper.TOPK["topk"].kernel(x, 3)
         fused, _ = paper.TOPK["online_fused"].kernel(x[:1], 3)
     np.testing.assert_array_equal(indices, [[4, -1, -1], [2, -1, -1]])

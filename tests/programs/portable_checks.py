@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from tests.support.trees import assert_equal, assert_near, floats_of
 
 ROWS, V, D, EXPERTS = 16, 4096, 64, 64
 
@@ -67,13 +68,17 @@ CASES = {
 }
 
 
+def weighted_sum(results):
+    """Returns the sum of the floating results, weighted so that no gradient is 0."""
+    return sum(jnp.vdot(jnp.cos(jnp.arange(a.size)).reshape(a.shape), a) for a in floats_of(results))
+
+
 def with_gradient(case):
-    """Returns arrays -> (results, gradients of the sum of the floating results, weighted so that none is 0)."""
+    """Returns arrays -> (results, gradients of their `weighted_sum`)."""
 
     def loss(*arrays):
         results = case.function(*arrays)
-        floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
-        return sum(jnp.vdot(jnp.cos(jnp.arange(a.size)).reshape(a.shape), a) for a in floats), results
+        return weighted_sum(results), results
 
     def call(*arrays):
         (_, results), gradients = jax.value_and_grad(loss, range(len(arrays)), has_aux=True)(*arrays)
@@ -106,17 +111,6 @@ def shapes_of(case, on, dtype: Any = np.float32):
     ]
 
 
-def assert_close(got, want):
-    """Asserts equal integers, and floats within rounding."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 if np.asarray(b).dtype.kind == "f" else 0)
-
-
-def assert_equal(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def assert_no_gather(case, compiled):
     """Asserts that no collective moves a device's share of the logits, or of x and w."""
     shares = [np.prod(shape) * 4 // mesh().size for shape, _ in case.arrays.values()]
@@ -134,7 +128,7 @@ def write(name, folder):
     # before it runs: on a CPU, XLA cannot store a program with a sort that has run
     (folder / f"{name}.executable").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
     results = compiled(*arrays_of(case, mesh()))
-    assert_close(results, jax.jit(with_gradient(case))(*arrays_of(case)))
+    assert_near(results, jax.jit(with_gradient(case))(*arrays_of(case)), 1e-4, 1e-6)
     assert_no_gather(case, compiled)
     (folder / f"{name}.results").write_bytes(pickle.dumps([*map(np.asarray, jax.tree.leaves(results))]))
     exported = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(
@@ -157,7 +151,7 @@ def two_meshes(name, folder):
     given = [arrays_of(case, at) for at in meshes]
     got = jax.jit(both, out_shardings=out)(*given)
     want = jax.jit(f)(*arrays_of(case))
-    assert_close(got, (want, want))
+    assert_near(got, (want, want), 1e-4, 1e-6)
 
 
 def exported_gradient(name, folder):
@@ -169,13 +163,9 @@ def exported_gradient(name, folder):
         call = jax.export.deserialize(stored).call
 
         def loss(call):
-            def total(*arrays):
-                results = [a for a in call(*arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
-                return sum(jnp.vdot(jnp.cos(jnp.arange(a.size)).reshape(a.shape), a) for a in results)
+            return jax.jit(jax.grad(lambda *arrays: weighted_sum(call(*arrays)), range(len(arrays))))
 
-            return jax.jit(jax.grad(total, range(len(arrays))))
-
-        assert_close(loss(call)(*arrays), loss(f)(*arrays))
+        assert_near(loss(call)(*arrays), loss(f)(*arrays), 1e-4, 1e-6)
 
 
 def static_arguments(name, folder):
@@ -209,7 +199,7 @@ def cache(name, folder):
     assert [e.rsplit("/", 1)[-1] for e in events if "cache_hits" in e or "cache_misses" in e] == [
         "cache_hits"
     ], events
-    assert_equal(compiled(*arrays), pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_equal(jax.tree.leaves(compiled(*arrays)), pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
 def executable(name, folder):
@@ -217,7 +207,7 @@ def executable(name, folder):
     stored = pickle.loads((folder / f"{name}.executable").read_bytes())
     compiled = serialize_executable.deserialize_and_load(*stored)
     results = compiled(*arrays_of(CASES[name], mesh()))
-    assert_equal(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_equal(jax.tree.leaves(results), pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
 def export(name, folder):
@@ -227,7 +217,7 @@ def export(name, folder):
     compiled = jax.jit(stored.call).lower(*arrays_of(case, mesh())).compile()
     assert_no_gather(case, compiled)
     results = compiled(*arrays_of(case, mesh()))
-    assert_close(results, pickle.loads((folder / f"{name}.results").read_bytes()))
+    assert_near(jax.tree.leaves(results), pickle.loads((folder / f"{name}.results").read_bytes()), 1e-4, 1e-6)
 
 
 def of_each(*checks, names=tuple(CASES)):

@@ -10,8 +10,7 @@ from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.cases import F32
-from tests.support.kernels import INTERPRET, fewer_rows
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 
 def plan_route(rows, experts, k, dtype, *, biased, groups=1):

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from pallas_softmax._src import folding
 from pallas_softmax._src.sample import mosaic_gpu
 from pallas_softmax._src.sample.plan import plan_sample
-from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 
 def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET, stride=1):

@@ -17,9 +17,8 @@ from pallas_softmax._src.softmax.plan import Parts, approximate
 from tests.support import bounds, cases
 from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 plan_softmax = functools.partial(softmax_plan.plan_softmax, capability=HOPPER)
 plan_columns = functools.partial(columns_plan.plan_columns, capability=HOPPER)

@@ -13,7 +13,7 @@ from tests.softmax.kernels import PARTS, READ_AGAIN
 from tests.support import bounds, cases, oracle, plans
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import first, pairs, parameter_id
-from tests.support.kernels import fewer_rows
+from tests.support.twins import fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

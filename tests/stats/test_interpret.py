@@ -7,7 +7,7 @@ from pallas_softmax._src.gpu.layout import Tile
 from tests.softmax.kernels import PARTS, plan_softmax
 from tests.support import stats
 from tests.support.cases import BF16, F16, F32
-from tests.support.kernels import INTERPRET, fewer_rows
+from tests.support.twins import INTERPRET, fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TILES = [(1000, F32), (129, BF16), (7, F16), (1, F32), (2, BF16), (128, F16), (1003, BF16)]

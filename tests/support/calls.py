@@ -20,6 +20,7 @@ from pallas_softmax._src.softmax.operation import (
     SOFTMAX_GRAD,
 )
 from pallas_softmax._src.topk.operation import MERGE, TOPK, TOPK_GRAD
+from tests.support.trees import floats_of
 
 # --- One table of all functions: the tests of a property run over (function, property) ------------------
 
@@ -157,11 +158,14 @@ def plainly(name, **options):
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
+def with_gradient(results):
+    """Returns the results that are floats and have a gradient."""
+    return floats_of(results.log_probs if isinstance(results, ps.Sample) else results)  # log_mass has none
+
+
 def float_sum(results):
     """Returns the sum of the results that are floats and have a gradient."""
-    results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
-    floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
-    return sum(jnp.sum(a.astype(jnp.float32)) for a in floats)
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in with_gradient(results))
 
 
 def total(name, arguments, call=call):
@@ -171,9 +175,7 @@ def total(name, arguments, call=call):
     """
 
     def of_held(held):
-        results = call(name, **arguments | held)
-        results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
-        floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+        floats = with_gradient(call(name, **arguments | held))
         kept = (jnp.where(jnp.isfinite(a), jnp.exp(a / 9), 0).astype(jnp.float32) for a in floats)
         return sum(jnp.vdot(jnp.cos(1 + jnp.arange(a.size, dtype=a.dtype)), jnp.ravel(a)) for a in kept)
 

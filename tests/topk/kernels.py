@@ -13,9 +13,8 @@ from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support import bounds, cases, gpu, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.kernels import INTERPRET, fewer_rows
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 plan_topk = functools.partial(topk_plan.plan_topk, capability=HOPPER)
 ONE = np.ones(1, F32)

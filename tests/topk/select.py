@@ -10,8 +10,7 @@ from pallas_softmax._src.topk import select_kernel
 from pallas_softmax._src.topk.select_plan import SelectPlan, registers_plan
 from pallas_softmax._src.topk.select_row_ptx import program_of
 from tests.support import oracle, ptx
-from tests.support.kernels import INTERPRET
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 
 def rows_of(v, k, dtype, seed=0):

@@ -17,7 +17,7 @@ from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, oracle, plans
 from tests.support.cases import BF16, F16, F32, FEW
 from tests.support.covering import first, parameter_id, slow
-from tests.support.kernels import fewer_rows
+from tests.support.twins import fewer_rows
 from tests.topk import kernels
 from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 

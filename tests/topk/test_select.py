@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from pallas_softmax._src.topk.select_plan import (
     MAX_SELECTED,
@@ -16,14 +14,10 @@ from pallas_softmax._src.topk.select_plan import (
     plan_selection,
     registers_plan,
 )
-from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.gpu import assert_top_k
-from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
-from tests.support.twins import interpreted
 from tests.topk import select
 from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, rows_of
 
@@ -164,24 +158,6 @@ def test_kernel(masking, shape, in_order):
     lengths = {"lengths": [0, k - 1, v, v + 3], "mask and lengths": [9, v, k, -1]}.get(masking)
     got = select.select_rows(x, k, plan_selection(4, v, k, dtype, HOPPER), mask, lengths, sorted=in_order)
     assert_rows(got, x, k, mask, lengths, sorted=in_order)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "in_order"),
-    pairs(["int8", "int32", "uint16", "uint32", "int16", "uint8"], [False, True]),
-)
-def test_integers_with_lengths(dtype, in_order):
-    """The least integer is a winner like any other, and comes before what is beyond the length."""
-    info, rng = np.iinfo(dtype), np.random.default_rng(0)
-    x = rng.integers(info.min, info.max, (4, 2048), dtype, endpoint=True)
-    x[1, ::2], x[2] = info.min, info.min
-    lengths = np.array([2048, 900, 600, 0], np.int32)
-    plan = plan_selection(4, 2048, 700, sort_keys.INTEGERS_AS_FLOATS[dtype], HOPPER, sorted=in_order)
-    with interpreted(INTERPRET):
-        of_rows = jnp.asarray(lengths)[:, None]
-        got = mosaic_gpu.select(plan, jnp.asarray(x), None, of_rows, k=700, sorted=in_order)
-    assert_top_k(got, x, 700, [f"row {i}" for i in range(4)], oracle.within(x, lengths), in_order)
 
 
 SHAPES = [(1, 131072, 2048, "float32"), (4096, 8192, 2048, "bfloat16"), (64, 1000003, 4096, "float16")]
