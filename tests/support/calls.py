@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
-from pallas_softmax._src.dispatch.operation import Refusal
+from pallas_softmax._src.dispatch.operation import Call, Refusal
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from pallas_softmax._src.softmax.operation import (
     LOG_SOFTMAX,
@@ -241,6 +241,13 @@ OPERATIONS = {
         SAMPLE,
     )
 }
+
+
+def described(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
+    """Returns the description of a call."""
+    if op == "topk":
+        kwargs = {"k": 5, "function": "fused_topk"} | kwargs
+    return Call(OPERATIONS[op], dtype, rows, vocab, **({"function": op} | kwargs))
 
 
 def refusal(implementation, call, capability):
