@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
-from pallas_softmax._src.dispatch.operation import Call, Refusal
-from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
-from pallas_softmax._src.softmax.operation import (
-    LOG_SOFTMAX,
-    LOG_SOFTMAX_GRAD,
-    LOGSUMEXP,
-    SOFTMAX,
-    SOFTMAX_GRAD,
-)
-from pallas_softmax._src.topk.operation import MERGE, TOPK, TOPK_GRAD
+from pallas_softmax._src.dispatch.operation import OPERATIONS, Call, Refusal
 from tests.support.trees import floats_of
 
 # --- One table of all functions: the tests of a property run over (function, property) ------------------
@@ -224,23 +215,6 @@ def device(kind):
     """Returns a context that makes JAX lower for this kind of GPU, without the GPU."""
     gpu = AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
-
-
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        SOFTMAX,
-        SOFTMAX_GRAD,
-        LOG_SOFTMAX,
-        LOG_SOFTMAX_GRAD,
-        LOGSUMEXP,
-        TOPK,
-        TOPK_GRAD,
-        MERGE,
-        CUTOFF,
-        SAMPLE,
-    )
-}
 
 
 def described(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
