@@ -260,15 +260,8 @@ def test_labels_out_of_range(name):
 )
 def test_gradients_at_temperature_0_are_0(name, transform):
     """Rows have ties, zeros of both signs, subnormal and huge numbers; the last one has another temperature."""
-    tiny = 2.0**-130
-    rows = [
-        [1, 3, 3, 2, -1],
-        [0, -0.0, -1, 0, -2],
-        [-1, -2, -1, -3, -1],
-        [tiny, 2 * tiny, 2 * tiny, 0, -tiny],
-    ]
-    x = np.array([*rows, [0, -tiny, -0.0, -1, -1], [3, -3, 3, 0, 1], [0, 1, 2, 4, 3]], F32)
-    x[5] *= 1e38 if name.startswith("fused_topk") else 1
+    x = np.array([*cases.AT_0.values()], F32)
+    x[5] /= 1 if name.startswith("fused_topk") else 1e38
     labels = {"labels": np.arange(7) % 5} if name == "token_stats" else {}
 
     def total(x, t):

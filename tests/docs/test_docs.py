@@ -3,15 +3,14 @@
 import contextlib
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from tests.support.children import output_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,14 +54,6 @@ def run(text: str) -> dict:
 def stated(code: str) -> list[str]:
     """Returns the lines that a program prints, by its comments."""
     return re.findall(r"^# -> (.*)$", code, re.MULTILINE)
-
-
-def output_of(program: str, **options: Any) -> str:
-    """Returns what a program prints in a new process."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture

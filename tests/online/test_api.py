@@ -1,8 +1,6 @@
 """online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
 
 import functools
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,6 @@ from tests.support.covering import first, first_values, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
 FREE = settings(max_examples=25, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)
 reduce = jax.jit(online.reduce, static_argnames=("axis", "of", "chunk"))
@@ -343,9 +340,3 @@ def test_what_does_not_fit_is_refused(match):
     for function, *arguments in REFUSED[match]:
         with pytest.raises(TypeError, match=match):
             function(*arguments)
-
-
-def test_all_public_names_are_in_the_reference():
-    (members,) = re.findall(r"::: pallas_softmax\.online\n.*\n +members: \[(.*)\]", REFERENCE.read_text())
-    assert sorted(members.split(", ")) == sorted(online.__all__)
-    assert all(hasattr(online, name) for name in online.__all__)

@@ -10,11 +10,9 @@ the export to a folder, and fills a compilation cache there. The second must get
 Each process prints the name of each check with its error or null.
 """
 
-import contextlib
-import json
+import functools
 import pickle
 import sys
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +20,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from tests.support.children import report
 from tests.support.trees import assert_equal, assert_near, floats_of
 
 ROWS, V, D, EXPERTS = 16, 4096, 64, 64
@@ -239,15 +237,8 @@ def main(process, folder, *asked):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     for label, (check, name) in CHECKS[process].items():
-        if asked and label not in asked:
-            continue
-        error = None
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # JAX prints to stdout
-                check(name, folder)
-        except (Exception, pytest.fail.Exception):
-            error = traceback.format_exc()[-3000:]
-        print(json.dumps({label: error}), flush=True)
+        if not asked or label in asked:
+            report(label, functools.partial(check, name, folder))
 
 
 if __name__ == "__main__":

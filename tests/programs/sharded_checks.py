@@ -11,10 +11,8 @@ import contextlib
 import fnmatch
 import functools
 import itertools
-import json
 import math
 import sys
-import traceback
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +35,7 @@ from tests.programs.linear_checks import lay
 from tests.support import bounds, calls, cases, covering, draws, gpu, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
+from tests.support.children import report
 from tests.support.trees import assert_equal, assert_near
 
 V = 256
@@ -1134,13 +1133,7 @@ CHECKS |= linear_checks.CHECKS
 def main(*patterns):
     for name, check in CHECKS.items():
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            error = None
-            try:
-                with contextlib.redirect_stdout(sys.stderr):  # JAX prints to stdout
-                    check()
-            except (Exception, pytest.fail.Exception):
-                error = traceback.format_exc()[-3000:]
-            print(json.dumps({name: error}), flush=True)
+            report(name, check)
 
 
 if __name__ == "__main__":

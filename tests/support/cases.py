@@ -91,6 +91,17 @@ SPECIAL = {
     # every class at once, with ties of each
     "everything": [*enumerate([NEG_NAN, -0.0, 0.0, -np.inf, np.inf, np.nan, -0.0, 0.0, np.nan])],
 }
+# Rows of five whose softmax at temperature 0 is not obvious
+TINY = 2.0**-130
+AT_0 = {
+    "ties": [1, 3, 3, 2, -1],
+    "zeros": [0, -0.0, -1, 0, -2],
+    "negative": [-1, -2, -1, -3, -1],
+    "subnormal": [TINY, 2 * TINY, 2 * TINY, 0, -TINY],
+    "next to a subnormal": [0, -TINY, -0.0, -1, -1],
+    "huge": [3e38, -3e38, 3e38, 0, 1],
+    "one": [0, 1, 2, 4, 3],
+}
 ALL = [*FINITE, *SPECIAL]  # 31 rows; 31 is prime
 FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
 

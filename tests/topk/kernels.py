@@ -20,11 +20,6 @@ plan_topk = functools.partial(topk_plan.plan_topk, capability=HOPPER)
 ONE = np.ones(1, F32)
 
 
-def merge_so_many_lists(monkeypatch, lists):
-    """Makes a launch merge this many lists of winners into one."""
-    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
-
-
 def launches_that_merge(plan, k):
     """Returns how many launches merge the winners of the parts of a row."""
     lists, launches = plan.count if isinstance(plan, Window) else 1, 0
@@ -191,10 +186,3 @@ CROWDED = [
     (Window(2007, 4, 8, 4, 2), F32, 64),
     (Window(1203, 4, 8, 8), F32, 128),
 ]
-
-
-def exceeds_capacity(x, k):
-    """Returns whether, in every row, more elements reach the k-th best than a list of candidates has room for."""
-    keys = oracle.order_key(x)
-    bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
-    return (np.sum(keys >= bound, -1) > topk_plan.candidate_capacity(k)).all()

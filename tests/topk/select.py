@@ -106,11 +106,6 @@ def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret
         return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, plan)
 
 
-def in_order(plan, sorted=True):
-    """Returns the plan with sorted winners, or with winners in any order."""
-    return dataclasses.replace(plan, sorted=sorted)
-
-
 def offset_of(plan):
     """Returns where rows start, in elements after a multiple of 16 bytes. Registers may have no room for an offset."""
     return 0 if plan.in_registers and plan.vocab % 8 == 0 else 3

@@ -9,6 +9,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.tiles import PREFETCHED_TILES
 from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk import merge_kernel
 from tests.support import bounds, cases, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -229,7 +230,7 @@ def test_keys_that_differ_in_their_lowest_bits(v, k, masked):
 
 def test_merges_of_merges(monkeypatch):
     """A launch merges two lists at a time, so three launches follow the first."""
-    kernels.merge_so_many_lists(monkeypatch, 2)
+    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: 2)
     x = cases.rows(FEW, 2007)
     assert_topk(kernels.topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
 

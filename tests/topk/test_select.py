@@ -1,5 +1,7 @@
 """The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ def test_program(kind, plan, dtype, is_sorted):
 
     Winners may crowd one bucket of the ranking. Rows are masked one by one, and nothing beyond a length may be read.
     """
-    plan, rows = select.in_order(plan, is_sorted), rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+    plan, rows = dataclasses.replace(plan, sorted=is_sorted), rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
     if kind == "whole":
         x = np.stack([*rows.values()])
@@ -67,7 +69,7 @@ def test_program(kind, plan, dtype, is_sorted):
 def test_sorted_program_with_few_ties(plan):
     """Ties crowd one bucket, so that all entries are sorted; there are fewer of them than winners."""
     x, fill = np.full(4096, 1.5, np.float32), np.float32(-np.inf)
-    got, _ = machine_select(select.in_order(plan), x, length=300, fill=fill)
+    got, _ = machine_select(dataclasses.replace(plan, sorted=True), x, length=300, fill=fill)
     assert_rows(got, x[None], 700, lengths=[300], sorted=True)
 
 

@@ -2,9 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from pallas_softmax._src.triton import checks
 from tests.support import oracle
 from tests.support.calls import DTYPES, device, named, refusal, topk
 from tests.support.calls import described as call
+from tests.support.children import output_of
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
@@ -145,9 +143,4 @@ with device("NVIDIA A100-SXM4-80GB"):
     print(choose(Call(SOFTMAX, "float32", 100, 16384, function="softmax"), None))
 import pallas_softmax._src.softmax.triton, pallas_softmax._src.topk.triton
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("softmax float32[100, 16384]: ")
+    assert output_of(program).startswith("softmax float32[100, 16384]: ")
