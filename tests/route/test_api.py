@@ -20,8 +20,8 @@ BEST = "sigmoid, bias, groups"  # the gate with all options
 LINE = np.linspace(-2, 2, 16, dtype=F32)  # logits of one row that are far apart
 
 
-def bias_of(experts, scale=0.1):
-    return (scale * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
+def bias_of(experts):
+    return (0.1 * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
 
 
 def route(x, k, gate, bias=None, **kwargs):

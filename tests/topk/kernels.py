@@ -56,10 +56,10 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
         return tile_kernel.topk_grad_rows(*arrays, plan, log=log)
 
 
-def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
+def topk_merge(won, kept, indices, normalizers, temperature, k, log):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
     t = None if temperature is None else jnp.asarray(temperature)
-    with interpreted(interpret):
+    with interpreted():
         return merge_kernel.merge_rows(won, kept, indices, normalizers, t, k, log=log, dtype=F32)
 
 
