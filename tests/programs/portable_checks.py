@@ -166,20 +166,6 @@ def exported_gradient(name, folder):
         assert_near(loss(call)(*arrays), loss(f)(*arrays), 1e-4, 1e-6)
 
 
-def static_arguments(name, folder):
-    """Calls that differ in a static argument have cache entries of their own, though the functions have one name."""
-    x = jax.device_put(arrays_of(CASES["fused_topk"])[0], NamedSharding(mesh(), P(None, "v")))
-
-    def f_of(log):
-        def f(x):
-            return ps.fused_topk(x, 4, log=log).values
-
-        return f
-
-    values, logs = (np.asarray(jax.jit(f_of(log))(x)) for log in (False, True))
-    np.testing.assert_allclose(np.exp(logs), values, rtol=1e-5)
-
-
 # --- The second process -------------------------------------------------------------------------------
 
 
@@ -224,8 +210,7 @@ def of_each(*checks, names=tuple(CASES)):
 
 CHECKS = {
     "first": of_each(write)
-    | of_each(two_meshes, exported_gradient, names=("top_k", "sample", "linear_cross_entropy"))
-    | of_each(static_arguments, names=("fused_topk",)),
+    | of_each(two_meshes, exported_gradient, names=("top_k", "sample", "linear_cross_entropy")),
     "second": of_each(cache, executable, export),
 }
 

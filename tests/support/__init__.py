@@ -5,7 +5,6 @@ bounds           the error that rounding may cause, with the reasons
 cases            rows, masks and cotangents, with a reason for each
 linear           oracle, bounds and cases of a projection and its loss
 draws            the parameters of `sample`, and a test of the distribution of its draws
-paper_checks     checks of the paper's seven algorithms
 covering         few combinations of parameters that cover every pair of values; the fast set
 trees            comparisons of trees of results
 calls            calls that test the choice and the plans of mosaic_gpu and triton

@@ -1,7 +1,9 @@
-"""The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
+"""The selection of many winners: the PTX in numpy, the kernel in the interpreter, lowering, plans, and on a GPU."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from pallas_softmax._src.topk.select_plan import (
 )
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
+from tests.support.gpu import on_a_gpu, side_by_side
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
@@ -261,3 +264,38 @@ def test_plans(capability):
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)
                     assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["whole", "length", "mask", "both"])
+@pytest.mark.parametrize(("plan", "dtype"), PLANS, ids=str)
+@side_by_side
+def test_every_plan_on_a_gpu(plan, dtype, kind):
+    """A thousand rows, so that CTAs start while others run; the same bits in each run."""
+    if plan.in_registers and kind in ("mask", "both"):
+        pytest.skip("masked rows are not held in registers")
+    v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
+    x = np.stack([*rows_of(v, k, jnp.dtype(dtype)).values()])
+    lengths = rng.integers(-1, v + 3, len(x)) if kind in ("length", "both") else None
+    where = (
+        rng.random(x.shape) < rng.choice([0.02, 0.5, 0.9], (len(x), 1)) if kind in ("mask", "both") else None
+    )
+    repeated = functools.partial(np.resize, new_shape=(1020, v))
+    select_rows = jax.jit(functools.partial(select.select_rows, k=k, plan=plan, interpret=None))
+    of_rows = {
+        "where": None if where is None else repeated(where),
+        "lengths": None if lengths is None else np.resize(lengths, 1020),
+    }
+    runs = [jax.tree.map(np.asarray, select_rows(repeated(x), **of_rows)) for _ in range(2)]
+    assert_rows(runs[0], x, k, where, lengths)
+    for a, b in zip(*runs):
+        np.testing.assert_array_equal(a.view("u1"), b.view("u1"))
+    # Rows with other addresses have other samples, so the same winners may come in another order.
+    order = np.argsort(runs[0].indices, -1)
+    for a in runs[0]:
+        a = np.take_along_axis(a, order, -1)
+        first = a[: len(x)].view("u1")
+        np.testing.assert_array_equal(a.view("u1"), np.resize(first, (1020, *first.shape[1:])))
