@@ -217,22 +217,17 @@ def test_equal_options_compile_once(name, option, values):
 
 # --- Strict promotion -----------------------------------------------------------------------------------
 
-PROMOTION = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
-
-
-@pytest.fixture
-def strictly(setting):
-    before = getattr(jax.config, setting)
-    jax.config.update(setting, PROMOTION[setting])
-    yield
-    jax.config.update(setting, before)
+PROMOTION = {
+    "rank": functools.partial(jax.numpy_rank_promotion, "raise"),
+    "dtype": functools.partial(jax.numpy_dtype_promotion, "strict"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "setting", "dtype", "wide"),
     first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
 )
-def test_strict_promotion(name, setting, dtype, wide, strictly):
+def test_strict_promotion(name, setting, dtype, wide):
     """Each argument has a dtype and a rank of its own: the call promotes none without a cast."""
     narrow = {
         **{"where": MASK[0, 0], "temperature": np.float16(2), "labels": LABELS.astype(np.uint8)},
@@ -251,7 +246,7 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
     def value(x):
         return call(name, **{**dtypes, **changed, of: x})
 
-    with jax.enable_x64(wide):
+    with jax.enable_x64(wide), PROMOTION[setting]():
         jax.eval_shape(value, dtypes[of])
         if name not in ("linear_topk", "verify"):  # they have no gradient
             jax.eval_shape(jax.grad(lambda x: float_sum(value(x))), dtypes[of])
@@ -261,10 +256,11 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("wide", ["float32", "float64"])
 @pytest.mark.parametrize("setting", PROMOTION)
-def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, strictly, x64):
+def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, x64):
     def value(x):
         return float_sum(ps.fused_topk(x, 2, dtype=dtype).values)
 
     x = jnp.asarray(X, wide)
-    jax.eval_shape(jax.grad(value), x)
-    jax.eval_shape(lambda x: jax.jvp(value, (x,), (x,)), x)
+    with PROMOTION[setting]():
+        jax.eval_shape(jax.grad(value), x)
+        jax.eval_shape(lambda x: jax.jvp(value, (x,), (x,)), x)
