@@ -84,9 +84,10 @@ def x64():
 
 
 @pytest.fixture
-def quick_compilation():
-    """Disables most of XLA's optimizations, which take longer than a test's small programs run."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def quick_compilation(request):
+    """Disables most of XLA's optimizations, which take longer than a test's small programs run on a CPU."""
+    on_a_gpu = request.node.get_closest_marker("gpu") is not None
+    jax.config.update("jax_disable_most_optimizations", not on_a_gpu)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -23,19 +23,11 @@ from tests.support.calls import (
     plainly,
 )
 from tests.support.covering import first, first_values, pairs, values
+from tests.support.trees import assert_equal, assert_near
 
 WIDE = 2**32 + 1  # 1, if it is wrapped to 32 bits
 each = pytest.mark.parametrize("name", FUNCTIONS)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def assert_equal(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def assert_close(got, expected):
-    """Compares results of jit and of a call outside: XLA folds known arrays with other roundings."""
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
 
 
 # --- Arrays that JAX would misread ----------------------------------------------------------------------
@@ -113,7 +105,7 @@ def test_labels_never_wrap(name, dtype):
     else:
         labels = labels.astype(dtype)
     assert_equal(call(name, labels=labels), call(name, labels=out))
-    assert_close(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out))
+    assert_near(jax.jit(lambda: call(name, labels=labels))(), call(name, labels=out), 1e-6, 0)
     with pytest.raises(ValueError, match=rf"^{name}: labels must be from -\d+ to \d+ \(int32\), got {WIDE}"):
         call(name, labels=WIDE)
 
@@ -134,7 +126,7 @@ def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     expected = plainly(name, **{of: same})
     assert_equal(plainly(name, **{of: wide}), expected)
     if name != "sample":  # it takes long to compile
-        assert_close(jax.jit(lambda: plainly(name, **{of: wide}))(), expected)
+        assert_near(jax.jit(lambda: plainly(name, **{of: wide}))(), expected, 1e-6, 0)
 
 
 def test_a_wide_bias_of_the_router_steers():
@@ -208,7 +200,7 @@ def test_options_of_any_type_in_any_order(name, option):
     values = OPTIONS[name][option]
     expected = [jax.jit(functools.partial(plainly, name, **{option: value}))() for value in values]
     for value, result in [*zip(values, expected), *zip(values[::-1], expected[::-1])]:
-        assert_close(plainly(name, **{option: value}), result)
+        assert_near(plainly(name, **{option: value}), result, 1e-6, 0)
     # each of these is accepted, or refused by name
     for value in (np.float32(0.5), np.longdouble(1), np.array([1, 2]), np.ones(3), [None], (0, 1)):
         try:
@@ -238,22 +230,17 @@ def test_equal_options_compile_once(name, option, values):
 
 # --- Strict promotion -----------------------------------------------------------------------------------
 
-PROMOTION = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
-
-
-@pytest.fixture
-def strictly(setting):
-    before = getattr(jax.config, setting)
-    jax.config.update(setting, PROMOTION[setting])
-    yield
-    jax.config.update(setting, before)
+PROMOTION = {
+    "rank": functools.partial(jax.numpy_rank_promotion, "raise"),
+    "dtype": functools.partial(jax.numpy_dtype_promotion, "strict"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "setting", "dtype", "wide"),
     first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
 )
-def test_strict_promotion(name, setting, dtype, wide, strictly):
+def test_strict_promotion(name, setting, dtype, wide):
     """Each argument has a dtype and a rank of its own: the call promotes none without a cast."""
     narrow = {
         **{"where": MASK[0, 0], "temperature": np.float16(2), "labels": LABELS.astype(np.uint8)},
@@ -272,7 +259,7 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
     def value(x):
         return call(name, **{**dtypes, **changed, of: x})
 
-    with jax.enable_x64(wide):
+    with jax.enable_x64(wide), PROMOTION[setting]():
         jax.eval_shape(value, dtypes[of])
         if name not in WITHOUT_GRADIENT:
             jax.eval_shape(jax.grad(lambda x: float_sum(value(x))), dtypes[of])
@@ -282,10 +269,11 @@ def test_strict_promotion(name, setting, dtype, wide, strictly):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("wide", ["float32", "float64"])
 @pytest.mark.parametrize("setting", PROMOTION)
-def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, strictly, x64):
+def test_strict_promotion_of_top_k_values_of_another_dtype(dtype, wide, setting, x64):
     def value(x):
         return float_sum(ps.fused_topk(x, 2, dtype=dtype).values)
 
     x = jnp.asarray(X, wide)
-    jax.eval_shape(jax.grad(value), x)
-    jax.eval_shape(lambda x: jax.jvp(value, (x,), (x,)), x)
+    with PROMOTION[setting]():
+        jax.eval_shape(jax.grad(value), x)
+        jax.eval_shape(lambda x: jax.jvp(value, (x,), (x,)), x)

@@ -12,11 +12,13 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.choose import _recorder, choose
-from pallas_softmax._src.dispatch.operation import Call, Choice
+from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.softmax.operation import SOFTMAX
+from pallas_softmax._src.triton import checks
 from tests.support import oracle
-from tests.support.calls import DTYPES, OPERATIONS, WITH_KERNELS, device, named, refusal, slower, topk
-from tests.support.covering import first, slow
+from tests.support.calls import DTYPES, WITH_KERNELS, device, named, refusal, slower, topk
+from tests.support.calls import described as call
+from tests.support.covering import slow
 from tests.support.lowering import array, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 
@@ -24,44 +26,50 @@ X = array(128, 16384)
 OPS = (*oracle.OPERATIONS, "topk")
 
 
-def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
-    function = "fused_topk" if op == "topk" else op
-    return Call(
-        OPERATIONS[op], dtype, rows, vocab, function=function, **({"k": 5 if op == "topk" else None} | kwargs)
-    )
-
-
 # --- Calls with a kernel ------------------------------------------------------------------------------
 
-# (changes of a supported call, compute capability, the reason for the refusal)
-UNSUPPORTED = {
-    "A100": (dict(), (8, 0), "compute capability 9 or 10 or 12, not 8.0"),
-    "L4": (dict(), (8, 9), "not 8.9"),
-    "float64": (dict(dtype="float64"), HOPPER, "no kernel for float64, only float32, bfloat16, float16"),
-    "int32": (dict(op="topk", dtype="int32"), HOPPER, "no kernel for int32"),
-    "float8": (dict(dtype="float8_e4m3fn"), HOPPER, "no kernel for float8_e4m3fn"),
-    "no rows": (dict(rows=0), HOPPER, "empty"),
-    "no columns": (dict(vocab=0), HOPPER, "empty"),
-    "2^31 elements": (dict(rows=50001, vocab=50257), HOPPER, "not a multiple of 4, 50001 x 50257"),
-    "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 2048"),
-    "k=2049": (dict(op="topk", k=2049), HOPPER, "k=2049 is not from 1 to 2048"),
-    "axis of top-k": (dict(op="topk", inner=None), HOPPER, "not contiguous"),
-    "top-k of 2^31 elements": (
-        dict(op="topk", rows=50001, vocab=50257, dtype="bfloat16"),
-        HOPPER,
+AMPERE = (8, 0)
+# (implementation, changes of a supported call, compute capability, the reason for the refusal)
+UNSUPPORTED = [
+    ("mosaic_gpu", {}, AMPERE, "compute capability 9 or 10 or 12, not 8.0"),
+    ("mosaic_gpu", {}, (8, 9), "not 8.9"),
+    ("mosaic_gpu", {"dtype": "float64"}, HOPPER, "no kernel for float64, only float32, bfloat16, float16"),
+    ("mosaic_gpu", {"op": "topk", "dtype": "int32"}, HOPPER, "no kernel for int32"),
+    ("mosaic_gpu", {"dtype": "float8_e4m3fn"}, HOPPER, "no kernel for float8_e4m3fn"),
+    ("mosaic_gpu", {"rows": 0}, HOPPER, "empty"),
+    ("mosaic_gpu", {"vocab": 0}, HOPPER, "empty"),
+    ("mosaic_gpu", {"rows": 50001, "vocab": 50257}, HOPPER, "not a multiple of 4, 50001 x 50257"),
+    ("mosaic_gpu", {"op": "topk", "k": 0}, HOPPER, "k=0 is not from 1 to 2048"),
+    ("mosaic_gpu", {"op": "topk", "k": 2049}, HOPPER, "k=2049 is not from 1 to 2048"),
+    ("mosaic_gpu", {"op": "topk", "inner": None}, HOPPER, "not contiguous"),
+    (
+        *("mosaic_gpu", {"op": "topk", "rows": 50001, "vocab": 50257, "dtype": "bfloat16"}, HOPPER),
         "not a multiple of 8, 50001 x 50257",
     ),
-}
+    ("triton", {}, (7, 5), "not 7.5"),
+    ("triton", {"dtype": "float64"}, AMPERE, "no kernel for float64, only float32, bfloat16, float16"),
+    ("triton", {"rows": 0}, AMPERE, "empty"),
+    ("triton", {"vocab": 0}, AMPERE, "empty"),
+    ("triton", {"rows": 2**31}, AMPERE, str(2**31)),
+    ("triton", {"vocab": 2**31 - 1}, AMPERE, str(2**31 - 1)),
+    ("triton", {"op": "topk", "k": 0}, AMPERE, "k=0 is not from 1 to 256"),
+    ("triton", {"op": "topk", "k": 257}, AMPERE, "k=257 is not from 1 to 256"),
+    ("triton", {"op": "topk", "inner": None}, AMPERE, "not contiguous"),
+    (
+        *("triton", {"op": "topk", "k": 129, "dtype": "bfloat16", "vocab": 2**31 - 2**20}, AMPERE),
+        "more than 65535 parts",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_reasons_of_refusals(case):
-    changes, capability, reason = UNSUPPORTED[case]
+@pytest.mark.parametrize(("implementation", "changes", "capability", "reason"), UNSUPPORTED, ids=str)
+def test_reasons_of_refusals(implementation, changes, capability, reason, monkeypatch):
+    monkeypatch.setattr(checks, "missing", lambda: None)
     given = call(**changes)
-    assert refusal("mosaic_gpu", call(op=given.op), HOPPER) is None
-    got = refusal("mosaic_gpu", given, capability)
-    assert got is not None
-    assert re.search(reason, got), got
+    supported = HOPPER if implementation == "mosaic_gpu" else AMPERE
+    assert refusal(implementation, call(op=changes.get("op", "softmax")), supported) is None
+    got = refusal(implementation, given, capability)
+    assert got is not None and reason in got, got
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -149,21 +157,6 @@ REFUSED = [
 def test_unsupported_raises_at_trace(function, x, reason):
     with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run.*{reason}"):
         jax.eval_shape(named(function, "mosaic_gpu"), x)
-
-
-@pytest.mark.parametrize(
-    ("rows", "v", "k"),
-    first(1, [(300, 7, 7), (2, 50257, 2048), (2, 1000003, 1), (300, 50257, 2048), (300, 128256, 128)]),
-)
-def test_topk_takes_any_row_and_mask(rows, v, k):
-    """A call with the kernel named traces."""
-    x, where = array(rows, v), array(rows, v, dtype="bool")
-
-    def f(x, where=None):
-        return ps.fused_topk(x, k, where=where, implementation="mosaic_gpu")
-
-    for got in (jax.eval_shape(f, x), jax.eval_shape(f, x, where)):
-        assert got.values.shape == got.indices.shape == (rows, k)
 
 
 @both

@@ -15,6 +15,7 @@ from tests.support import calls, cases, lowering
 from tests.support.calls import BATCH, CALLS, WITHOUT_GRADIENT, call, logits_of
 from tests.support.cases import F32
 from tests.support.covering import first_values, slow
+from tests.support.trees import assert_equal, assert_near, floats_of
 
 X = cases.rows(list(cases.FINITE)[:4], 20)
 MASK = np.arange(20) % 3 > 0
@@ -45,7 +46,7 @@ def test_a_call_is_one_program_with_the_result_and_the_name_of_the_function(
     assert len(compiled) == 1
     whole = jax.jit(functools.partial(call, name))
     want = whole(**CALLS[name][2])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert_near(got, want, 1e-5, 1e-6)
     text = whole.lower(**CALLS[name][2]).as_text()
     inner = "_" if name.startswith("linear") else CALLS[name][0].__name__  # linear_* share their programs
     assert re.search(rf"func\.func private @{inner}", text)
@@ -143,7 +144,7 @@ def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
     before = len(COMPILATIONS)
     got = run()
     assert len(COMPILATIONS) == before
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_equal(got, want)
 
 
 def _required(function, dtype):
@@ -187,8 +188,7 @@ def test_a_call_of_device_arrays_transfers_nothing(name, quick_compilation):
     (variable,) = {"a", "x", "logits", "operand"} & {*given}
 
     def first(x):
-        results = jax.tree.leaves(EAGER[name](**given | {variable: x}))
-        return next(a for a in results if jnp.issubdtype(a.dtype, jnp.floating))
+        return floats_of(EAGER[name](**given | {variable: x}))[0]
 
     cotangent = jnp.ones_like(first(given[variable]))
     with jax.transfer_guard("disallow"):
@@ -234,5 +234,5 @@ def test_compile_time_evaluation(name):
     with jax.ensure_compile_time_eval():
         for keywords in ({}, {"implementation": "xla"}):
             got = FOLDED[name](x, **keywords)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+            assert_near(got, want, 1e-5, 1e-7)
         assert lowering.kernel_names(lowering.lowered(lambda x: program(x), x)) == kernels

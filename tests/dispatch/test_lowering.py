@@ -35,18 +35,9 @@ each = pytest.mark.parametrize("name", FUNCTIONS)
 # --- Public functions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), cover(FUNCTIONS, DTYPES))
-def test_explain_agrees_with_the_lowered_text(name, dtype):
-    """The kernel is lowered for CUDA and for no other platform."""
-    f, x = FUNCTIONS[name][0], array(ROWS, V, dtype=dtype)
-    choice = ps.explain(f, x)[0]
-    assert (choice.cuda, choice.elsewhere) == ("mosaic_gpu", "xla")
-    assert len(kernel_results(lowered(f, x))) == 1
-    assert kernel_results(lowered(f, x, platform="cpu")) == []
-
-
 # name: (a call of the function, the functions without a kernel for it)
-NOT_TAKEN = {
+CALLS = {
+    **{dtype: (lambda x, f, dtype=dtype: f(x.astype(dtype)), []) for dtype in DTYPES},
     "implementation": (lambda x, f: f(x, implementation="xla"), list(FUNCTIONS)),
     "axis": (lambda x, f: f(x, axis=0), ["topk"]),
     "float64": (lambda x, f: f(x.astype("float64")), list(FUNCTIONS)),
@@ -56,12 +47,17 @@ NOT_TAKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "case"), first(3, pairs(FUNCTIONS, NOT_TAKEN)))
-def test_no_kernel_if_explain_says_xla(name, case, x64):
-    call, without = NOT_TAKEN[case]
+@pytest.mark.parametrize(("name", "case"), first(6, pairs(FUNCTIONS, CALLS)))
+def test_explain_agrees_with_the_lowered_text(name, case):
+    """A kernel is lowered for CUDA, if explain says so, and for no other platform."""
+    call, without = CALLS[case]
     f = functools.partial(call, f=FUNCTIONS[name][0])
-    assert ps.explain(f, X)[0].cuda == ("xla" if name in without else "mosaic_gpu")
-    assert (kernel_results(lowered(f, X)) == []) == (name in without)
+    with jax.enable_x64(case == "float64"):
+        choice = ps.explain(f, X)[0]
+        assert (choice.cuda, choice.elsewhere) == ("xla" if name in without else "mosaic_gpu", "xla")
+        launches = 1 + (case == "length")  # a single row has parts
+        assert len(kernel_results(lowered(f, X))) == (0 if name in without else launches)
+        assert kernel_results(lowered(f, X, platform="cpu")) == []
 
 
 @pytest.mark.parametrize("f", [ps.softmax, lambda x, **kwargs: ps.softmax(x, 0, where=x > 0, **kwargs)])

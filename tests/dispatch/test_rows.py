@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support import calls, cases
-from tests.support.calls import BATCH, CALLS, X, call, logits_of, plainly, pullback, total
+from tests.support.calls import BATCH, CALLS, X, call, logits_of, plainly, pullback, total, with_gradient
 from tests.support.cases import F32
 from tests.support.covering import first, first_values, in_turn, pairs, slow
+from tests.support.trees import assert_equal, assert_near
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,14 +23,6 @@ def program(name, call=call):
     """Returns the results and the gradients, if there are some, as a compiled function of the arrays of a call."""
     both = lambda given: (call(name, **given), pullback(name, given, call) if name in DIFFERENTIABLE else {})  # noqa: E731
     return jax.jit(both)
-
-
-def near(got, want, rtol=1e-5, atol=2e-6):
-    def compare(a, b):
-        exact = jnp.issubdtype(b.dtype, jnp.integer)
-        np.testing.assert_allclose(np.asarray(a, b.dtype), b, 0 if exact else rtol, 0 if exact else atol)
-
-    jax.tree.map(compare, got, want)
 
 
 # --- dtypes, under strict promotion ---------------------------------------------------------------------
@@ -69,13 +62,13 @@ def test_dtypes(name, dtype):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
             integers = jnp.issubdtype(b.dtype, jnp.integer)
             assert a.dtype == ("int32" if integers else dtype if kept else wide)
-            near(a, b, max(eps, 1e-5), 2.0**-8 if "float8" in dtype else 1e-5)
+            assert_near(a, b, max(eps, 1e-5), 2.0**-8 if "float8" in dtype else 1e-5)
         if name in DIFFERENTIABLE and dtype in FLOATS and name != "logsumexp":  # b has a dtype
             gradient = jax.jit(lambda given: pullback(name, CALLS[name][2] | given))
             got, want = gradient(given), gradient(like)
             for of, a in got.items():
                 assert a.dtype == (dtype if of in given else F32)
-                near(a, want[of], 0, max(8 * eps, 1e-5) * np.abs(want[of]).max())
+                assert_near(a, want[of], 0, max(8 * eps, 1e-5) * np.abs(want[of]).max())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ def test_many_short_integers(name, dtype):
     """A long array, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
     low, high = {"int4": (-8, 8), "int8": (-128, 128), "uint8": (0, 256)}[dtype]
     x = np.random.default_rng(0).integers(low, high, (400, 16))
-    near(*(plainly(name, **{logits_of(name): jnp.asarray(x, d)}) for d in (dtype, F32)))
+    assert_near(*(plainly(name, **{logits_of(name): jnp.asarray(x, d)}) for d in (dtype, F32)))
 
 
 # --- Axes -----------------------------------------------------------------------------------------------
@@ -112,7 +105,7 @@ def test_axis(name, axis):
 
     key = {"key": jax.random.split(jax.random.key(0), BATCH)} if name == "sample" else {}
     given = CALLS[name][2] | key
-    near(program(name, along_axis)(given), program(name)(given))
+    assert_near(program(name, along_axis)(given), program(name)(given))
 
 
 # --- Batches --------------------------------------------------------------------------------------------
@@ -145,7 +138,7 @@ def test_nan_and_infinities_stay_in_their_rows(name):
     got, want = (program(name)(given | {logits_of(name): of_x}) for of_x in (x, clean))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         if b.shape[:2] == BATCH:
-            near(a[~bad], b[~bad])
+            assert_near(a[~bad], b[~bad])
 
 
 @pytest.mark.parametrize("name", first_values(2, [name for name in CALLS if "where" in CALLS[name][2]]))
@@ -159,7 +152,7 @@ def test_masked_garbage_does_not_matter(name):
         labels["labels"] = given["labels"].copy()
         labels["labels"][0, ~given["where"][0]] = -100
     got = program(name)(given | labels | {of: cases.spoil_masked(x, where)})
-    jax.tree.map(np.testing.assert_array_equal, got, program(name)(given | {of: x}))
+    assert_equal(got, program(name)(given | {of: x}))
     assert name not in DIFFERENTIABLE or not np.any(np.where(where, 0, got[1][of]))
 
 
@@ -180,7 +173,7 @@ def test_arguments_broadcast(name, ones):
     given, at = CALLS[name][2], tuple(slice(0, 1 if i == "1" else None) for i in ones[:2])
     few = {of: given[of][0, 0] if ones == "scalar" else given[of][at] for of in broadcast(name)}
     full = {of: np.broadcast_to(a, given[of].shape) for of, a in few.items()}
-    near(call(name, **given | few), call(name, **given | full))
+    assert_near(call(name, **given | few), call(name, **given | full))
 
 
 @pytest.mark.parametrize("dtype", first_values(0, ["uint8", "int16", "uint32", "int64"]))
@@ -188,7 +181,7 @@ def test_labels_of_any_dtype(dtype):
     for name in [name for name in CALLS if "labels" in CALLS[name][2]]:
         with jax.enable_x64(dtype == "int64"):
             got = plainly(name, labels=jnp.asarray(CALLS[name][2]["labels"], dtype))
-        near(got, plainly(name), 1e-6)
+        assert_near(got, plainly(name), 1e-6)
 
 
 # --- Results that are not finite, and temperature 0 -----------------------------------------------------
@@ -251,11 +244,11 @@ def test_labels_out_of_range(name):
         assert np.isnan(got)
         return
     of_label, *others = jax.tree.leaves(got)
-    near(of_label[good], jax.tree.leaves(want)[0][good])
+    assert_near(of_label[good], jax.tree.leaves(want)[0][good])
     assert np.isnan(of_label[~good]).all()
     if name != "token_stats, rank":
-        near(others, jax.tree.leaves(want)[1:])
-    near(dx[good], clean[good])
+        assert_near(others, jax.tree.leaves(want)[1:])
+    assert_near(dx[good], clean[good])
     assert np.isfinite(dx).all()
 
 
@@ -267,21 +260,12 @@ def test_labels_out_of_range(name):
 )
 def test_gradients_at_temperature_0_are_0(name, transform):
     """Rows have ties, zeros of both signs, subnormal and huge numbers; the last one has another temperature."""
-    tiny = 2.0**-130
-    rows = [
-        [1, 3, 3, 2, -1],
-        [0, -0.0, -1, 0, -2],
-        [-1, -2, -1, -3, -1],
-        [tiny, 2 * tiny, 2 * tiny, 0, -tiny],
-    ]
-    x = np.array([*rows, [0, -tiny, -0.0, -1, -1], [3, -3, 3, 0, 1], [0, 1, 2, 4, 3]], F32)
-    x[5] *= 1e38 if name.startswith("fused_topk") else 1
+    x = np.array([*cases.AT_0.values()], F32)
+    x[5] /= 1 if name.startswith("fused_topk") else 1e38
     labels = {"labels": np.arange(7) % 5} if name == "token_stats" else {}
 
     def total(x, t):
-        results = plainly(name, logits=x, temperature=t, **labels)
-        results = results.log_probs if name == "sample" else results
-        floats = [a for a in jax.tree.leaves(results) if a.dtype == F32]
+        floats = with_gradient(plainly(name, logits=x, temperature=t, **labels))
         return sum(jnp.sum((jnp.where(jnp.isfinite(a), a, 0).T * np.arange(1, 8)).T ** 2) for a in floats)
 
     for t in (np.where(np.arange(7) == 6, F32.type(2), 0), F32.type(0))[: 2 if transform is jax.grad else 1]:

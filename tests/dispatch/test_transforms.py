@@ -10,9 +10,10 @@ from jax import export, lax
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.calls import BATCH, CALLS, FUNCTIONS, MASK, WITH_KERNELS, call, pullback
+from tests.support.calls import BATCH, CALLS, FUNCTIONS, WITH_KERNELS, call, pullback, with_gradient
 from tests.support.cases import F32
 from tests.support.covering import first, first_values, in_turn, pairs
+from tests.support.trees import assert_near, types_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,13 +34,8 @@ def arrays_of(name):
 
 def close(got, want):
     """Asserts that two compilations agree: integers exactly, numbers up to a few roundings."""
-
-    def same(a, b):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        tolerance = {} if jnp.issubdtype(a.dtype, jnp.integer) else {"rtol": 1e-5, "atol": 2e-6}
-        np.testing.assert_allclose(a, b, **tolerance)
-
-    jax.tree.map(same, got, want)
+    assert types_of(got) == types_of(want)
+    assert_near(got, want)
 
 
 def at(arrays, i, axes=0):
@@ -170,17 +166,15 @@ def test_gradient_of_what_slices_share(name):
     held = {of: first_of_all[of] for of in CALLS[name][3].split()}
     others = {of: a for of, a in of_rows.items() if of not in held}
     rest = {of: a for of, a in shared.items() if of not in held}
-    floats = lambda tree: [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]  # noqa: E731
 
     def total(held, given):
-        results = call(name, **held | rest | given)
-        results = results.log_probs if isinstance(results, ps.Sample) else results
-        return sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 0) ** 2) for a in floats(results))
+        floats = with_gradient(call(name, **held | rest | given))
+        return sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 0) ** 2) for a in floats)
 
     got = jax.jit(jax.grad(lambda held: jnp.sum(jax.vmap(lambda given: total(held, given))(others))))(held)
     one = jax.jit(jax.grad(total))
     want = jax.tree.map(lambda *a: sum(a), *(one(held, at(others, i)) for i in range(BATCH[0])))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6), got, want)
+    assert_near(got, want)
 
 
 # --- What one function has ------------------------------------------------------------------------------
@@ -221,19 +215,27 @@ def test_an_export_has_a_derivative(name):
     close(jax.vjp(again.call, X)[1](g)[0], jax.vjp(f, X)[1](g)[0])
 
 
+OF_WINNERS = {
+    "fused_topk": ps.fused_topk,
+    "fused_topk, where": lambda x, k: ps.fused_topk(x, k, where=x > -1),
+    "fused_topk, log": functools.partial(ps.fused_topk, log=True, dtype="bfloat16"),
+    "top_k": lambda x, k: ps.top_k(x, k, lengths=jnp.sum(x > 0, -1)),
+    "top_k of integers": lambda x, k: ps.top_k(x.astype("int8"), k, lengths=jnp.sum(x > 0, -1)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"where": MASK[0, 0]}, {}, {"log": True, "dtype": "bfloat16"}], ids=list)
-def test_export_with_a_symbolic_number_of_winners(options):
-    """k is the size of another argument, with a constraint that it fits."""
-
-    def largest(x, like):
-        return ps.fused_topk(x, like.shape[0], **options)
-
-    k = export.symbolic_shape("k", constraints=[f"k <= {V}"])
-    shapes = [jax.ShapeDtypeStruct(X.shape, F32), jax.ShapeDtypeStruct(k, F32)]
-    again = export.export(jax.jit(largest), platforms=["cpu"])(*shapes)
+@pytest.mark.parametrize("name", OF_WINNERS)
+def test_export_with_a_symbolic_number_of_winners(name):
+    """k is the size of another argument, with a constraint that it fits. The rows and the row are symbolic as well."""
+    n, v, k = export.symbolic_shape("n, v, k", constraints=["k <= v"])
+    largest = jax.jit(lambda x, like: OF_WINNERS[name](x, like.shape[0]))
+    shapes = jax.ShapeDtypeStruct((n, v), F32), jax.ShapeDtypeStruct((k,), F32)
+    again = export.deserialize(export.export(largest, platforms=["cpu"])(*shapes).serialize())
     for k in (1, 5, V):
-        close(again.call(X, np.zeros(k, F32)), ps.fused_topk(X, k, **options))
+        got = again.call(X, np.zeros(k, F32))
+        assert isinstance(got, ps.TopK)
+        close(got, OF_WINNERS[name](X, k))
 
 
 def test_a_symbolic_number_of_winners_must_be_known_to_fit():

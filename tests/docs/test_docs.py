@@ -3,15 +3,14 @@
 import contextlib
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from tests.support.children import output_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,14 +54,6 @@ def run(text: str) -> dict:
 def stated(code: str) -> list[str]:
     """Returns the lines that a program prints, by its comments."""
     return re.findall(r"^# -> (.*)$", code, re.MULTILINE)
-
-
-def output_of(program: str, **options: Any) -> str:
-    """Returns what a program prints in a new process."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -123,9 +114,8 @@ def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_f
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_and_links_exist(document):
-    path = ROOT / document
+    path, missing = ROOT / document, []
     text = path.read_text()
-    missing = [name for name in re.findall(r"configs/\w+\.flags", text) if not (ROOT / name).is_file()]
     for link in map("".join, re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"(.*?)\"", text)):
         if "://" not in link:
             target, _, anchor = link.partition("#")

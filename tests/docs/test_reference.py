@@ -1,13 +1,17 @@
-"""docs/reference.md has each public name and an example of each function, and `help` shows short types."""
+"""docs/reference.md and docstrings have each public name, with examples that print what they state."""
 
+import doctest
 import inspect
 import pydoc
 import re
 import typing
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax import paper
 from tests.docs.test_docs import ROOT, blocks
 from tests.docs.test_numbers import load
 
@@ -19,6 +23,7 @@ ONLINE = re.findall(r"\w+", re.findall(r"members: \[(\w.*)\]", REFERENCE)[0])
 
 def test_the_reference_has_each_public_name_once():
     assert sorted(ENTRIES[1::2]) == sorted([*ps.__all__, "paper"])
+    assert sorted(ONLINE) == sorted(ps.online.__all__)
 
 
 def test_the_reference_shows_an_example_of_each_function():
@@ -48,3 +53,24 @@ def test_help_shows_array_like_by_its_name(name):
     value = FUNCTIONS.get(name) or getattr(ps.online, name.partition(".")[2])
     assert not re.search(r"numpy\.bool|SupportsDType", pydoc.render_doc(value))
     typing.get_type_hints(value)  # the words in quotes exist
+
+
+def functions(module):
+    """Returns the public functions of a module by name."""
+    named = ((name, getattr(module, name)) for name in module.__all__)
+    return {f"{module.__name__}.{name}": value for name, value in named if inspect.isfunction(value)}
+
+
+DOCUMENTED = functions(ps) | functions(ps.online) | {paper.__name__: paper}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_an_example_prints_what_it_states(name, quick_compilation):
+    text = inspect.getdoc(DOCUMENTED[name]) or ""
+    names = {"jax": jax, "jnp": jnp, "ps": ps}
+    test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    assert "\nExamples:\n" in text and test.examples
+    report: list[str] = []
+    with jnp.printoptions(precision=3):
+        doctest.DocTestRunner().run(test, out=report.append)
+    assert not report, "".join(report)

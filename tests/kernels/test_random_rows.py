@@ -80,85 +80,57 @@ def random_shapes(count, max_k, longest=300_000):
 
 
 @both
-def test_random_topk(implementation, capsys):
-    """More than 5,000 random and adversarial rows of 60 shapes; for triton 2,500 rows of 30 shapes."""
-    count, least = (30, 2500) if implementation == "triton" else (60, 5000)
-    total = 0
+@pytest.mark.parametrize("function", ["fused_topk", "top_k"])
+def test_random_winners(implementation, function, capsys):
+    """Random and adversarial rows, in half of the calls each. A third of the shapes of top_k has lengths.
 
-    def check_row(i, values, indices, x, k, name, t, where, log):
-        one = None if where is None else where[i : i + 1]
-        got = ps.TopK(values[i : i + 1], indices[i : i + 1])
-        assert_topk(got, x[i : i + 1], k, [f"{name} row {i}"], t[i : i + 1], one, log)
+    fused_topk gets more than 5,000 rows of 60 shapes, and for triton 2,500 of 30; top_k 20,000 of 60, and 5,000 of 20.
+    """
+    fused, slow = function == "fused_topk", implementation == "triton"
+    count, each = (30 if slow else 60, None) if fused else (20, 250) if slow else (60, 350)
+    shapes, total = list(random_shapes(count, MAX_K[implementation])), 0
 
-    def compile_it(shape):
-        _, v, k, dtype, pattern, log, rows, _ = shape
-        where = None if pattern is None else cases.broadcast_mask(pattern, (rows, v))
-        topk(implementation, np.zeros((rows, v), dtype), k, np.ones(rows, F32), where, log)
-
-    shapes = list(random_shapes(count, MAX_K[implementation]))
-    if implementation == "triton":
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(compile_it, shapes))
-    with ThreadPoolExecutor() as pool:  # the oracle spends its time in NumPy
-        for shape, (rng, v, k, dtype, pattern, log, rows, calls) in enumerate(shapes):
-            for call in range(calls):
-                make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
-                x, t = make(rng, rows, v, dtype), rng.choice([0.5, 1, 2], rows).astype(F32)
-                where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
-                x = x if where is None else cases.spoil_masked(x, where)
-                values, indices = map(np.asarray, topk(implementation, x, k, t, where, log))
-                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} log={log}"
-                full = None if where is None else np.broadcast_to(where, x.shape)
-                tasks = [
-                    pool.submit(check_row, i, values, indices, x, k, name, t, full, log) for i in range(rows)
-                ]
-                for task in tasks:
-                    task.result()
-                total += rows
-    with capsys.disabled():
-        print(f"\n{total} random rows of top-k by {implementation}, seed {SEED}")
-    assert total >= least
-
-
-@both
-def test_random_top_k(implementation, capsys):
-    """20,000 random and adversarial rows of 60 shapes; for triton 5,000 rows of 20 shapes. A third has lengths."""
-    count, each = (20, 250) if implementation == "triton" else (60, 350)
-    total = 0
-    shapes = list(random_shapes(count, MAX_K[implementation]))
+    def run(shape, x, k, t, where, lengths, log):
+        if fused:
+            return topk(implementation, x, k, t, where, log)
+        return top_k(implementation, x, k, where, lengths, bool(shape % 2))
 
     def compile_it(shape):
-        _, v, k, dtype, pattern, _, rows, _ = shapes[shape]
+        _, v, k, dtype, pattern, log, rows, _ = shapes[shape]
         where = None if pattern is None else cases.broadcast_mask(pattern, (rows, v))
-        lengths = None if shape % 3 else np.zeros(rows, np.int32)
-        top_k(implementation, np.zeros((rows, v), dtype), k, where, lengths, bool(shape % 2))
+        lengths = np.zeros(rows, np.int32) if shape % 3 == 0 else None
+        run(shape, np.zeros((rows, v), dtype), k, np.ones(rows, F32), where, lengths, log)
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(compile_it, range(count)))
-    with ThreadPoolExecutor() as pool:
-        for shape, (rng, v, k, dtype, pattern, _, rows, _) in enumerate(shapes):
-            is_sorted, has_lengths = bool(shape % 2), shape % 3 == 0
-            for call in range(-(-each // rows)):
+    with ThreadPoolExecutor() as pool:  # the oracle spends its time in NumPy
+        for shape, (rng, v, k, dtype, pattern, log, rows, calls) in enumerate(shapes):
+            has_lengths = shape % 3 == 0 and not fused
+            for call in range(calls if fused else -(-each // rows)):
                 make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
-                x = make(rng, rows, v, dtype)
+                x, t = make(rng, rows, v, dtype), rng.choice([0.5, 1, 2], rows).astype(F32)
                 where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+                x = cases.spoil_masked(x, where) if fused and where is not None else x
                 lengths = rng.integers(-9, v + 9, rows).astype(np.int32) if has_lengths else None
                 kept = None if where is None else np.broadcast_to(where, x.shape)
                 kept = oracle.within(x, lengths, kept) if has_lengths else kept
-                got = [*map(np.asarray, top_k(implementation, x, k, where, lengths, is_sorted))]
-                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} {has_lengths}"
+                got = [*map(np.asarray, run(shape, x, k, t, where, lengths, log))]
+                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} {log} {has_lengths}"
 
-                def check(at, got=got, x=x, kept=kept, name=name, k=k, is_sorted=is_sorted):
+                def check(at, got=got, x=x, t=t, kept=kept, name=name, k=k, log=log, shape=shape):
                     some = slice(at, at + 8)
                     names = [f"{name} row {i}" for i in range(len(x))[some]]
-                    mask = None if kept is None else kept[some]
-                    assert_top_k([a[some] for a in got], x[some], k, names, mask, is_sorted)
+                    winners, mask = ps.TopK(*(a[some] for a in got)), None if kept is None else kept[some]
+                    if fused:
+                        assert_topk(winners, x[some], k, names, t[some], mask, log)
+                    else:
+                        assert_top_k(winners, x[some], k, names, mask, bool(shape % 2))
 
                 list(pool.map(check, range(0, rows, 8)))
                 total += rows
     with capsys.disabled():
-        print(f"\n{total} random rows of top_k by {implementation}, seed {SEED}")
-    assert total >= count * each
+        print(f"\n{total} random rows of {function} by {implementation}, seed {SEED}")
+    assert total >= ((2500 if slow else 5000) if fused else count * each)
 
 
 def random_softmax(shape, rows_each):

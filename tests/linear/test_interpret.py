@@ -11,7 +11,6 @@ from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
-from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
@@ -22,7 +21,7 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _in_the_interpreter(monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
-    with twins.interpreted(INTERPRET):
+    with twins.interpreted():
         yield
 
 

@@ -124,6 +124,25 @@ PROJECTIONS = [
 ]
 
 
+def logits(rows, v, dtype, *, ties=False, masked=False, seed=0):
+    """Returns random rows and a mask or None. With `ties`, all elements of the first row tie."""
+    x = np.random.default_rng(seed).standard_normal((rows, v)).astype(dtype)
+    x[: int(ties)] = 1
+    return x, np.arange(v)[None] % 3 > 0 if masked else None
+
+
+def assert_rows(name, got, arrays, where=None):
+    want, *_ = bounds.expected(name, arrays, where)
+    np.testing.assert_allclose(np.asarray(got, "float32"), want, rtol=0.05, atol=0.05)
+
+
+def assert_winners(got, x, k, where, as_they_are):
+    values, indices = map(np.asarray, got)
+    want, best = (oracle.top_k if as_they_are else oracle.fused_topk)(x, k, where)
+    np.testing.assert_array_equal(indices, best)
+    np.testing.assert_allclose(values, want, *((0, 0) if as_they_are else (0.05, 1e-6)))
+
+
 @jax.jit
 def gradients(x, indices, m, d, g, g_d):
     t = np.ones(1, "float32")
@@ -132,29 +151,19 @@ def gradients(x, indices, m, d, g, g_d):
 
 def mosaic_gpu():
     for rows, v, dtype, plan, masked, names in SHAPES:
-        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-        where = np.arange(v)[None] % 3 > 0 if masked else None
+        x, where = logits(rows, v, dtype, masked=masked)
         for name in names:
             arrays = cases.operands(name, x, where)
             kernel = jax.jit(functools.partial(softmax.softmax_results, name, plan=plan, interpret=None))
-            got = np.asarray(kernel(arrays, where)[0]).astype("float32")
-            want, *_ = bounds.expected(name, arrays, where)
-            np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+            assert_rows(name, kernel(arrays, where)[0], arrays, where)
     for rows, v, dtype, plan, masked, ks in TOPK:
-        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-        x[0] = 1  # all elements tie: the exact path
-        where = np.arange(v)[None] % 3 > 0 if masked else None
+        x, where = logits(rows, v, dtype, ties=True, masked=masked)  # ties take the exact path
         for k in ks:
             choice = plan or topk.plan_topk(rows, v, k, dtype)
-            kernel = jax.jit(functools.partial(topk.topk_rows, k=k, plan=choice, interpret=None))
-            values, indices = map(np.asarray, kernel(x, where=where)[0])
-            want, best = oracle.fused_topk(x, k, where)
-            np.testing.assert_array_equal(indices, best)
-            np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
-        as_they_are = functools.partial(topk.topk_rows, k=k, plan=choice, temperature=None, interpret=None)
-        values, indices = jax.jit(functools.partial(as_they_are, dtype=x.dtype))(x, where=where)[0]
-        np.testing.assert_array_equal(indices, best)
-        np.testing.assert_array_equal(values, oracle.top_k(x, k, where)[0])
+            kernel = functools.partial(topk.topk_rows, k=k, plan=choice, interpret=None)
+            assert_winners(jax.jit(kernel)(x, where=where)[0], x, k, where, False)
+        kernel = functools.partial(kernel, temperature=None, dtype=x.dtype)
+        assert_winners(jax.jit(kernel)(x, where=where)[0], x, k, where, True)
     for plan, dtype, masked in SELECT:
         rows = select.rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
         x = np.stack([rows[name] for name in ("normal", "special", "constant", "ascending")])
@@ -164,23 +173,20 @@ def mosaic_gpu():
             select.select_rows(x, plan.k, plan, where, lengths, interpret=None), x, plan.k, where, lengths
         )
     for rows, v, dtype, k in TOPK_GRAD:
-        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
+        x, _ = logits(rows, v, dtype)
         d = np.sum(np.exp(oracle.wide(x) - oracle.wide(x).max(1, keepdims=True)), 1).astype("float32")
         won, m, g = oracle.topk_indices(x, k), x.max(1).astype("float32"), cases.cotangent((rows, k))
         dx, _ = gradients(x, won, m, d, g, np.zeros_like(m))
         want, _ = oracle.fused_topk_vjp(x, g, k)
         np.testing.assert_allclose(np.asarray(dx, "float32"), want, rtol=0.05, atol=1e-3)
     for v, dtype, plan, names in COLUMNS:
-        x = np.random.default_rng(0).standard_normal((32, v)).astype(dtype)  # two arrays of 16 columns
+        x, _ = logits(32, v, dtype)  # two arrays of 16 columns
         for name in names:
             arrays = cases.operands(name, x)
-            got = softmax.columns_rows(name, arrays, plan, interpret=None).astype("float32")
-            want, *_ = bounds.expected(name, arrays)
-            np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+            assert_rows(name, softmax.columns_rows(name, arrays, plan, interpret=None), arrays)
     for rows, v, dtype, count, warpgroups, masked in SAMPLE:
-        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-        x[0] = 1  # all elements tie
-        where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
+        x, where = logits(rows, v, dtype, ties=True, masked=masked)
+        where = np.broadcast_to(where, x.shape) if masked else None
         plan = plan_of(v, dtype, count, warpgroups)
         kernel = jax.jit(functools.partial(sample.sample_rows, plan=plan, interpret=None))
         words = np.stack([np.full(rows, 5), np.arange(rows), np.zeros(rows), np.arange(rows) * v], 1).astype(
@@ -191,17 +197,11 @@ def mosaic_gpu():
             assert_draws(kernel(x, words, parameters, where), x, words, range(rows), parameters, where)
             assert_cutoffs(kernel(x, None, parameters, where), x, range(rows), parameters, where)
     for name, experts, k, dtype in ROUTE:
-        gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
-        x[0] = 1  # all experts tie
-        g, bias = cases.cotangent((5, k)), np.linspace(-0.1, 0.1, experts, dtype="float32")
-        forward = jax.jit(functools.partial(route.route_rows, k=k, gate=gate, interpret=None))
-        backward = jax.jit(functools.partial(route.route_grad_rows, gate=gate, interpret=None))
-        got = forward(x, bias=bias)
-        routing.judge(got, x, k, gate, bias)
-        dx = backward(x, got[1], g=g, g_logsumexp=g[:, 0])
-        routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g[:, 0])
+        gate, (x, _) = routing.GATES[name], logits(5, experts, dtype, ties=True)
+        run = jax.jit(route.results_and_gradient(k, gate, interpret=None))
+        routing.check(run, x, k, gate, np.linspace(-0.1, 0.1, experts, dtype="float32"))
     for rows, v in PAPER:
-        x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
+        x, _ = logits(rows, v, "float32")
         for algorithm in paper.SOFTMAX.values():
             got = jax.jit(algorithm.kernel)(x)
             np.testing.assert_allclose(got, oracle.softmax(x), rtol=0.05, atol=0.05)
@@ -259,57 +259,28 @@ def projection():
 
 
 def triton_rows(rows, v, dtype, plan, masked, name):
-    x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-    where = np.arange(v)[None] % 3 > 0 if masked else None
+    """Compiles a kernel, and returns a function that runs and checks it."""
+    x, where = logits(rows, v, dtype, masked=masked)
     arrays = cases.operands(name, x, where)
     kernel = jax.jit(lambda arrays, where: triton.softmax_rows(name, arrays, where, (1,), plan))
-    compiled = kernel.lower(arrays, where).compile()
-
-    def check():
-        out = compiled(arrays, where)
-        got = np.asarray(out[0] if name == "logsumexp" else out).astype("float32")
-        want, *_ = bounds.expected(name, arrays, where)
-        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
-
-    return check
+    run = functools.partial(kernel.lower(arrays, where).compile(), arrays, where)
+    return lambda: assert_rows(name, jax.tree.leaves(run())[0], arrays, where)
 
 
-def triton_top_k(rows, v, dtype, plan, masked, k):
-    """Runs the kernels without a normalizer."""
-    x = np.random.default_rng(1).standard_normal((rows, v)).astype(dtype)
-    where = np.arange(v)[None] % 3 > 0 if masked else None
-    run = functools.partial(triton.topk, temperature=None, k=k, log=False, dtype=x.dtype, plan=plan)
-    compiled = jax.jit(run).lower(x, where).compile()
-
-    def check():
-        for got, want in zip(compiled(x, where)[0], oracle.top_k(x, k, where)):
-            np.testing.assert_array_equal(got, want)
-
-    return check
-
-
-def triton_topk(rows, v, dtype, plan, masked, k):
-    x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-    x[0] = 1  # all elements tie
-    where = np.arange(v)[None] % 3 > 0 if masked else None
-    run = functools.partial(triton.topk, k=k, log=False, dtype=np.dtype("float32"), plan=plan)
-    temperature = np.ones((1, 1), "float32")
-    compiled = jax.jit(run).lower(x, where, temperature).compile()
-
-    def check():
-        values, indices = map(np.asarray, compiled(x, where, temperature)[0])
-        want, best = oracle.fused_topk(x, k, where)
-        np.testing.assert_array_equal(indices, best)
-        np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
-
-    return check
+def triton_topk(rows, v, dtype, plan, masked, k, as_they_are=False):
+    """Does the same for top-k, with a normalizer or with the winners as they are."""
+    x, where = logits(rows, v, dtype, ties=not as_they_are, masked=masked, seed=int(as_they_are))
+    values, t = (x.dtype, None) if as_they_are else (np.dtype("float32"), np.ones((1, 1), "float32"))
+    kernel = jax.jit(functools.partial(triton.topk, k=k, log=False, dtype=values, plan=plan))
+    run = functools.partial(kernel.lower(x, where, t).compile(), x, where, t)
+    return lambda: assert_winners(run()[0], x, k, where, as_they_are)
 
 
 def triton_sweep():
     with ThreadPoolExecutor(14) as pool:  # to compile
         checks = [pool.submit(triton_rows, *case, name) for *case, names in TRITON for name in names]
         checks += [pool.submit(triton_topk, *case, k) for *case, ks in TRITON_TOPK for k in ks]
-        checks += [pool.submit(triton_top_k, *case, ks[0]) for *case, ks in TRITON_TOPK]
+        checks += [pool.submit(triton_topk, *case, ks[0], True) for *case, ks in TRITON_TOPK]
     for check in checks:
         check.result()()
     print("swept triton", TRITON, TRITON_TOPK)

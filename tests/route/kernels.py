@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_softmax as ps
 from pallas_softmax._src import folding
 from pallas_softmax._src.route import kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.cases import F32
-from tests.support.kernels import INTERPRET, fewer_rows
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 
 def plan_route(rows, experts, k, dtype, *, biased, groups=1):
@@ -20,31 +20,31 @@ def plan_route(rows, experts, k, dtype, *, biased, groups=1):
     return tile
 
 
-def route_rows(x, k, gate, bias, interpret=INTERPRET):
-    """Returns the kernel's weights, indices and logsumexp for a gate of tests/support/routing.py."""
-    steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
-    plan = plan_route(*x.shape, k, x.dtype, biased=gate.steered, groups=gate.groups)
-    mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
-    with interpreted(interpret):
-        weights, indices, logsumexp = kernel.route_rows(
+def results_and_gradient(k, gate, interpret=INTERPRET):
+    """Returns what `routing.results_and_gradient` returns, by the kernels, for a gate of tests/support/routing.py."""
+    of_kernel = Gate(gate.score, gate.renormalize, gate.scale)
+
+    def tile(plan):
+        return plan if interpret is None else fewer_rows(plan)
+
+    def run(x, bias, g, g_logsumexp):
+        x, steer = (
             jnp.asarray(x),
-            mask,
-            k,
-            plan if interpret is None else fewer_rows(plan),
-            gate=Gate(gate.score, gate.renormalize, gate.scale),
-            groups=gate.groups,
-            top_groups=gate.top_groups or 1,
-            group_best=gate.group_best or 2,
+            bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None,
         )
-    return weights, indices, logsumexp[:, 0]
+        plan = plan_route(*x.shape, k, x.dtype, biased=gate.steered, groups=gate.groups)
+        mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
+        groups = {
+            "groups": gate.groups,
+            "top_groups": gate.top_groups or 1,
+            "group_best": gate.group_best or 2,
+        }
+        plan_of_gradient = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
+        assert plan_of_gradient is not None
+        with interpreted(interpret):
+            weights, indices, logsumexp = kernel.route_rows(x, mask, k, tile(plan), gate=of_kernel, **groups)
+            cotangents = jnp.asarray(g), jnp.asarray(g_logsumexp)
+            dx = kernel.route_grad_rows(x, indices, *cotangents, tile(plan_of_gradient), gate=of_kernel)
+        return ps.Routing(weights, indices, logsumexp[:, 0]), dx
 
-
-def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
-    """Returns the kernel's cotangents of the logits."""
-    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
-    assert plan is not None
-    plan = plan if interpret is None else fewer_rows(plan)
-    gate = Gate(gate.score, gate.renormalize, gate.scale)
-    arrays = (jnp.asarray(a) for a in (x, indices, g, g_logsumexp))
-    with interpreted(interpret):
-        return kernel.route_grad_rows(*arrays, plan, gate=gate)
+    return run

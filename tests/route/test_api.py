@@ -20,8 +20,8 @@ BEST = "sigmoid, bias, groups"  # the gate with all options
 LINE = np.linspace(-2, 2, 16, dtype=F32)  # logits of one row that are far apart
 
 
-def bias_of(experts, scale=0.1):
-    return (scale * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
+def bias_of(experts):
+    return (0.1 * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
 
 
 def route(x, k, gate, bias=None, **kwargs):
@@ -54,11 +54,8 @@ def test_against_the_oracle(name, size, dtype):
     """Experts, weights, logsumexp and the cotangents of the logits."""
     (experts, k), gate = size, GATES[name]
     x, bias = rows_with_ties(experts, dtype), bias_of(experts)
-    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-    got, dx = jax.jit(routing.results_and_gradient(k, gate, None))(x, bias, g, g_logsumexp)
+    got, _ = routing.check(jax.jit(routing.results_and_gradient(k, gate, None)), x, k, gate, bias)
     assert got.weights.dtype == got.logsumexp.dtype == F32
-    routing.judge(got, x, k, gate, bias)
-    routing.judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
 
 
 @each_gate

@@ -28,29 +28,6 @@ GROUP_BEST = [
 LOWEST = -(2**31)
 
 
-def held_by_threads(tile, keys):
-    """Returns the keys of each thread, (128, rows of a thread, elements), for rows cut into pieces."""
-    lanes = tile.lanes // tile.pieces
-    shape = (-1, 128 // tile.lanes, tile.pieces, tile.steps, lanes, tile.vec)
-    held = keys.reshape(shape).transpose(1, 2, 4, 0, 3, 5)
-    return held.reshape(128, held.shape[3], -1)
-
-
-def operands(held):
-    _, rows, count = held.shape
-    return {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
-
-
-def by_row(machine, tile, name, dtype="int32"):
-    """Returns the results <name{row}_{i}> of all threads as rows: the inverse of `held_by_threads`."""
-    lanes, rows = tile.lanes // tile.pieces, tile.rows // (128 // tile.lanes)
-    count = tile.steps * tile.vec
-    found = [[machine.registers[f"%{name}{row}_{i}"] for i in range(count)] for row in range(rows)]
-    found = np.moveaxis(np.array(found), -1, 0).astype("uint32").view(dtype)
-    found = found.reshape(128 // tile.lanes, tile.pieces, lanes, rows, tile.steps, tile.vec)
-    return found.transpose(3, 0, 1, 4, 2, 5).reshape(tile.rows, -1)
-
-
 def rows_of_groups(rng, shape, kind):
     if kind == "ties":
         return rng.integers(0, 3, shape).astype(F32)
@@ -70,7 +47,7 @@ def test_groups(experts, groups, group_best, kind):
     x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
     keys = oracle.order_key(x).astype("int64")
     code = groups_program(tile, groups, 3, group_best)
-    machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
+    machine = ptx.run_on_tile(code, ptx.held_by_threads(tile, keys))
     of_groups = keys.reshape(tile.rows, groups, -1)
     best = np.sort(of_groups, -1)[..., ::-1][..., :group_best]
     bits = np.where(best < 0, best ^ 0x7FFFFFFF, best).astype("int32")
@@ -80,7 +57,7 @@ def test_groups(experts, groups, group_best, kind):
     order = np.argsort(-oracle.order_key(rank).astype("int64"), -1, kind="stable")[:, :3]
     takes_part = (order[..., None] == np.arange(groups)).any(1)
     want = np.where(takes_part[..., None], of_groups, LOWEST).reshape(keys.shape)
-    np.testing.assert_array_equal(by_row(machine, tile, "kept"), want)
+    np.testing.assert_array_equal(ptx.tile_of(machine, tile, "kept"), want)
 
 
 @pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
@@ -92,14 +69,7 @@ def test_merges_of_pieces(experts, groups, kind):
     keys = programs.near_keys(np.random.default_rng(k), tile.shape, kind)
     of_groups = keys.reshape(tile.rows, groups, -1)
     of_groups[:, groups // 2 :] = LOWEST
-    code, out = programs.merging_ptx_of(tile, experts, k, tile.lanes / 2)
-    machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
-    rows = range(tile.rows // (128 // tile.lanes))
-    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.vec)] for row in rows]
-    columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
-    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.vec).transpose(2, 0, 1, 3)
-    best = np.lexsort((np.broadcast_to(np.arange(experts), keys.shape), -keys), -1)[:, :k]
-    np.testing.assert_array_equal(columns.reshape(tile.rows, -1)[:, :k], best)
+    programs.assert_merged(tile, experts, k, keys, tile.lanes / 2)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -110,9 +80,8 @@ def test_exponentials(tile, score):
     x = rng.standard_normal(tile.shape).astype(F32)
     x[::2] += rng.choice(np.array([-1000, -87, -30, -10, 0, 10, 16, 30, 87, 300], F32), (len(x[::2]), 1))
     x[1, 0], x[2, 1], x[3], x[0, 2] = np.inf, np.nan, -np.inf, -np.inf
-    bits = held_by_threads(tile, x.view("i4").astype("int64"))
-    machine = ptx.run(exponentials_program(tile, score), np.zeros(16, "u1"), **operands(bits))
-    e = by_row(machine, tile, "e", "float32")
+    machine = ptx.run_on_tile(exponentials_program(tile, score), ptx.held_by_threads(tile, x.view("i4")))
+    e = ptx.tile_of(machine, tile, "e", "float32")
     per_row = {}
     for name in "md":
         found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]

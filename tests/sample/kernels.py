@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from pallas_softmax._src import folding
 from pallas_softmax._src.sample import mosaic_gpu
 from pallas_softmax._src.sample.plan import plan_sample
-from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 
-def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET, stride=1):
+def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET):
     """Returns index, log probability and log of the kept share of a draw from each row; without words its `Cutoff`.
 
     Args:
@@ -19,11 +18,10 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
       parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs; by default the package's choice.
-      stride: the distance between the counters of neighbours.
     """
     x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, parameters))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
     words = None if words is None else jnp.asarray(words)
     with interpreted(interpret):
-        return mosaic_gpu.sample_rows(x, mask, request, words, plan, stride)
+        return mosaic_gpu.sample_rows(x, mask, request, words, plan, 1)

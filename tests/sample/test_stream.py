@@ -16,7 +16,6 @@ from tests.support import cases, ptx
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import first, first_values
 from tests.support.draws import assert_draws, without_filters
-from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import HOPPER
 from tests.support.twins import interpreted
@@ -103,7 +102,7 @@ def test_interpreted(v, dtype, ctas):
     """The kernel uses the temperature and the words of the right row."""
     x, words, parameters, labels = without_filters(cases.rows(ALL, v, dtype), step=19)
     of_rows = [jnp.asarray(a) for a in (x, parameters[0], words)]
-    with interpreted(INTERPRET):
+    with interpreted():
         got = draw_rows(*of_rows, plan_of(v, dtype, ctas), 1)
     assert_draws(got, x, words, labels, parameters)
 

@@ -13,6 +13,7 @@ from pallas_softmax import verify
 from pallas_softmax._src.sample import xla
 from tests.support.covering import pairs, slow
 from tests.support.draws import chi_square
+from tests.support.trees import assert_equal
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,7 +23,6 @@ RNG = np.random.default_rng(0)
 TARGET = (1.5 * RNG.standard_normal((S + 1, V))).astype(np.float32)
 LOG_Q = np.asarray(jax.nn.log_softmax(RNG.standard_normal((S, V)).astype(np.float32)))
 BEST = TARGET.argmax(-1)
-same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 
 def of_drafts(first):
@@ -190,8 +190,8 @@ def test_no_rounding_of_large_logits():
     want = run(x, 1.0)
     far = (50, 2.0**-16), (-50, 2.0**-16), (1e4, 2.0**-10), (2.0**25, 4), (-(2.0**25), 4), (2.0**100, 2.0**80)
     for shift, t in far:
-        same(run(x * np.float32(t) + np.float32(shift), t), want)
-    same(run(x.astype(int) + 2**30, 1.0), want)  # integers
+        assert_equal(run(x * np.float32(t) + np.float32(shift), t), want)
+    assert_equal(run(x.astype(int) + 2**30, 1.0), want)  # integers
 
 
 # --- Rows without a distribution, and greedy rows -------------------------------------------------------
@@ -261,8 +261,8 @@ def test_a_mask_broadcasts(shape, q):
     masks = np.stack([np.ones(shape), np.zeros(shape), np.random.default_rng(0).random(shape) < 0.7]) > 0
     run = lambda where: verify(KEY, drafts, x, q, where=where, temperature=0.1)  # noqa: E731
     full = [run(np.broadcast_to(mask, x.shape)) for mask in masks]
-    same([run(mask) for mask in masks], full)
-    same(jax.vmap(run)(masks), jax.tree.map(lambda *rows: np.stack(rows), *full))
+    assert_equal([run(mask) for mask in masks], full)
+    assert_equal(jax.vmap(run)(masks), jax.tree.map(lambda *rows: np.stack(rows), *full))
 
 
 @pytest.mark.slow
@@ -276,10 +276,10 @@ def test_parameters_are_per_row_or_per_position(q):
     per_row = {"temperature": np.array([0, 0.5, 1, 2]), "top_k": np.array([1, 2, 3, -1])}
     per_position = {name: np.broadcast_to(a[:, None], (rows, S + 1)) for name, a in per_row.items()}
     got = verify(**given, **per_row)
-    same(verify(**given, **per_position), got)
-    same(jax.jit(jax.vmap(lambda given: verify(**given)))(given | per_row), got)
+    assert_equal(verify(**given, **per_position), got)
+    assert_equal(jax.jit(jax.vmap(lambda given: verify(**given)))(given | per_row), got)
     alone = [verify(**{name: a[i] for name, a in (given | per_row).items()}) for i in range(rows)]
-    same(jax.tree.map(lambda *rows: np.stack(rows), *alone), got)
+    assert_equal(jax.tree.map(lambda *rows: np.stack(rows), *alone), got)
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_export_round_trip(q, symbolic):
     loaded = export.deserialize(bytearray(stored.serialize()))
     got = loaded.call(*arrays)
     assert isinstance(got, ps.Verified)
-    same(got, f(*arrays))
+    assert_equal(got, f(*arrays))
     assert ("mosaic_gpu" in loaded.mlir_module()) != symbolic
 
 
@@ -335,7 +335,7 @@ def test_drafts_of_every_integer_dtype(dtype):
 def test_logits_of_integers(q, dtype):
     target, drafts = np.round(TARGET + 3).clip(0, 7), np.array([1, V, 2])
     got, want = (verify(KEY, drafts, target.astype(jnp.dtype(of)), q, top_k=4) for of in (dtype, "float32"))
-    same(got, want)
+    assert_equal(got, want)
 
 
 @pytest.mark.parametrize(

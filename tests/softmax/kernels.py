@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.dispatch.operation import OPERATIONS, describe
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import columns_kernel, columns_plan, mosaic_gpu
 from pallas_softmax._src.softmax import plan as softmax_plan
@@ -15,11 +15,9 @@ from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate
 from tests.support import bounds, cases
-from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.kernels import INTERPRET
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 plan_softmax = functools.partial(softmax_plan.plan_softmax, capability=HOPPER)
 plan_columns = functools.partial(columns_plan.plan_columns, capability=HOPPER)

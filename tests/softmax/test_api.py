@@ -47,12 +47,12 @@ def cotangent_of(name, x):
     return cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1], x.dtype)
 
 
-def assert_same(got, want, units=4.0):
+def assert_same(got, want):
     """Asserts that NaN and inf agree, and that other numbers differ by a few float32 units."""
     assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type)
     assert got.shape == want.shape
     wide = np.complex128 if np.iscomplexobj(got) else F64
-    tolerance = units * float(jnp.finfo(F32).eps) * 10
+    tolerance = 40 * float(jnp.finfo(F32).eps)
     np.testing.assert_allclose(np.asarray(got, wide), np.asarray(want, wide), rtol=tolerance, atol=tolerance)
 
 
@@ -202,6 +202,7 @@ OF_LOGSUMEXP = {
         (X3, {"b": np.ones((2, *X3.shape), F32) * 3, "axis": -1}),
         (X3, {"where": HIGHER, "axis": 0, "return_sign": True}),
         (X3, {"return_sign": False}),
+        (jnp.asarray([True, False]), {}),  # the other functions raise TypeError
     ],
 }
 
@@ -256,17 +257,6 @@ def test_where_of_higher_rank_broadcasts_x(name, axis):
     x = np.broadcast_to(X3, where.shape)
     assert_same(got, jax_nn(name)(x, axis, where=where))
     assert_same(ours(name)(x, axis, where), got) if name in ELEMENTWISE else None
-
-
-@pytest.mark.parametrize("name", first_values(2, NAMES))
-def test_bool(name):
-    """softmax and log_softmax raise TypeError; logsumexp converts to numbers."""
-    x = jnp.asarray([True, False])
-    if name == "logsumexp":
-        assert_same(ps.logsumexp(x), jax.nn.logsumexp(x))
-    else:
-        with pytest.raises(TypeError, match="bool"):
-            ours(name)(x)
 
 
 # --- where --------------------------------------------------------------------------------------------

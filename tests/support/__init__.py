@@ -5,11 +5,11 @@ bounds           the error that rounding may cause, with the reasons
 cases            rows, masks and cotangents, with a reason for each
 linear           oracle, bounds and cases of a projection and its loss
 draws            the parameters of `sample`, and a test of the distribution of its draws
-paper_checks     checks of the paper's seven algorithms
 covering         few combinations of parameters that cover every pair of values; the fast set
+trees            comparisons of trees of results
 calls            calls that test the choice and the plans of mosaic_gpu and triton
 plans            the GPUs that plans are made for, and what every tile must satisfy
-kernels          shared by tests/OPERATION/kernels.py, which run the kernels of mosaic_gpu of an operation
+twins            Pallas's interpreter with a twin in plain JAX of each function with inline PTX
 triton_kernels   the kernels of triton with a given plan
 gpu              the public functions on a GPU with a named implementation, and checks of their results
 lowering         functions lowered for a platform, and the kernels in the lowered text

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
-from pallas_softmax._src.dispatch.operation import Refusal
-from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
-from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
-from pallas_softmax._src.topk.operation import MERGE, TOPK
+from pallas_softmax._src.dispatch.operation import OPERATIONS, Call, Refusal
+from tests.support.trees import floats_of
 
 # --- One table of all functions: the tests of a property run over (function, property) ------------------
 
@@ -153,11 +151,14 @@ def plainly(name, **options):
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
+def with_gradient(results):
+    """Returns the results that are floats and have a gradient."""
+    return floats_of(results.log_probs if isinstance(results, ps.Sample) else results)  # log_mass has none
+
+
 def float_sum(results):
     """Returns the sum of the results that are floats and have a gradient."""
-    results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
-    floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
-    return sum(jnp.sum(a.astype(jnp.float32)) for a in floats)
+    return sum(jnp.sum(a.astype(jnp.float32)) for a in with_gradient(results))
 
 
 def total(name, arguments, call=call):
@@ -167,9 +168,7 @@ def total(name, arguments, call=call):
     """
 
     def of_held(held):
-        results = call(name, **arguments | held)
-        results = results.log_probs if isinstance(results, ps.Sample) else results  # log_mass has no gradient
-        floats = [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
+        floats = with_gradient(call(name, **arguments | held))
         kept = (jnp.where(jnp.isfinite(a), jnp.exp(a / 9), 0).astype(jnp.float32) for a in floats)
         return sum(jnp.vdot(jnp.cos(1 + jnp.arange(a.size, dtype=a.dtype)), jnp.ravel(a)) for a in kept)
 
@@ -220,21 +219,11 @@ def device(kind):
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 
 
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        SOFTMAX,
-        SOFTMAX.gradient,
-        LOG_SOFTMAX,
-        LOG_SOFTMAX.gradient,
-        LOGSUMEXP,
-        TOPK,
-        TOPK.gradient,
-        MERGE,
-        CUTOFF,
-        SAMPLE,
-    )
-}
+def described(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
+    """Returns the description of a call."""
+    if op == "topk":
+        kwargs = {"k": 5, "function": "fused_topk"} | kwargs
+    return Call(OPERATIONS[op], dtype, rows, vocab, **({"function": op} | kwargs))
 
 
 def refusal(implementation, call, capability):

@@ -1,18 +1,31 @@
 """Child processes of tests: the number of JAX's devices must be set before JAX starts."""
 
+import contextlib
 import fcntl
 import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
+
+
+def output_of(program, **options):
+    """Returns what a program prints in a new process."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def child(script, *arguments, cpu_devices=None):
     """Starts a program of tests/programs on `cpu_devices` CPU devices, or on the machine's GPUs."""
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path}
     if cpu_devices is not None:
         # Most of the time is compilation.
@@ -20,6 +33,17 @@ def child(script, *arguments, cpu_devices=None):
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, PROGRAMS / script, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def report(name, check):
+    """Runs a check in a child, and prints its name with its error or null."""
+    error = None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # JAX prints to stdout
+            check()
+    except (Exception, pytest.fail.Exception):
+        error = traceback.format_exc()[-3000:]
+    print(json.dumps({name: error}), flush=True)
 
 
 def reports(script, *arguments, cpu_devices=8):

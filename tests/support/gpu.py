@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +35,11 @@ def one_process(name):
 much_memory = one_process("much memory")
 
 
+def on_a_gpu(test):
+    """Runs a test on a GPU only; `conftest.needs_a_gpu` skips it without one."""
+    return pytest.mark.gpu(pytest.mark.usefixtures("needs_a_gpu")(test))
+
+
 def unavailable(implementation):
     """Returns why the implementation's kernels cannot run on this machine; None if they can."""
     gpus = [d for d in jax.devices() if d.platform == "gpu"]
@@ -58,6 +64,26 @@ def function(implementation, op, where=None):
     """Returns the public function over the last axis, with the implementation named; rows keep their dimension."""
     kept = {"keepdims": True} if op == "logsumexp" else {}
     return lambda x: getattr(ps, op)(x, -1, where=where, implementation=implementation, **kept)
+
+
+def of_repeated_rows(f, rows, *few):
+    """Returns the results of f for the first rows of arrays with more than 2^31 elements, which repeat a few rows.
+
+    Asserts that all copies of a row have the same bits. None stands for an array that is not there.
+    """
+    n, v = few[0].shape
+    assert rows * v > 2**31
+
+    @jax.jit
+    def run(*few):
+        at = jnp.arange(rows) % n
+        results = f(*(None if a is None else a[at] for a in few))
+        first = jax.tree.map(lambda a: a[:n], results)
+        return first, jax.tree.map(lambda a, b: jnp.all(a == b[at]), results, first)
+
+    first, alike = run(*few)
+    assert all(jax.tree.leaves(alike))
+    return first
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "op"))

@@ -36,20 +36,13 @@ def divided_calls(text):
     return [([*map(_shape, _TENSOR.findall(types))], call.replace("\\22", '"')) for call, types in calls]
 
 
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
-_DTYPES = {
-    "f64": "float64",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "i32": "int32",
-    "ui32": "uint32",
-    "i1": "bool",
-}
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
+_KINDS = {"f": "float", "bf": "bfloat", "i": "int", "ui": "uint"}
 
 
 def _shape(tensor):
-    dims, dtype = tensor
-    return tuple(int(d) for d in dims.split("x")[:-1]), jnp.dtype(_DTYPES[dtype])
+    dims, kind, bits = tensor
+    return tuple(map(int, dims.split("x")[:-1])), jnp.dtype(_KINDS[kind] + bits if bits != "1" else "bool")
 
 
 def square_sum(f):

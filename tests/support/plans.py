@@ -17,11 +17,6 @@ def check_tile(tile, vocab):
     assert tile.rows * columns <= 12288
 
 
-def steps(plan):
-    """Returns the number of full steps of a window, of blocks after them, and of blocks in a step."""
-    return plan.full, plan.rest, plan.step_blocks
-
-
 def views(plans):
     """Returns the set of numbers of dimensions of the views that bulk copies read, for each (rows, plan)."""
     return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}

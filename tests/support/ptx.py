@@ -331,6 +331,37 @@ class Machine:
         self.write(target, group, np.broadcast_to(result, values.shape).ravel())
 
 
+# --- Tiles in registers
+
+
+def held_by_threads(tile, x):
+    """Returns the elements of each thread, (128, rows of a thread, elements), for x in the shape of the tile."""
+    lanes = tile.lanes // tile.pieces
+    shape = (-1, WARPGROUP // tile.lanes, tile.pieces, tile.steps, lanes, tile.vec)
+    held = x.reshape(shape).transpose(1, 2, 4, 0, 3, 5)
+    return held.reshape(WARPGROUP, held.shape[3], -1)
+
+
+def run_on_tile(code, held):
+    """Runs the text in one warpgroup, with the elements of each thread as <x{row}_{i}>, and returns the machine."""
+    _, rows, count = held.shape
+    operands = {f"x{row}_{i}": held[:, row, i].astype("int64") for row in range(rows) for i in range(count)}
+    return run(code, np.zeros(16, "u1"), **operands)
+
+
+def tile_of(machine, tile, name, dtype="int32"):
+    """Returns the results <name{row}_{i}> of all threads in the shape of the tile: the inverse of `held_by_threads`."""
+    lanes, rows = tile.lanes // tile.pieces, tile.rows // (WARPGROUP // tile.lanes)
+    count = tile.steps * tile.vec
+    found = [[machine.registers[f"%{name}{row}_{i}"] for i in range(count)] for row in range(rows)]
+    found = np.moveaxis(np.array(found), -1, 0).astype("uint32").view(dtype)
+    found = found.reshape(WARPGROUP // tile.lanes, tile.pieces, lanes, rows, tile.steps, tile.vec)
+    return found.transpose(3, 0, 1, 4, 2, 5).reshape(tile.rows, -1)
+
+
+# --- The text
+
+
 def _parse(text):
     text = re.sub(r"\.reg[^;]*;", "", re.sub(r"<([a-z]\w*)>", r"%\1", text))
     program, labels = [], {}

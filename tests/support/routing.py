@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 import pallas_softmax as ps
-from tests.support import oracle
+from tests.support import cases, oracle
 
 # Two experts, or two groups, may be exchanged if their exact numbers differ by less than this times max(1, |bias|).
 NEAR = 2.0**-20
+UNITS = 32.0  # the error of weights and gradients, in roundings of float32
 
 
 class Gate(NamedTuple):
@@ -190,7 +191,16 @@ def results_and_gradient(k, gate, implementation):
     return results
 
 
-def judge(got, x, k, gate, bias, *, units=32.0):
+def check(run, x, k, gate, bias):
+    """Asserts that results and cotangents of `run`, a function as `results_and_gradient` returns, are right."""
+    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
+    got, dx = run(x, bias, g, g_logsumexp)
+    judge(got, x, k, gate, bias)
+    judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
+    return got, dx
+
+
+def judge(got, x, k, gate, bias):
     """Asserts that indices (except near ties), weights and logsumexp are right. Returns the rows with near ties."""
     got_weights, got_indices, got_logsumexp = map(np.asarray, got)
     want, near = indices(x, k, gate, bias)
@@ -213,13 +223,13 @@ def judge(got, x, k, gate, bias, *, units=32.0):
             np.abs(np.take_along_axis(oracle.wide(x), got_indices, -1) - m), posinf=0, neginf=0
         )
     least = np.finfo(np.float32).tiny * max(1.0, gate.scale)  # a GPU flushes smaller scores to 0
-    assert_near(got_weights, w, units * eps * distance * np.abs(w) + least)
+    assert_near(got_weights, w, UNITS * eps * distance * np.abs(w) + least)
     lse = oracle.logsumexp(x, -1)
-    assert_near(got_logsumexp, lse, units * eps * (1 + np.abs(lse)))
+    assert_near(got_logsumexp, lse, UNITS * eps * (1 + np.abs(lse)))
     return near
 
 
-def judge_vjp(got, x, chosen, gate, g, g_logsumexp, *, units=32.0):
+def judge_vjp(got, x, chosen, gate, g, g_logsumexp):
     """Asserts that the cotangents of the logits are right, in rows where the definition has finite ones."""
     got, wide = np.asarray(got), oracle.wide(x)
     assert got.dtype == x.dtype and got.shape == x.shape
@@ -227,7 +237,7 @@ def judge_vjp(got, x, chosen, gate, g, g_logsumexp, *, units=32.0):
     with np.errstate(all="ignore"):
         distance = 1 + np.nan_to_num(np.abs(wide - wide.max(-1, keepdims=True)), posinf=0, neginf=0)
     wide_enough = x.dtype == np.float32
-    limit = (units * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (
+    limit = (UNITS * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (
         1e-36 if wide_enough else 1e-6
     )
     finite = np.isfinite(want).all(-1)

@@ -3,6 +3,8 @@
 A twin has its function's arguments and, in effect, its results. It may leave out what only PTX reads.
 """
 
+import dataclasses
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -21,10 +23,23 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
 from pallas_softmax._src.topk.plan import padded_winners
 
+try:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+except ImportError:  # jax 0.10
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-def interpreted(interpret):
+
+INTERPRET = InterpretGPUParams()
+
+
+def interpreted(interpret=INTERPRET):
     """In this context, kernels run in Pallas's interpreter; on a GPU if `interpret` is None."""
     return interpreter.interpreted(interpret, TWINS)
+
+
+def fewer_rows(plan):
+    """Returns a tile with fewer rows, so that the few rows of a test take several tiles. For the interpreter only."""
+    return dataclasses.replace(plan, rows=min(plan.rows, 4))
 
 
 # --- Blocks and tiles

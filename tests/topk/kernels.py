@@ -12,17 +12,11 @@ from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support import bounds, cases, gpu, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.kernels import INTERPRET, fewer_rows
 from tests.support.plans import HOPPER
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 plan_topk = functools.partial(topk_plan.plan_topk, capability=HOPPER)
 ONE = np.ones(1, F32)
-
-
-def merge_so_many_lists(monkeypatch, lists):
-    """Makes a launch merge this many lists of winners into one."""
-    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
 
 
 def launches_that_merge(plan, k):
@@ -64,10 +58,10 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
         return tile_kernel.topk_grad_rows(*arrays, plan, log=log)
 
 
-def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
+def topk_merge(won, kept, indices, normalizers, temperature, k, log):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
     t = None if temperature is None else jnp.asarray(temperature)
-    with interpreted(interpret):
+    with interpreted():
         request = merge_kernel.Request(
             k, won.dtype, kept is not None, log, F32, normalized=normalizers is not None
         )
@@ -197,10 +191,3 @@ CROWDED = [
     (Window(2007, 4, 8, 4, 2), F32, 64),
     (Window(1203, 4, 8, 8), F32, 128),
 ]
-
-
-def exceeds_capacity(x, k):
-    """Returns whether, in every row, more elements reach the k-th best than a list of candidates has room for."""
-    keys = oracle.order_key(x)
-    bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
-    return (np.sum(keys >= bound, -1) > topk_plan.candidate_capacity(k)).all()

@@ -1,48 +1,26 @@
-"""The inline PTX of top-k as programs of their own, and keys that are hard to sort."""
+"""The inline PTX of merges in tiles, and keys that are hard to sort."""
 
 import numpy as np
 
 from pallas_softmax._src.gpu.layout import merged_tile
-from pallas_softmax._src.gpu.ptx import merging, ranking
-from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.topk import candidates_ptx, merge_kernel
-from pallas_softmax._src.topk.candidates_ptx import WindowProgram
-from tests.support import oracle
+from pallas_softmax._src.gpu.ptx import merging
+from tests.support import oracle, ptx
 from tests.support.cases import F32
 
 
-def rank_ptx_of(capacity, k, dtype, vocab):
-    """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
-    p = CtaProgram()
-    candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
-    put = merge_kernel.put_in_shared_memory(p, ranked, k)
-    ranking.rank(p, ranking.CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, vocab))
-    return p
+def best_of(keys, k):
+    """Returns the places of the k best keys of each row, the lower place first among ties."""
+    keys = np.asarray(keys, "int64")
+    return np.lexsort((np.broadcast_to(np.arange(keys.shape[-1]), keys.shape), -keys), -1)[..., :k]
 
 
-def bound_ptx_of(window, k):
-    """Returns the text of the search for a bound; <bound> receives it."""
-    p = WindowProgram(window, "float32", k)
-    bound, _ = candidates_ptx.find_bound(p, k)
-    p.set(p.operand("bound", "s32"), bound)
-    return p
-
-
-def collect_ptx_of(window, dtype, k, everywhere):
-    """Returns the text that lists the elements that reach <bound>."""
-    p = WindowProgram(window, dtype, k)
-    candidates_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
-    return p
-
-
-def merging_words_ptx_of(tile, vocab, k):
-    """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging.take_words_program(tile, vocab, k), merged_tile(tile, k)
-
-
-def merging_ptx_of(tile, vocab, k, lanes=None):
-    """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging.take_program(tile, vocab, k, lanes), merged_tile(tile, k)
+def assert_merged(tile, vocab, k, keys, lanes=None):
+    """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
+    program = merging.take_program(tile, vocab, k, lanes)
+    columns = ptx.tile_of(
+        ptx.run_on_tile(program, ptx.held_by_threads(tile, keys)), merged_tile(tile, k), "winner"
+    )
+    np.testing.assert_array_equal(columns[:, :k], best_of(keys[:, :vocab], k))
 
 
 def near_keys(rng, shape, kind):

@@ -10,8 +10,7 @@ from pallas_softmax._src.select import kernel as select_kernel
 from pallas_softmax._src.select.kernel import program_of
 from pallas_softmax._src.select.plan import SelectPlan, registers_plan
 from tests.support import oracle, ptx
-from tests.support.kernels import INTERPRET
-from tests.support.twins import interpreted
+from tests.support.twins import INTERPRET, interpreted
 
 
 def rows_of(v, k, dtype, seed=0):
@@ -105,11 +104,6 @@ def select_rows(x, k, plan, where=None, lengths=None, *, sorted=False, interpret
         ctas = plan.ctas if interpret is None else 1  # the interpreter has no clusters
         plan = dataclasses.replace(plan, sorted=sorted, ctas=ctas)
         return select_kernel.select_rows(jnp.asarray(x), mask, lengths, k, plan)
-
-
-def in_order(plan, sorted=True):
-    """Returns the plan with sorted winners, or with winners in any order."""
-    return dataclasses.replace(plan, sorted=sorted)
 
 
 def offset_of(plan):

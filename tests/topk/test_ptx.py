@@ -6,8 +6,11 @@ In the interpreter the kernels run twins of this PTX in plain JAX. These tests r
 import numpy as np
 import pytest
 
-from pallas_softmax._src.gpu.layout import Tile, Window
-from pallas_softmax._src.topk import merge_kernel, window_kernel
+from pallas_softmax._src.gpu.layout import Tile, Window, merged_tile
+from pallas_softmax._src.gpu.ptx import merging, ranking
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel, window_kernel
+from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
@@ -25,12 +28,6 @@ def raw_keys(x):
     """Returns keys in the order of floats with any bits, the sign first."""
     bits = x.view(f"i{x.dtype.itemsize}").astype("int64")
     return np.where(bits < 0, bits ^ np.iinfo(f"i{x.dtype.itemsize}").max, bits)
-
-
-def best_of(keys, k):
-    """Returns the places of the k best keys of each row, the lower place first among ties."""
-    keys = np.asarray(keys, "int64")
-    return np.lexsort((np.broadcast_to(np.arange(keys.shape[-1]), keys.shape), -keys), -1)[..., :k]
 
 
 def assert_ranked(memory, at, keys, indices):
@@ -102,8 +99,13 @@ def test_rank(k, n, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, candidates, n, "uint64")[:] = candidates_of(keys, indices)
     words(memory, buckets, capacity)[:] = 0xDEADBEEF
-    code = programs.rank_ptx_of(capacity, k, *dtype_and_vocab)
-    machine = ptx.run(code, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
+    p = CtaProgram()
+    *at, out = p.operands("u32", "candidates", "n", "buckets", "ranked")
+    lists = ranking.CandidateList(
+        *at[:2], capacity, at[2], out, merge_kernel.put_in_shared_memory(p, out, k), k, *dtype_and_vocab
+    )
+    ranking.rank(p, lists)
+    machine = ptx.run(p, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many
     best = np.lexsort((indices, -np.asarray(keys, "int64")))[:k]
@@ -165,8 +167,9 @@ def test_bound(groups, k, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
     candidates, counts = 4 * groups, SMEM - 512
-    code = programs.bound_ptx_of(Window(4 * groups, 4, 1, 1), k)
-    machine = ptx.run(code, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
+    p = WindowProgram(Window(4 * groups, 4, 1, 1), "float32", k)
+    p.set(p.operand("bound", "s32"), candidates_ptx.find_bound(p, k)[0])
+    machine = ptx.run(p, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
     assert k <= np.sum(keys >= bound) < k + max(2, k // 16) + ties
@@ -223,7 +226,8 @@ def test_collect(window, dtype, best, everywhere):
     memory, operands = search_memory(window, x, k, low)
     keys = oracle.order_key(x)
     bound = np.sort(keys)[-best]
-    code = programs.collect_ptx_of(window, dtype, k, everywhere)
+    code = WindowProgram(window, dtype, k)
+    candidates_ptx.collect(code, code.operand("bound", "s32"), all_groups=everywhere)
     ptx.run(code, memory, **operands, bound=int(bound))
     reach = np.flatnonzero(keys >= bound)
     (n,) = words(memory, operands["counts"], 1)
@@ -289,22 +293,8 @@ def test_search(kind, search):
         memory, operands = search_memory(window, x, k, low)
         ptx.run(code, memory, **operands)
         at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
-        best = best_of(raw_keys(x), k)
+        best = programs.best_of(raw_keys(x), k)
         assert_ranked(memory, at, raw_keys(x)[best], best)
-
-
-def held_by_threads(tile, x):
-    """Returns the elements of each thread: its rows, as steps of vectors."""
-    held = x.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
-    return held.reshape(128, -1, tile.steps * tile.vec)
-
-
-def registers_of(machine, tile, winners, dtype, rows):
-    """Returns the tile of the registers <winner0_0>, ..., with `rows` rows in each thread."""
-    held = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.vec)] for row in range(rows)]
-    held = np.moveaxis(np.array(held), -1, 0).astype(dtype)
-    held = held.reshape(128 // tile.lanes, tile.lanes, -1, winners.vec).transpose(2, 0, 1, 3)
-    return held.reshape(winners.shape)
 
 
 MERGED = [
@@ -332,32 +322,17 @@ def test_merges(tile, vocab, k):
     bits = rng.integers(0, 2**16, tile.shape).astype("u2")
     bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
-    code, winners = programs.merging_words_ptx_of(tile, vocab, k)
-    held = held_by_threads(tile, bits)
+    held = ptx.held_by_threads(tile, bits)
     if held.shape[-1] % 2:
         held = np.concatenate([held, held[..., -1:]], -1)
-    both = np.ascontiguousarray(held).view("u4")
-    operands = {
-        f"x{row}_{i}": both[:, row, i].astype("int64")
-        for row in range(both.shape[1])
-        for i in range(both.shape[2])
-    }
-    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    words = registers_of(machine, tile, winners, "u4", both.shape[1])[:, :k].astype("int64")
+    machine = ptx.run_on_tile(
+        merging.take_words_program(tile, vocab, k), np.ascontiguousarray(held).view("u4")
+    )
+    words = ptx.tile_of(machine, merged_tile(tile, k), "winner", "u4")[:, :k].astype("int64")
     keys = raw_keys(bits[:, :vocab].copy())
-    best = best_of(keys, k)
+    best = programs.best_of(keys, k)
     np.testing.assert_array_equal(0xFFFF - (words & 0xFFFF), best)
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
-
-
-def assert_merged(tile, vocab, k, keys):
-    """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
-    code, winners = programs.merging_ptx_of(tile, vocab, k)
-    held = held_by_threads(tile, keys)
-    operands = {f"x{row}_{i}": held[:, row, i] for row in range(held.shape[1]) for i in range(held.shape[2])}
-    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    columns = registers_of(machine, tile, winners, "int32", held.shape[1])
-    np.testing.assert_array_equal(columns[:, :k], best_of(keys[:, :vocab], k))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +344,7 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
     x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)
-    assert_merged(tile, vocab, k, raw_keys(x))
+    programs.assert_merged(tile, vocab, k, raw_keys(x))
 
 
 MERGED_32 = [
@@ -400,4 +375,4 @@ def test_merges_of_32_bit_keys(kind, tile, vocab, k):
     keys = programs.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    assert_merged(tile, vocab, k, keys)
+    programs.assert_merged(tile, vocab, k, keys)

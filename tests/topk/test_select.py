@@ -1,11 +1,14 @@
-"""The selection of many winners without a GPU: the PTX in numpy, the kernel in the interpreter, lowering, plans."""
+"""The selection of many winners: the PTX in numpy, the kernel in the interpreter, lowering, plans, and on a GPU."""
 
+import dataclasses
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.select.plan import (
     MAX_SELECTED,
@@ -14,16 +17,12 @@ from pallas_softmax._src.select.plan import (
     plan_selection,
     registers_plan,
 )
-from pallas_softmax._src.topk import mosaic_gpu
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
-from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.gpu import assert_top_k
-from tests.support.kernels import INTERPRET
+from tests.support.gpu import on_a_gpu, side_by_side
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
-from tests.support.twins import interpreted
 from tests.topk import select
 from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, rows_of
 
@@ -45,7 +44,7 @@ def test_program(kind, plan, dtype, is_sorted):
 
     Winners may crowd one bucket of the ranking. Rows are masked one by one, and nothing beyond a length may be read.
     """
-    plan, rows = select.in_order(plan, is_sorted), rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
+    plan, rows = dataclasses.replace(plan, sorted=is_sorted), rows_of(plan.vocab, plan.k, jnp.dtype(dtype))
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
     if kind == "whole":
         x = np.stack([*rows.values()])
@@ -73,7 +72,7 @@ def test_program(kind, plan, dtype, is_sorted):
 def test_sorted_program_with_few_ties(plan):
     """Ties crowd one bucket, so that all entries are sorted; there are fewer of them than winners."""
     x, fill = np.full(4096, 1.5, np.float32), np.float32(-np.inf)
-    got, _ = machine_select(select.in_order(plan), x, length=300, fill=fill)
+    got, _ = machine_select(dataclasses.replace(plan, sorted=True), x, length=300, fill=fill)
     assert_rows(got, x[None], 700, lengths=[300], sorted=True)
 
 
@@ -164,24 +163,6 @@ def test_kernel(masking, shape, in_order):
     lengths = {"lengths": [0, k - 1, v, v + 3], "mask and lengths": [9, v, k, -1]}.get(masking)
     got = select.select_rows(x, k, plan_selection(4, v, k, dtype, HOPPER), mask, lengths, sorted=in_order)
     assert_rows(got, x, k, mask, lengths, sorted=in_order)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "in_order"),
-    pairs(["int8", "int32", "uint16", "uint32", "int16", "uint8"], [False, True]),
-)
-def test_integers_with_lengths(dtype, in_order):
-    """The least integer is a winner like any other, and comes before what is beyond the length."""
-    info, rng = np.iinfo(dtype), np.random.default_rng(0)
-    x = rng.integers(info.min, info.max, (4, 2048), dtype, endpoint=True)
-    x[1, ::2], x[2] = info.min, info.min
-    lengths = np.array([2048, 900, 600, 0], np.int32)
-    plan = plan_selection(4, 2048, 700, sort_keys.INTEGERS_AS_FLOATS[dtype], HOPPER, sorted=in_order)
-    with interpreted(INTERPRET):
-        of_rows = jnp.asarray(lengths)[:, None]
-        got = mosaic_gpu.select(plan, jnp.asarray(x), None, of_rows, k=700, sorted=in_order)
-    assert_top_k(got, x, 700, [f"row {i}" for i in range(4)], oracle.within(x, lengths), in_order)
 
 
 SHAPES = [(1, 131072, 2048, "float32"), (4096, 8192, 2048, "bfloat16"), (64, 1000003, 4096, "float16")]
@@ -283,3 +264,38 @@ def test_plans(capability):
                     if v > plan.capacity:
                         assert a / v + b <= plan.sampled(itemsize)
                     assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["whole", "length", "mask", "both"])
+@pytest.mark.parametrize(("plan", "dtype"), PLANS, ids=str)
+@side_by_side
+def test_every_plan_on_a_gpu(plan, dtype, kind):
+    """A thousand rows, so that CTAs start while others run; the same bits in each run."""
+    if plan.in_registers and kind in ("mask", "both"):
+        pytest.skip("masked rows are not held in registers")
+    v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
+    x = np.stack([*rows_of(v, k, jnp.dtype(dtype)).values()])
+    lengths = rng.integers(-1, v + 3, len(x)) if kind in ("length", "both") else None
+    where = (
+        rng.random(x.shape) < rng.choice([0.02, 0.5, 0.9], (len(x), 1)) if kind in ("mask", "both") else None
+    )
+    repeated = functools.partial(np.resize, new_shape=(1020, v))
+    select_rows = jax.jit(functools.partial(select.select_rows, k=k, plan=plan, interpret=None))
+    of_rows = {
+        "where": None if where is None else repeated(where),
+        "lengths": None if lengths is None else np.resize(lengths, 1020),
+    }
+    runs = [jax.tree.map(np.asarray, select_rows(repeated(x), **of_rows)) for _ in range(2)]
+    assert_rows(runs[0], x, k, where, lengths)
+    for a, b in zip(*runs):
+        np.testing.assert_array_equal(a.view("u1"), b.view("u1"))
+    # Rows with other addresses have other samples, so the same winners may come in another order.
+    order = np.argsort(runs[0].indices, -1)
+    for a in runs[0]:
+        a = np.take_along_axis(a, order, -1)
+        first = a[: len(x)].view("u1")
+        np.testing.assert_array_equal(a.view("u1"), np.resize(first, (1020, *first.shape[1:])))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax import export, lax
+from jax import lax
 
 from pallas_softmax import TopK, top_k
 from tests.kernels.test_random_rows import adversarial_logits, random_logits, random_shapes
@@ -215,11 +215,6 @@ def test_errors_of_options(options, error, match):
             call()
 
 
-def test_a_traced_k_is_refused():
-    with pytest.raises(TypeError, match=r"(?s)\bk\b.*static"):
-        jax.jit(lambda k: top_k(X, k))(2)
-
-
 def test_empty_arrays():
     for shape in ((3, 0), (0, 5)):
         same(top_k(jnp.zeros(shape), 0), lax.top_k(jnp.zeros(shape), 0))
@@ -279,25 +274,6 @@ def test_integers_have_no_gradient():
     assert {t.dtype for t in tangents} == {np.dtype(float0)}
     # an integer that depends on a differentiated number
     assert jax.grad(lambda x: x * top_k((4 * jnp.ones(3) * x).astype(int), 1).values[0])(2.0) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, "int8"], ids=str)
-def test_export_with_symbolic_shapes(dtype):
-    """The rows, the row and k are symbolic."""
-    n, v, k = export.symbolic_shape("n, v, k", constraints=["k <= v"])
-
-    def largest(x, lengths, like):
-        return top_k(x, like.shape[0], lengths=lengths)
-
-    shapes = [((n, v), dtype), ((n,), "int32"), ((k,), F32)]
-    program = export.export(jax.jit(largest), platforms=["cpu"])(*(jax.ShapeDtypeStruct(*s) for s in shapes))
-    program = export.deserialize(program.serialize())
-    for k in (1, 3, 20):
-        x = X.astype(dtype)
-        got = program.call(x, LENGTHS, np.zeros(k, F32))
-        assert isinstance(got, TopK)
-        same(got, oracle.top_k(x, k, oracle.within(x, LENGTHS)))
 
 
 @pytest.mark.slow

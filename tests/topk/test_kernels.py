@@ -1,22 +1,28 @@
-"""The Mosaic GPU kernels of top-k in Pallas's interpreter, against the oracle.
+"""The Mosaic GPU kernels of top-k: in Pallas's interpreter, against the oracle, and lowered for CUDA.
 
-The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test_gpu.py run the PTX itself.
+The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test_gpu.py run the PTX itself. Lowering
+does not see registers, shared memory, alignment and deadlocks; test_gpu.py does.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_softmax as ps
 from pallas_softmax._src.gpu.layout import Tile, Window
+from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, oracle, plans
+from tests.support.calls import DTYPES, topk
 from tests.support.cases import BF16, F16, F32, FEW
-from tests.support.covering import first, parameter_id, slow
-from tests.support.kernels import fewer_rows
+from tests.support.covering import first, first_values, pairs, parameter_id, slow
+from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered
+from tests.support.twins import fewer_rows
 from tests.topk import kernels
 from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 
@@ -39,7 +45,7 @@ def short(rows, v, k, dtype):
 
 @pytest.mark.parametrize("check", [kernels.assert_topk, slow(kernels.assert_top_k)])
 @pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS + TOPK_SHORT), ids=parameter_id)
-def test_rows(plan, dtype, k, names, check):
+def test_rows_interpreted(plan, dtype, k, names, check):
     """Short rows have the package's plan. Winners have their probabilities, or are as they are."""
     v = plan.vocab if isinstance(plan, Window) else plan
     x = cases.rows(names, v, dtype)
@@ -48,22 +54,23 @@ def test_rows(plan, dtype, k, names, check):
 
 def test_windows_cover_every_kind():
     """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
-    steps = [plans.steps(plan) for plan, *_ in WINDOWS]
+    steps = [(plan.full, plan.rest, plan.step_blocks) for plan, *_ in WINDOWS]
     assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
     assert {rest > 0 for _, rest, _ in steps} == {True, False}
     assert any(rest > step for _, rest, step in steps)
     assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
     assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
     for plan, dtype, k in CROWDED:  # these run on a GPU only, because the twins sort all elements
-        tied, _ = kernels.crowded(plan.vocab, k, dtype)
-        assert kernels.exceeds_capacity(np.stack([*tied.values()]).astype(dtype), k)
+        keys = oracle.order_key(np.stack([*kernels.crowded(plan.vocab, k, dtype)[0].values()]).astype(dtype))
+        reach = np.sum(keys >= -np.sort(-keys)[:, k - 1 : k], -1)  # elements that reach the k-th best
+        assert (reach > topk_plan.candidate_capacity(k)).all()
 
 
 GRADIENTS = [(7, F32, 5, True), (100, F32, 5, False), (127, BF16, 40, False), (2, F16, 2, True)]
 
 
 @pytest.mark.parametrize(("v", "dtype", "k", "log"), first(1, [*GRADIENTS, (512, F32, 16, False)]))
-def test_gradient_of_short_rows(v, dtype, k, log):
+def test_gradient_of_short_rows_interpreted(v, dtype, k, log):
     """The cotangents are of the values and, for second derivatives, of d. p is recomputed from x, m and d."""
     names = ["normal", "peaked", "integers", "one_winner"]
     x = cases.rows(names, v, dtype)
@@ -88,7 +95,7 @@ def test_gradient_of_short_rows(v, dtype, k, log):
 
 
 @pytest.mark.slow
-def test_nan_gradients_stay_in_their_rows():
+def test_nan_gradients_stay_in_their_rows_interpreted():
     """Rows with NaN, with inf or of -inf only have NaN gradients, as in plain JAX. A -inf in a row has gradient 0."""
     x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
     x[1, 3] = -np.inf
@@ -106,7 +113,7 @@ def test_nan_gradients_stay_in_their_rows():
     + [slow("tile", False, F16), slow("window", False, BF16)],
     ids=str,
 )
-def test_temperatures(kind, log, dtype):
+def test_temperatures_interpreted(kind, log, dtype):
     """One temperature per row, or one for all rows if the values have another dtype than float32."""
     x = cases.rows(FEW, length(kind))
     t = np.geomspace(0.1, 10, len(FEW)).astype(F32) if dtype == F32 else np.full(1, 0.7, F32)
@@ -126,7 +133,7 @@ TOPK_MASKED += [("tile", pattern, F32) for pattern in ("1h11", "111v", "bhq1", "
 
 @pytest.mark.parametrize("as_they_are", [False, slow(True)])
 @pytest.mark.parametrize(("kind", "pattern", "dtype"), first(1, TOPK_MASKED), ids=str)
-def test_where(kind, pattern, dtype, as_they_are):
+def test_where_interpreted(kind, pattern, dtype, as_they_are):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, so 0, 1, 2, ... win with p = 0."""
     shape = (*cases.BATCH, length(kind))
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
@@ -151,7 +158,7 @@ def test_where(kind, pattern, dtype, as_they_are):
     ("parts", "k", "log", "masked"),
     [(4, 7, True, True), (1, 5, False, True), (8, 64, False, True), (8, 64, False, False)],
 )
-def test_merge_of_parts_of_other_devices(parts, k, log, masked):
+def test_merge_of_parts_of_other_devices_interpreted(parts, k, log, masked):
     names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640
     x = cases.rows(names, v)
     where = np.random.default_rng(0).random((len(x), v)) < 0.5 if masked else None
@@ -182,7 +189,7 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
 @pytest.mark.parametrize(
     ("kind", "log"), [("window", False), ("tile", False), ("tile", True), ("parts", True)]
 )
-def test_fewer_unmasked_elements_than_winners(kind, log):
+def test_fewer_unmasked_elements_than_winners_interpreted(kind, log):
     """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""
     names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
     v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
@@ -191,3 +198,141 @@ def test_fewer_unmasked_elements_than_winners(kind, log):
     where = np.zeros((4, v), bool)
     where[:, 2:40:3] = where[:, -1] = True
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, plan, where, log=log)
+
+
+# --- Lowered for CUDA ---------------------------------------------------------------------------------
+
+
+# (rows, V, k), with the package's plans. Rows in registers have names of numbers. Other rows have one CTA, or parts,
+# merged by one launch or several. If buckets fail, few winners are ranked by comparisons, and more winners by a sort.
+SHAPES = {
+    "8 of 512": (10_000, 512, 8),
+    "parts": (5, 50257, 64),
+    "one CTA, unaligned": (251, 20011, 128),
+    **{
+        f"{k} of {v}": (5, v, k) for v, k in [(1, 1), (2, 2), (7, 7), (8, 1), (15, 5), (129, 3), (1024, 1000)]
+    },
+    "17 of 100": (10_000, 100, 17),
+    "fewer groups than winners": (5, 2003, 2003),
+    "aligned parts": (8, 131072, 1),
+    "more than are compared": (256, 10000, 300),
+    "listed by position": (256, 25000, 512),
+    "one CTA": (256, 25000, 5),
+    "most winners of the shortest row": (5, 2056, 2048),
+    "parts merged twice": (5, 262144, 2048),
+    "hundreds of parts": (5, 20_000_003, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mask", "values"),
+    first(2, pairs(SHAPES, DTYPES, [None, *MASKS], ["probabilities", "as they are", "logs"])),
+)
+def test_lowered_kernels(kind, dtype, mask, values):
+    """One kernel, and one for each merge of parts. Winners as they are need no exponentials."""
+    rows, v, k = SHAPES[kind]
+    plan = kernels.plan_topk(rows, v, k, dtype)
+    assert isinstance(plan, Tile) == kind[0].isdigit()
+    if not isinstance(plan, Tile):
+        assert (plan.count > 1) == ("parts" in kind)
+
+    def f(x, temperature, where):
+        return kernels.topk_rows(x, k, plan, where, temperature, values == "logs", dtype, interpret=None)
+
+    where = None
+    if mask is not None:
+        where = array(*(n if n == 1 else m for n, m in zip(MASKS[mask](v), (rows, v))), dtype="bool")
+    temperature = None if values == "as they are" else array(rows)
+    text = lowered(f, array(rows, v, dtype=dtype), temperature, where)
+    merges = ["topk_merge"] * kernels.launches_that_merge(plan, k)
+    assert kernel_names(text) == ["top_k" if temperature is None else "softmax_topk", *merges]
+    assert temperature is not None or "ex2.approx" not in text and "math.exp" not in text
+
+
+@pytest.mark.parametrize("rows", [slow(10), slow(64), slow(1000), 131_072])
+@pytest.mark.parametrize("function", [ps.fused_topk, slow(ps.route)])
+def test_lowered_tiles_of_short_rows(function, rows):
+    """With many short rows, each CTA starts to copy a later tile to the L2 cache, and with few it does not.
+
+    Rows beyond the array repeat the last one: rows of padding would tie, and take twice as long to search. Without such
+    rows, no row number is bounded.
+    """
+    text = lowered(lambda x: function(x, 8, implementation="mosaic_gpu"), array(rows, 256))
+    assert ("cp.async.bulk.prefetch.L2.global" in text) == (rows > 1000)
+    assert rows == 1000 or ("minui" in text) == (rows == 10)
+
+
+@pytest.mark.parametrize("dtype", first_values(1, ["int32", "uint8", "bool"]))
+def test_lowered_integers_as_floats(dtype):
+    """The kernels of top_k take integers as floats in the same order. fused_topk has no kernel for integers.
+
+    With a mask, the least integer would count as masked.
+    """
+    x = array(128, 4096, dtype="int32")
+    assert [ps.explain(f, x)[0].cuda for f in (topk, lambda x: ps.top_k(x, 5))] == ["xla", "mosaic_gpu"]
+    # plain JAX moves the axis too
+    assert ps.explain(lambda x: ps.top_k(x, 5, axis=0), x)[0].cuda == "mosaic_gpu"
+    text = lowered(lambda x: ps.top_k(x, 5, implementation="mosaic_gpu"), array(64, 512, dtype=dtype))
+    assert kernel_names(text) == ["top_k"]
+    for masking, match in ({"where": True}, "no kernel for .* with where"), ({"lengths": 9}, "no selection"):
+        of_masked = functools.partial(ps.top_k, k=5, implementation="mosaic_gpu", **masking)
+        with pytest.raises(NotImplementedError, match=match):
+            lowered(of_masked, array(64, 512, dtype="int16"))
+    text = lowered(lambda x: ps.top_k(x, 5, lengths=9), array(64, 4096, dtype=dtype))
+    assert kernel_names(text) == ["top_k_select"]
+
+
+@pytest.mark.parametrize(
+    ("call", "v", "dtype"),
+    first(
+        1,
+        pairs(
+            ["grad", "vmap with one mask", "call", "where", "vmap", "grad with where", "vmap of grad"],
+            [1000, 30000, 20011, 1028, 100],
+            DTYPES,
+        ),
+    ),
+)
+def test_lowered_public_topk(call, v, dtype):
+    """One kernel, and a second one to merge parts of a long row.
+
+    The gradient of unmasked rows in the registers of a warp has a kernel; other gradients are plain JAX.
+    """
+
+    def f(x, where=None):
+        return topk(x, where=where, implementation="mosaic_gpu").values
+
+    want = ["softmax_topk"] + ["topk_merge"] * (v == 30000)
+    want += ["topk_grad"] * (v <= 1024 and call in ("grad", "vmap of grad"))
+    assert kernel_names(lowered(CALLS[call](f), array(5, 3, v, dtype=dtype))) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_lowered_values_of_8_bits(dtype):
+    """The kernel's values are float32, and rounded afterwards."""
+    text = lowered(lambda x: ps.fused_topk(x, 5, dtype=dtype, implementation="mosaic_gpu"), array(128, 16384))
+    assert len(kernel_results(text)) == 1
+
+
+@pytest.mark.slow
+def test_lowered_the_choice_under_vmap_is_for_all_rows():
+    """XLA runs a single row of this length with this k, but a kernel runs three such rows."""
+    f, row = functools.partial(ps.fused_topk, k=1025), array(65_600)
+    assert ps.explain(f, row)[0].cuda == "xla"
+    assert kernel_names(lowered(jax.vmap(f), array(3, *row.shape))) == ["softmax_topk", "topk_merge"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "shape"), [((0, 0), (3,)), ((0, None), ()), ((0, 0), (3, 128))], ids=str)
+def test_lowered_vmap_with_temperatures(axes, shape):
+    """One kernel runs all rows; its results are the winners, m and d."""
+    f = jax.vmap(lambda x, t: topk(x, temperature=t), axes)
+    types = ["384x5xf32", "384x5xi32", "384xf32", "384xf32"]
+    assert kernel_results(lowered(f, array(3, 128, 16384), array(*shape))) == [types]
+
+
+@pytest.mark.slow
+def test_lowered_grad_of_temperature():
+    f = jax.grad(lambda t, x: jnp.sum(topk(x, temperature=t).values))
+    assert kernel_names(lowered(f, array(128), array(128, 16384))) == ["softmax_topk"]
