@@ -91,7 +91,7 @@ SPECIAL = {
     # every class at once, with ties of each
     "everything": [*enumerate([NEG_NAN, -0.0, 0.0, -np.inf, np.inf, np.nan, -0.0, 0.0, np.nan])],
 }
-# Rows of five whose softmax at temperature 0 is not obvious
+# Rows of five with a softmax at temperature 0 that is not obvious
 TINY = 2.0**-130
 AT_0 = {
     "ties": [1, 3, 3, 2, -1],

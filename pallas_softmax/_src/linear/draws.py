@@ -66,7 +66,7 @@ def projection_sample(
 def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:
     """Returns the index drawn from each row of z, its log-probability, and its log_mass, by the sampler.
 
-    z has this device's `vocab` columns, the first of which is `first`; and columns of -inf, which are never drawn.
+    z has the `vocab` columns of this device, from `first` on. Columns of -inf may follow, which are never drawn.
     """
     assert tokens.draw is not None
     noise, *filters = tokens.draw

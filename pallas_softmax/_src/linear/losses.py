@@ -36,8 +36,8 @@ class Head:
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: only this many columns of w count, the first ones; None for all.
       entropy: whether the statistics include t and the argmax.
-      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them. Its normalizer
-        is that of the quotients in both cases.
+      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The
+        normalizer beside them is of the quotients in both cases.
       beta: of the divergence from a teacher (`divergence.py`).
       teacher: the teacher's projection; None without a teacher.
     """
