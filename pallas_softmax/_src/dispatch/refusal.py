@@ -53,7 +53,10 @@ def _(reason, primals, tangents):
     raise NotImplementedError(reason)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+_reverse_only_p = Primitive("pallas_softmax_reverse_only")
+_tangent_p = Primitive("pallas_softmax_tangent")
+
+
 def reverse_only(x: jax.Array, reason: str) -> jax.Array:
     """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason`.
 
@@ -63,19 +66,25 @@ def reverse_only(x: jax.Array, reason: str) -> jax.Array:
       x: floating.
       reason: the message of the error.
     """
-    return x
+    return _reverse_only_p.bind(x, reason=reason)
 
 
-@reverse_only.defjvp
-def _(reason, primals, tangents):
-    return primals[0], _tangent_p.bind(tangents[0], reason=reason)
+def _reverse_only_jvp(primals, tangents, *, reason):
+    (x,), (dx,) = primals, tangents
+    dx = dx if type(dx) is ad.Zero else _tangent_p.bind(dx, reason=reason)
+    return _reverse_only_p.bind(x, reason=reason), dx
 
 
 def _no_tangent(*args, reason):
     raise TypeError(reason)
 
 
-_tangent_p = Primitive("pallas_softmax_tangent")
+_reverse_only_p.def_impl(lambda x, *, reason: x)
+_reverse_only_p.def_abstract_eval(lambda x, *, reason: x)
+ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
+batching.defvectorized(_reverse_only_p)
+mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, reason: [x])
+
 _tangent_p.def_impl(_no_tangent)
 _tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
 ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
