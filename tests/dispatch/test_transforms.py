@@ -26,7 +26,9 @@ def arrays_of(name):
     """Returns the arrays of a call in two parts: one with an element for each row, and one that all rows share."""
     arrays = dict(CALLS[name][2])
     if "key" in arrays:  # one for each draw
-        arrays["key"] = jax.random.split(jax.random.key(1), BATCH if name == "sample" else BATCH[:1])
+        arrays["key"] = jax.random.split(
+            jax.random.key(1), BATCH if name in ("sample", "linear_sample") else BATCH[:1]
+        )
         arrays |= {"top_k": None, "min_p": None}  # filter_logits has all filters, and compiles faster
     of_rows = {of: a for of, a in arrays.items() if np.shape(a)[:1] == BATCH[:1]}
     return of_rows, {of: a for of, a in arrays.items() if of not in of_rows}
