@@ -14,11 +14,9 @@ Rows are taken in chunks (`chunks.py`):
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-With a teacher, its logits come from a product of their own, and dz from `divergence.py`: the operations take 2, 4 and 4
-products.
+With a teacher, the first three take 2, 4 and 4 products, because its logits are another one (`divergence.py`).
 
-In bfloat16 on a GPU, if the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is
-written once (`gradient_rows`).
+In bfloat16 on a GPU, one chunk may hold all rows, so that dw is written once: see `gradient_rows`.
 """
 
 import dataclasses
