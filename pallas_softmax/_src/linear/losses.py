@@ -37,7 +37,7 @@ class Head:
       columns: only this many columns of w count, the first ones; None for all.
       entropy: whether the statistics include t and the argmax.
       undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The
-        normalizer beside them is of the quotients in both cases.
+        normalizer that it returns is always of the quotients.
       beta: of the divergence from a teacher (`divergence.py`).
       teacher: the teacher's projection; None without a teacher.
     """
