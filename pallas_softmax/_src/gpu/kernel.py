@@ -30,7 +30,7 @@ def gpu_kernel(
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
         arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
-      grid: number of CTAs along each named axis. The grid is without the axes of one CTA, except the first.
+      grid: number of CTAs along each named axis. Axes with one CTA are left out, except the first axis.
       out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles; by default, the name of `body`.

@@ -14,9 +14,9 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
-from pallas_softmax._src.dispatch.refusal import reverse_only
+from pallas_softmax._src.dispatch.refusal import constant, reverse_only
 from pallas_softmax._src.linear.derivatives import Static
-from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, like_labels
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, is_temperature, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 # For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
 _RANGES: dict[str, tuple[float, Callable, str]] = {
-    "temperature": (1, lambda a: (a == 0) | (a >= 1e-37) & (a <= 1e37), "0, or from 1e-37 to 1e37"),
+    "temperature": (1, is_temperature, "0, or from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
     "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
@@ -260,6 +260,15 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
     """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
     x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
+
+
+def constants(name: str, arrays: tuple) -> Any:
+    """Returns the arrays of a function that has no gradient."""
+    reason = (
+        f"{name}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices as labels"
+        " to pallas_softmax.linear_log_probs, which has one"
+    )
+    return constant(arrays, reason)
 
 
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:

@@ -1,8 +1,11 @@
 """The draw of `linear_sample`: from the logits of a projection, chunk by chunk.
 
-x @ w ──► z, and the normalizer of z / temperature    the kernel of `linear_log_probs`, which here also writes z
-z ──► the tokens, and the mass that the filters keep  the kernel of `sample`
-z at the tokens, the normalizer ──► log_probs         the formulas of `linear_log_probs`, so with the same bits
+x @ w ──► z, and the normalizer of z / temperature    as in `linear_log_probs`, whose kernel here also writes z
+z ──► the tokens, and the mass that the filters keep  as in `sample`
+z at the tokens, the normalizer ──► log_probs         as in `linear_log_probs`
+
+One kernel sums the rows for both functions, and both divide z by the temperature with the same rounding. So their
+log-probabilities have the same bits.
 """
 
 from typing import Any
@@ -15,16 +18,19 @@ from pallas_softmax._src.dispatch import mesh
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear.chunks import results_of_rows
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, token_losses
+from pallas_softmax._src.linear.losses import (
+    Head,
+    Statistics,
+    Tokens,
+    at_columns,
+    is_temperature,
+    token_losses,
+)
 from pallas_softmax._src.masks import positions, stored
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample.operation import SAMPLE
 from pallas_softmax._src.sample.rows import Cutoff, drawn_results
 from pallas_softmax._src.sample.xla import draw
-
-# `linear_log_probs` takes the temperature 0, and temperatures from _LEAST to _LARGEST. At others, the sampler's
-# log-probabilities are returned.
-_LEAST, _LARGEST = 1e-37, 1e37
 
 
 def projection_sample(
@@ -50,8 +56,8 @@ def projection_sample(
         columns = vocab * lax.axis_size(mesh_axes)
         losses = token_losses("linear_log_probs", statistics, tokens._replace(labels=indices), columns)
         log_probs = 0 - losses  # not -0
-        if (t := tokens.temperature) is not None:
-            log_probs = jnp.where((t == 0) | ((t >= _LEAST) & (t <= _LARGEST)), log_probs, of_sampler)
+        if tokens.temperature is not None:  # `sample` takes more temperatures than `linear_log_probs`
+            log_probs = jnp.where(is_temperature(tokens.temperature), log_probs, of_sampler)
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 

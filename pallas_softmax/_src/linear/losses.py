@@ -77,6 +77,11 @@ def bias_of(bias: Any) -> Any:
     return bias.bias if isinstance(bias, Columns) else bias
 
 
+def is_temperature(t: Any) -> Any:
+    """Returns which numbers are temperatures of the losses."""
+    return (t == 0) | (t >= 1e-37) & (t <= 1e37)
+
+
 # Divides the logits where the temperature is 0. A power of two keeps ties. Other logits are then so far below the
 # largest one that their exponentials are 0, if the largest one is from 1e-15 to 1e14.
 _COLD = 2.0**-80

@@ -11,12 +11,12 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
-from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear.checks import (
     WORKSPACE_BYTES,
     Options,
     check_replicated,
     checked_projection,
+    constants,
     kept_tokens,
     known_options,
     lay_out,
@@ -29,11 +29,6 @@ from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.api import Sample, checked_mode, known_numbers, parameters, typed_keys
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
-
-_NO_GRADIENT = (
-    "linear_sample: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices as labels"
-    " to pallas_softmax.linear_log_probs, which has one"
-)
 
 
 class _Parameters(NamedTuple):
@@ -125,9 +120,11 @@ def _sample_of(key, x, w, bias, where, given: _Parameters, mode, options: Option
         of_key = jnp.concatenate(noise.words(key, shape, axis), -1)
     else:
         of_key = noise.gumbel_array(key, shape, axis, dtype, mode)
-    # a filter out of range makes the temperature NaN
-    is_1 = given.temperature is None and all(f is None for f in filters)
-    tokens = Tokens(None, temperature=None if is_1 else t, kept=where, draw=Draw(of_key, *filters))
+    tokens = Tokens(None, kept=where, draw=Draw(of_key, *filters))
+    if any(
+        a is not None for a in given
+    ):  # t also says which tokens have a filter out of range: it is NaN there
+        tokens = tokens._replace(temperature=t)
     numbers = {"temperature": t} | dict(zip(("top_k", "top_p", "min_p"), filters))
     check_replicated(options, mesh_axes, x=x, where=where, key=of_key, **numbers)
 
@@ -135,7 +132,7 @@ def _sample_of(key, x, w, bias, where, given: _Parameters, mode, options: Option
     call = describe_rows(SAMPLE if has_words else CUTOFF, rows, (axis,), None, None, mesh_axes, function=name)
     sampler = choose(call, options.implementation)
     sampler.required_cuda()
-    x, w, bias, tokens = lay_out(constant((x, w, bias, tokens), _NO_GRADIENT), head, mesh_axes)
+    x, w, bias, tokens = lay_out(constants(name, (x, w, bias, tokens)), head, mesh_axes)
     head = dataclasses.replace(head, undivided=True)
     call = describe(PROJECTION_SAMPLE, x, w, head, mesh_axes, function=name)
     static = {"head": head, "workspace_bytes": workspace_bytes, "sampler": sampler}

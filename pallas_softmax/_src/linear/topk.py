@@ -14,13 +14,13 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choo
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
-from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear.checks import (
     WORKSPACE_BYTES,
     Options,
     check_replicated,
     checked_projection,
     checked_tokens,
+    constants,
     kept_tokens,
     known_options,
     known_tokens,
@@ -34,11 +34,6 @@ from pallas_softmax._src.linear.xla import logits
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.topk.operation import TOPK
 from pallas_softmax._src.topk.xla import TopK
-
-_NO_GRADIENT = (
-    "linear_topk: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices as labels"
-    " to pallas_softmax.linear_log_probs, which has one"
-)
 
 
 def linear_topk(
@@ -105,7 +100,7 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     call = describe_rows(TOPK, rows, (len(batch),), None, k, mesh_axes, function=name)
     topk = choose(call, options.implementation)
     topk.required_cuda()
-    x, w, bias, tokens = lay_out(constant((x, w, bias, tokens), _NO_GRADIENT), head, mesh_axes)
+    x, w, bias, tokens = lay_out(constants(name, (x, w, bias, tokens)), head, mesh_axes)
     choice = choose_plain(describe(PROJECTION_TOPK, x, w, head, mesh_axes, function=name))
     static = {"head": head, "workspace_bytes": workspace_bytes, "topk": topk, "k": k, "log": log}
     return as_tokens(choice, x, w, bias, tokens, **static)
