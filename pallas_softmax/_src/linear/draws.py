@@ -1,6 +1,6 @@
 """The draw of `linear_sample`: from the logits of a projection, chunk by chunk.
 
-x @ w ──► z, and the normalizer of z / temperature    as in `linear_log_probs`, whose kernel here also writes z
+x @ w ──► z, and the normalizer of z / temperature    as in `linear_log_probs`; here its kernel also writes z
 z ──► the tokens, and the mass that the filters keep  as in `sample`
 z at the tokens, the normalizer ──► log_probs         as in `linear_log_probs`
 
