@@ -51,10 +51,9 @@ def test_walk(accesses, vec, group):
     for i, size in enumerate(sizes):
         assert i * walk.step_size == end
         assert size % vec == 0  # a bulk copy
-        for at, held in row.blocks(i, size):
-            assert at.start == end
-            assert 0 < held <= at.size == walk.block_size
+        for at in row.blocks(i, size):
+            assert at.start == end < walk.length and at.size == walk.block_size
             assert end + walk.block_size <= walk.padded_length
-            end += held
+            end = min(end + walk.block_size, walk.length)
     assert end == walk.length
     assert walk.padded_length - walk.length < walk.block_size

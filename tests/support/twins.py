@@ -5,6 +5,7 @@ A twin has its function's arguments and, in effect, its results. It may leave ou
 
 import dataclasses
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -276,6 +277,18 @@ def _store_numbers(gmem, at, end, values):
     lax.fori_loop(0, len(at), store, None)
 
 
+def _keep(reduction, state, records, number):
+    """Writes one state for the segment, in place of one for each warp."""
+    leaves = jax.tree.leaves(reduction.combine_lanes(state))
+    records[pl.ds(number * len(leaves), len(leaves))] = jnp.stack(leaves)
+
+
+def _merged(reduction, records, segments, ctas):
+    structure = jax.tree.structure(reduction.empty)
+    leaves = records[pl.ds(0, segments * structure.num_leaves)].reshape(segments, -1).T
+    return reduction.combine_lanes(jax.tree.unflatten(structure, [*leaves]))
+
+
 TWINS = {
     "interpreter.laid_out": lambda value, layout: value,
     "blocks.split": lambda block, vec: [*block.reshape(WARPGROUP, vec).T],
@@ -292,8 +305,9 @@ TWINS = {
     "tiles.load_smem": lambda ref, tile: ref[...],
     "window_arrival.fill_head_and_tail": _fill_head_and_tail,
     "window_arrival.mask_step": _mask_step,
-    "part._add": lambda reduction, lanes, terms, step: reduction.add(lanes, terms, step),
-    "part._combine_threads": lambda reduction, lanes, scratch_smem: reduction.combine_lanes(lanes),
+    "states_ptx.add_logits": normalizers.add_logits,
+    "part._keep": _keep,
+    "part._merged": _merged,
     "label_rank.add_step": _add_counts,
     "label_rank.overcount": lambda part: blocks.filled(0.0),
     "window_kernel._clear_list": lambda memory: None,

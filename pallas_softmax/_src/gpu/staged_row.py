@@ -40,15 +40,23 @@ class PartPlace(NamedTuple):
 
 
 def part_place(
-    cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
+    cut: Cut,
+    view: tuple[int, ...],
+    *,
+    rows: int,
+    backwards: bool = False,
+    row: Any = None,
+    per_cta: int = 1,
+    number: Any = 0,
 ) -> PartPlace:
-    """Returns the place of this CTA's part. The grid has the axis "row" and, if rows have several parts, "part".
+    """Returns the place of this CTA's part. The grid has the axis "row" and, if a row has several CTAs, "part".
 
     `view` is the shape of the arrays in device memory, from `aligned_view`. If `backwards`, the CTAs take the rows and
-    their parts in reverse order. A CTA that takes several rows passes the number of the `row`.
+    their parts in reverse order. A CTA that takes several rows passes the number of the `row`. A CTA that has several
+    neighbouring parts, `per_cta`, passes the `number` of one of them.
     """
     row = lax.axis_index("row") if row is None else row
-    index = cta_number("part", cut.count)
+    index = cta_number("part", cut.count // per_cta) * per_cta + number
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index
     start = cut.start(index)
@@ -62,9 +70,9 @@ def part_place(
 class StagedRow:
     """Elements of a row that pass through shared memory, in the steps of a `Walk`.
 
-    Each step uses a slot of shared memory, and the barrier with the slot's number. By default step i uses slot i. If a
-    CTA takes several rows in turn, the slots form a ring: the steps of all rows use them one after another. With 5
-    slots and 3 steps:
+    Each step uses a slot of shared memory, and the barrier with the slot's number. By default a step uses the slot with
+    its number in the CTA. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them one
+    after another. With 5 slots and 3 steps:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
         row 1, step 2 | row 2, step 0 | ...
@@ -78,15 +86,21 @@ class StagedRow:
     """
 
     walk: Walk
-    slots: int | None = None  # number of slots of a ring; None if step i uses slot i
+    slots: int | None = None  # number of slots of a ring; None if each step has its own slot
+    steps_before: Any = 0  # number of steps that the CTA takes before the first one of these
     # For a ring only:
-    steps_before: Any = 0  # number of steps that the CTA takes before the first step of this row
     freed: Callable[[Any], None] = lambda i: None  # called as soon as the slot of step i may be filled again
     again: int = 0  # number of steps that come twice
 
     def slot(self, i):
         """Returns the number of the slot, and of the barrier, of step i."""
-        return i if self.slots is None else lax.rem(self.steps_before + jnp.int32(i), jnp.int32(self.slots))
+        number = self.steps_before + i
+        return number if self.slots is None else lax.rem(jnp.int32(number), jnp.int32(self.slots))
+
+    @property
+    def start(self):
+        """The place of the first element in shared memory, if each step has its own slot."""
+        return self.steps_before * self.walk.step_size
 
     def _position(self, i):
         """Returns the position of step i in the row."""
@@ -130,25 +144,21 @@ class StagedRow:
             state = take_step(walk.full_steps, walk.rest, state)
         return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
 
-    def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
-        """Yields for each block of step i its place in shared memory and its length. The step has `size` elements."""
+    def blocks(self, i, size: int) -> Iterator[Any]:
+        """Yields the place in shared memory of each block of step i, which has `size` elements."""
         for start in range(0, size, self.walk.block_size):
-            at = pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
-            yield at, min(self.walk.block_size, size - start)
+            yield pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
 
-    def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
-        """Yields the blocks of step i, in float32, with `fill` after the last of its `size` elements."""
-        for at, held in self.blocks(i, size):
-            x = blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
-            if held < self.walk.block_size:
-                x = jnp.where(blocks.positions(self.walk.vec) < held, x, fill)
-            yield x
+    def load(self, smem, i, size: int) -> Iterator[jax.Array]:
+        """Yields the blocks of step i, in float32. After its `size` elements, they hold anything."""
+        for at in self.blocks(i, size):
+            yield blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
         """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
         layout = blocks.layout(self.walk.vec)
         values = [block.astype(smem.dtype) for block in values]
-        for (at, _), block in zip(self.blocks(i, size), values, strict=True):
+        for at, block in zip(self.blocks(i, size), values, strict=True):
             blocks.store_in_place(smem.at[at], block, layout)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:

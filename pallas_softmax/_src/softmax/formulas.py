@@ -14,20 +14,9 @@ import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.normalizers import Moments, Normalizer, log_of_sum, shift
-from pallas_softmax._src.softmax import moments_ptx
+from pallas_softmax._src.softmax.states_ptx import Form, add_logits
 
 F32 = jnp.float32
-
-
-class PerThread(NamedTuple):
-    """Inline PTX of a reduction."""
-
-    add: Callable[[Any, list, Any], Any]  # as in `Reduction`
-    # (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH_WORDS` words.
-    combine_threads: Callable[[Any, Any], Any]
-    # (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to shared
-    # memory, see `moments_ptx.combine_ctas`.
-    combine_ctas: Callable[[Any, int, Any], Any]
 
 
 class Reduction(NamedTuple):
@@ -35,7 +24,7 @@ class Reduction(NamedTuple):
 
     states: Callable[[Any], Any]  # x -> an array of states, one for each element of x
     # (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is
-    # the number of the step that the blocks are, counted from 0.
+    # the number of the step in the row that the blocks are.
     add: Callable[[Any, list, Any], Any]
     # state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
     # tile; `broadcast` expands a per-row value to the shape of the tile.
@@ -43,9 +32,8 @@ class Reduction(NamedTuple):
     combine: Callable[[Any, Any], Any]  # (state, state) -> the merged state; this is the reduction's operator
     empty: Any  # the state of an empty set
     neutral: float  # an element that leaves every state unchanged
-    # None, or how long rows are reduced with one state for each thread, instead of one for each element of a
-    # vector. A large state then takes fewer registers and instructions.
-    per_thread: "PerThread | None" = None
+    form: Form  # the leaves of a state, for the programs that merge the threads and segments of long rows
+    scale: Any = None  # the `Scale` of a temperature, for the same
 
 
 ONLINE = Reduction(
@@ -56,6 +44,7 @@ ONLINE = Reduction(
     combine=normalizers.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
+    form=Form(("m", "d")),
 )
 SUM = Reduction(
     states=lambda x: x,
@@ -64,6 +53,7 @@ SUM = Reduction(
     combine=operator.add,
     empty=0.0,
     neutral=0.0,
+    form=Form(("d",)),
 )
 
 
@@ -71,8 +61,8 @@ class Located(NamedTuple):
     """Moments of logits, and where the first of the largest logits is."""
 
     moments: Moments  # (m, d, t)
-    # Its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a
-    # whole number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
+    # Its position in the row. Before that is known: the last step that raised the thread's m. It is a whole
+    # number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
     at: Any
     before: Any = None  # how many logits come before the label's in the order of top-k, in float32; or None
 
@@ -86,7 +76,7 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
     `scale` is a `Scale`, or None; see `normalizers.add_logits`.
     """
 
-    def add(lanes: Located, blocks: list, step, add_logits: Callable = normalizers.add_logits) -> Located:
+    def add(lanes: Located, blocks: list, step) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
         grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
         return lanes._replace(moments=moments, at=jnp.where(grew, jnp.float32(step), lanes.at))
@@ -111,11 +101,8 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
         combine=combine,
         empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0, 0.0 if counted else None),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
-        per_thread=PerThread(
-            functools.partial(add, add_logits=moments_ptx.add_logits),
-            lambda lanes, scratch: Located(*moments_ptx.combine_threads(*lanes, scratch, scale)),  # pyright: ignore[reportCallIssue]
-            lambda sent, count, scratch: Located(*moments_ptx.combine_ctas(*sent, count, scratch, scale)),  # pyright: ignore[reportCallIssue]
-        ),
+        form=Form(("m", "d", "t", "place", *["before"] * counted), scaled=scale is not None),
+        scale=scale,
     )
 
 

@@ -1,12 +1,12 @@
-"""Counts the elements of a part that come before the row's label in the order of top-k, as part of its reduction.
+"""Counts the elements of a segment that come before the row's label in the order of top-k, as part of its reduction.
 
 The functions are the stages, in order:
 
     add_step     counts the elements of a step while the part arrives
     overcount    corrects the vector that holds the label, where elements after the label may have been counted
-    recounted    counts the part again from shared memory, element by element, in the rare rows where `add_step` may be
-                 wrong: if the label is -inf or -NaN, as masked elements and fillings were -inf; or if a 16-bit row
-                 has a NaN, which may have lost its sign when it became float32
+    is_inexact   says in which rare rows `add_step` may be wrong: if the label is -inf or -NaN, as masked elements and
+                 fillings were -inf; or if a 16-bit row has a NaN, which may have lost its sign when it became float32
+    count_again  counts such a segment from shared memory, element by element
 
 `add_step` is inline PTX. The bits of float32 numbers, as signed integers, have this order if they are not negative. If
 the label is negative, all bits but the sign are flipped: then negative numbers are in order, and the others are above
@@ -60,21 +60,23 @@ def overcount(part: Any):
     return _sum_of_counted(part, start, jnp.where(same & follows, 1.0, 0.0))
 
 
-def recounted(part: Any, total: Located):
-    """Returns the count of the part; counted again if the sum of the steps is not exact."""
+def is_inexact(part: Any, total: Located):
+    """Returns whether the count of the row, of which this is a segment, must be taken again."""
     inexact = _label_from(part, 0).key <= sort_keys.key_of_number(-np.inf, part.job.dtype)
     if part.job.dtype.itemsize == 2:
         inexact |= total.moments.m != total.moments.m
+    return inexact
+
+
+def count_again(part: Any):
+    """Returns how many of each thread's elements of the segment come before the label."""
     walk = part.job.parts.walk
 
-    def count_again():
-        def take_block(block, before):
-            return before + _count_in_block(part, block * walk.block_size)
+    def take_block(block, before):
+        return before + _count_in_block(part, block * walk.block_size)
 
-        before = lax.fori_loop(0, walk.padded_length // walk.block_size, take_block, blocks.filled(0.0))
-        return jnp.sum(before + in_edges(part) if part.edges else before)
-
-    return lax.cond(inexact, count_again, lambda: total.before)
+    before = lax.fori_loop(0, walk.padded_length // walk.block_size, take_block, blocks.filled(0.0))
+    return before + in_edges(part) if part.edges else before
 
 
 def in_edges(part: Any):
@@ -98,14 +100,14 @@ def _count_in_block(part: Any, start):
 def _keys(part: Any, start):
     """Returns the sort keys of the block at element `start` of the body, as they are stored."""
     walk, (x_smem,) = part.job.parts.walk, part.refs.x_smem
-    return sort_keys.key32(blocks.load(x_smem.at[pl.ds(start, walk.block_size)], walk.vec))
+    return sort_keys.key32(blocks.load(x_smem.at[pl.ds(part.body.start + start, walk.block_size)], walk.vec))
 
 
 def _sum_of_counted(part: Any, start, numbers):
     """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
     walk = part.job.parts.walk
-    left = walk.length - start
-    if walk.length % walk.block_size:
+    left = part.held - start
+    if walk.length % walk.block_size or part.job.parts.overlaps:
         numbers = jnp.where(blocks.positions(walk.vec) < left, numbers, 0.0)
     if part.job.mask is not None:
         keep = part.load_mask(part.body_start + start, left, walk.vec)

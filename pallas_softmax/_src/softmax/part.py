@@ -1,10 +1,10 @@
-"""The part of a row that a CTA holds: how it is loaded, reduced, merged with the other parts, and written.
+"""A segment of a row that a CTA holds: how it is loaded, reduced and written; and how the segments are merged.
 
-`rows_kernel.py` calls these stages in their order. `plan.Parts` draws a part, and `gpu.layout.Walk` draws its steps.
+`rows_kernel.py` calls these stages in their order. `plan.Parts` draws segments, and `gpu.layout.Walk` draws steps.
 
     load      copy_in (the body, a step at a time), load_edges
-    reduce    reduce: each thread reduces its own elements, then the threads merge
-    merge     combine_over_cluster, or after a first launch combine_from_device_memory
+    reduce    keep: each thread reduces its own elements of the segment, and each warp leaves its state
+    merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
 """
 
@@ -26,9 +26,9 @@ from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import number_of_row
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
-from pallas_softmax._src.softmax import label_rank
-from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
-from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
+from pallas_softmax._src.softmax import label_rank, states_ptx
+from pallas_softmax._src.softmax.formulas import SUM, Formula, Label, Located, Reduction
+from pallas_softmax._src.softmax.plan import EDGE, Parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Job:
         return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
 
     @property
-    def clustered(self) -> bool:
-        """Whether the CTAs of a row form a cluster and merge their reductions in the kernel."""
-        return self.parts.cluster and self.parts.count > 1
+    def ctas(self) -> int:
+        """Number of CTAs that form a cluster, and merge the segments of a row in the kernel."""
+        return self.parts.count if self.parts.cluster else 1
 
     @property
     def teams(self) -> int:
@@ -87,27 +87,30 @@ class Refs(NamedTuple):
     x_smem: list
     # For each array, one barrier per step, or per slot. It completes when the step has arrived.
     arrived: list
-    # In a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread, or column, has a copy.
-    sent_smem: Any = None
+    sent_smem: Any = None  # of columns, in a cluster: the reduction of each column, which the other CTAs read
     cluster_barrier: Any = None  # in a cluster, the barrier that synchronizes its CTAs
     mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
     scale_gmem: Any = None  # `normalizers.encoded_scale`, (rows,) or (1,), or None
     label_gmem: Any = None  # the `Label` of each row, (rows,), or None
     reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
-    scratch_smem: Any = None  # with one state for each thread, memory to merge the threads
+    records_smem: Any = None  # the records of this CTA's segments, see `states_ptx`
 
 
 class Part:
-    """The part of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
+    """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
-    `place` is the row and the position of the part in it. `body` is the body on its way through shared memory.
+    `place` is the row and the position of the segment in it. `body` is the body on its way through shared memory.
     """
 
     def __init__(self, job: Job, refs: Refs, place: PartPlace, body: StagedRow):
         self.job, self.refs, self.place, self.body = job, refs, place, body
         self.body_start = job.parts.body_start(place.row, place.start)
-        self.edges: list[_Edge] = []  # empty before `load_edges`, or if the part has no edges
+        self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
+        # Number of elements of the body that count here. The last of an uneven segment may belong to the next one.
+        self.held = place.owned if job.parts.overlaps else job.parts.body
+        # Number of the first step in the row. The edges count as a step after those of the body.
+        self.first_step = place.index * job.parts.all_steps
 
     # --- Loads
 
@@ -136,8 +139,7 @@ class Part:
 
     def _load_body(self, i, size: int):
         """Yields the blocks of step i of the body, as a tuple with a block from each array."""
-        fill = self.formula.reduction.neutral
-        return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
+        return zip(*(self.body.load(x_smem, i, size) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
         """Returns the mask of each block of step i of the body, as int8, 0 after its end. Without a mask: Nones."""
@@ -172,48 +174,33 @@ class Part:
 
     # --- Reduction
 
-    def reduce(self):
-        """Returns the reduction of the part; each element counts once."""
-        reduction = self.formula.reduction
-        if not self.edges or reduction.per_thread:
-            return self._reduce_body()
-        # Reducing the edges first overlaps with loading the body. With few rows, the extra registers are free.
-        if self.job.rows <= FEW_ROWS and self.job.mask is None:
-            edges, body = self._reduce_edges(), self._reduce_body()
-        else:
-            body, edges = self._reduce_body(), self._reduce_edges()
-        return reduction.combine(body, edges)
+    def keep(self, number) -> None:
+        """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA."""
+        _keep(self.formula.reduction, self._reduce(), self.refs.records_smem, number)
 
-    def _reduce_edges(self):
-        """Returns the reduction of the edges, without the elements that count elsewhere."""
+    def keep_sum(self, numbers, number) -> None:
+        """Writes the record of a sum over the segment, given a number of each thread."""
+        _keep(SUM, numbers, self.refs.records_smem, number)
+
+    def _reduce(self):
+        """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
         reduction = self.formula.reduction
         lanes = jax.tree.map(lambda x: blocks.filled(x), reduction.empty)
-        return reduction.combine_lanes(reduction.add(lanes, self._edge_terms(), 0))
-
-    def _edge_terms(self) -> list:
-        """Returns the terms of both edges, neutral for elements that count elsewhere."""
-        return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
-
-    def _reduce_body(self):
-        """Returns the reduction of the body. Each step is added when it arrives.
-
-        If a thread has one state, the edges are another step: merging threads takes longer than adding an element.
-        """
-        reduction = self.formula.reduction
-        vec = 1 if reduction.per_thread else self.job.parts.vec
-        lanes = jax.tree.map(lambda x: blocks.filled(x, vec), reduction.empty)
+        if self.formula.locates:
+            lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
         masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        if self.edges and reduction.per_thread:
-            lanes = _add(reduction, lanes, self._edge_terms(), self.job.parts.walk.steps)
+        if self.edges:
+            lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.job.parts.walk.steps)
             if self.formula.counts:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
         if self.formula.counts:
             lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
-        total = _combine_threads(reduction, lanes, self.refs.scratch_smem)
-        if self.formula.counts:
-            total = total._replace(before=label_rank.recounted(self, total))
-        return self._located(total) if self.formula.locates else total
+        return lanes
+
+    def _edge_terms(self) -> list:
+        """Returns the terms of both edges, neutral for elements that count elsewhere."""
+        return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
 
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
@@ -224,13 +211,13 @@ class Part:
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         self._wait(i)
         xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+        inside = self._inside(i, size)
         if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
-        terms = [self._term(x, keep) for x, keep in xs]
-        if formula.reduction.per_thread:
-            terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
-        lanes = _add(formula.reduction, lanes, terms, i)
+        terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
+        terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
+        lanes = formula.reduction.add(lanes, terms, self.first_step + i)
         if formula.counts:
             lanes = lanes._replace(before=label_rank.add_step(self, lanes.before, terms, i, size))
         if self.body.again:
@@ -242,8 +229,17 @@ class Part:
 
         return lanes, next_masks
 
-    def _located(self, total: Located) -> Located:
-        """Returns the reduction of the part with the position of its largest element in the row.
+    def _inside(self, i, size: int) -> list:
+        """Returns for each block of step i of the body which elements count here; None where all do."""
+        walk, conditions = self.job.parts.walk, []
+        for start in range(0, size, walk.block_size):
+            end, left = start + walk.block_size, self.held - i * walk.step_size - start
+            is_cut = end > size or (end == size and self.job.parts.overlaps)
+            conditions.append(blocks.positions(walk.vec) < left if is_cut else None)
+        return conditions
+
+    def located(self, total: Located) -> Located:
+        """Returns the reduction of the row with the position of its largest element, which is in this segment.
 
         `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
         shorter, they begin before it.
@@ -253,16 +249,16 @@ class Part:
         terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
         held = walk.padded_length // walk.block_size
         count = min(walk.step_blocks, held)
-        first = jnp.minimum(total.at.astype(jnp.int32) * walk.step_blocks, held - count)
+        step = total.at.astype(jnp.int32) - self.first_step
+        first = jnp.minimum(step * walk.step_blocks, held - count)
         for block in range(count):
             at = (first + block) * walk.block_size
-            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec)
-            left = walk.length - at
-            inside = position < left if walk.length % walk.block_size else None
+            x = blocks.load(x_smem.at[pl.ds(self.body.start + at, walk.block_size)], walk.vec)
+            left = self.held - at
             mask = None
             if self.job.mask is not None:
                 (mask,) = _as_conditions([self.load_mask(self.body_start + at, left, walk.vec)])
-            term = self._term([x.astype(jnp.float32)], mask, inside)
+            term = self._term([x.astype(jnp.float32)], mask, position < left)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
         found = [
@@ -283,30 +279,6 @@ class Part:
             if condition is not None:
                 term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
-
-    def combine_over_cluster(self, total):
-        """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i.
-
-        The threads merge in the same order everywhere, so all CTAs get the same bits.
-        """
-        sent_smem, cluster_barrier = self.refs.sent_smem, self.refs.cluster_barrier
-        reduction, count = self.formula.reduction, self.job.parts.count
-        for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
-            block, layout = blocks.filled(leaf), blocks.layout(1)
-            blocks.store_in_place(smem, block, layout)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(cluster_barrier)
-        plgpu.barrier_wait(cluster_barrier)
-
-        def load_peer(smem, empty):
-            return blocks.load_from_ctas(smem, count, empty)
-
-        if reduction.per_thread:
-            total = reduction.per_thread.combine_ctas(sent_smem, count, self.refs.scratch_smem)
-        else:
-            total = reduction.combine_lanes(jax.tree.map(load_peer, sent_smem, reduction.empty))
-        plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
-        return total
 
     def combine_from_device_memory(self):
         """Returns the merged reductions of the row's parts, which the first launch wrote."""
@@ -396,19 +368,39 @@ class _Edge(NamedTuple):
         return None if self.mask is None else self.mask != 0
 
 
-@twin
-def _add(reduction: Reduction, lanes, terms: list, step):
-    """Returns the states of all threads with the elements of a step added."""
-    add = reduction.per_thread.add if reduction.per_thread else reduction.add
-    return add(lanes, terms, step)
+def merged_row(job: Job, refs: Refs, reduction: Reduction):
+    """Returns the reduction of the row, given the records of its segments.
+
+    All CTAs of a cluster get the same bits. They must call `wait_for_peers` before they exit or write other records.
+    """
+    clustered = job.ctas > 1
+    if clustered:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.cluster_barrier)
+        plgpu.barrier_wait(refs.cluster_barrier)
+    total = _merged(reduction, refs.records_smem, job.ctas * job.parts.per_cta, job.ctas)
+    if clustered:
+        plgpu.barrier_arrive(refs.cluster_barrier)  # all threads have read: the total depends on each read
+    return total
+
+
+def wait_for_peers(job: Job, refs: Refs) -> None:
+    """Waits until all CTAs of the cluster have merged."""
+    if job.ctas > 1:
+        plgpu.barrier_wait(refs.cluster_barrier)
 
 
 @twin
-def _combine_threads(reduction: Reduction, lanes, scratch_smem):
-    """Returns one state that merges the states of all threads."""
-    if reduction.per_thread:
-        return reduction.per_thread.combine_threads(lanes, scratch_smem)
-    return reduction.combine_lanes(lanes)
+def _keep(reduction: Reduction, state, records, number) -> None:
+    """Writes the record of a segment, given the state of each thread."""
+    states_ptx.keep(reduction.form, jax.tree.leaves(state), records, number, reduction.scale)
+
+
+@twin
+def _merged(reduction: Reduction, records, segments: int, ctas: int):
+    """Returns the state of the row, given the records of its segments."""
+    leaves = states_ptx.merged(reduction.form, records, segments, ctas, reduction.scale)
+    return jax.tree.unflatten(jax.tree.structure(reduction.empty), leaves)
 
 
 def _as_conditions(mask_blocks: list) -> list:

@@ -9,6 +9,7 @@ softmax of (rows, vocab). Times for `Parts` are device times by CUPTI (NVIDIA H1
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -25,8 +26,6 @@ from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
 
 # 12,288 elements take 96 of a thread's 255 registers. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# With few rows. (1, 4096) takes 1.8 us in registers, (1, 16384) 2.4 us in a cluster.
-FEW_ROWS_TILE_ELEMENTS = 10_240
 # If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time. (4000, 4097) reaches 94%,
 # (4000, 4096) 97%.
 UNALIGNED_TILE_ELEMENTS = 5_120
@@ -42,15 +41,15 @@ PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
-# Few rows. Only longer rows are worth 8 or 16 parts:
+# Few rows: each segment has its own CTA. So these also say how many segments rows have. Only longer rows are worth 8 or
+# 16:
 #
-#     parts             2        4        8       16
+#     segments          2        4        8       16
 #     (10, 12000)     3.9 us   2.9 us
 #     (10, 16128)              3.3 us   3.0 us
 #     (10, 100000)                      6.1 us   5.2 us
-#     (1, 50257)                        3.7 us   3.2 us
-FEW_ROWS_PART_ELEMENTS = 3_100  # in up to 4 parts
-FEW_ROWS_PART_ELEMENTS_OF_8 = 6_200  # in 8 or 16 parts
+SEGMENT_ELEMENTS = 3_100  # in up to 4 segments
+SEGMENT_ELEMENTS_OF_8 = 6_200  # in 8 or 16 segments
 
 # Rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
@@ -71,40 +70,25 @@ HALF_READ_PART_ELEMENTS = 32_100  # in several parts
 HALF_STATS_ROW_ELEMENTS = 52_000  # in one part, so that shared memory holds two rows
 HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 
-# --- Few rows in two launches -------------------------------------------------------------------------
+# --- Two launches -------------------------------------------------------------------------------------
 
-# Most bytes of a part in a cluster, over all arrays. Few rows with larger parts take two launches and more CTAs.
-#
-#                                 two launches    cluster
-#     (16, 400000)                   24.9 us      26.9 us
-#     (16, 200000)                   16.7 us      12.7 us
-#     (16, 200000), backward         16.0 us      17.1 us
-FEW_ROWS_PART_BYTES = 80_000
-# The same for a single row that is written, per array.
-#
-#                                           two launches    cluster
-#     (1, 151936)                              3.8 us       4.6 us
-#     (1, 50257)                               3.7 us       3.2 us
-#     (1, 200000), backward                    3.7 us       6.1 us
-#     (1, 200000) bfloat16, backward           3.5 us       3.7 us
-#     (1, 128256) bfloat16, backward           3.4 us       3.1 us
-#     (1, 200000), logsumexp: only read        5.6 us       4.1 us
-LONE_ROW_PART_BYTES = 24_000
-SPLIT = 256  # in two launches, the number of parts is a multiple of this: about two per multiprocessor
+# Most bytes of a segment in a cluster, over both arrays of a backward. The softmax backward of (1024, 262144), with
+# 131,072 bytes, takes 869 us in a cluster and 750 us in two launches (H200); that of (1024, 151936) takes 397 and 542.
+BACKWARD_SEGMENT_BYTES = 120_000
+SPLIT = 256  # in two launches, the number of segments is a multiple of this: about two per multiprocessor
 
 # --- Steps --------------------------------------------------------------------------------------------
 
 STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of 16 bytes, so a step has 8 KB
-# The same for rows that are only read, for few rows that are written, and for the longest parts. A backward that reads
-# steps twice is the exception, and has STEP_BLOCKS.
+# The same for rows that are only read, and for the longest segments. A backward that reads steps twice is the exception,
+# and has STEP_BLOCKS.
 #
 #                                                   8 blocks    4 blocks
 #     logsumexp of (64, 128256) bfloat16, 4 parts    7.8 us      8.4 us
-#     softmax of (1, 128256), in a cluster           4.1 us      4.3 us
 #     softmax of (2000, 516096), without turns       3.01 ms     3.20 ms
 #     backward of (2000, 516096), steps read twice   4.61 ms     4.48 ms
 LONG_STEP_BLOCKS = 8
-LONG_PART_ELEMENTS = 31_000  # longer parts are among the longest
+LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 
 # The same for 16-bit rows with a mask. (1024, 50257) bfloat16 takes 91.6 us, which is 93%; with steps of 4 blocks or 1
 # block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
@@ -158,72 +142,92 @@ EDGE = 128  # elements at each end of a part that is not aligned to 16 bytes, on
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Long rows in shared memory. Each row is cut into `count` parts, and each part has a CTA.
+    """Long rows in shared memory. Each row has `count` CTAs, and is cut into segments, `per_cta` for each CTA.
 
     The CTAs of a row form a cluster. If `cluster` is False, they are independent, and there are two launches.
 
-    A CTA copies the `body` of its part to shared memory in bulk. A bulk copy must start and end on 16 bytes of device
-    memory, and is faster from LINE_BYTES on. If parts are not aligned, the first and the last EDGE elements are also
-    held in registers. They cover the elements before and after the body:
+    A row is reduced segment by segment, and then over its segments. So its sums have the same order for any `count`
+    with the same segments:
 
-        part     |<-------------------------- length -------------------------->|
+        segments    |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
+        count = 2   |         CTA 0         |         CTA 1         |      many rows
+        count = 8   |CTA 0|CTA 1|CTA 2|CTA 3|CTA 4|CTA 5|CTA 6|CTA 7|      few rows
+
+    A CTA copies the `body` of each segment to shared memory in bulk. A bulk copy must start and end on 16 bytes of
+    device memory, and is faster from LINE_BYTES on. If rows are not aligned to 16 bytes, the first and the last EDGE
+    elements of the CTA's only segment are also held in registers. They cover the elements before and after the body:
+
+        segment  |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
         body             |<------------------- body ------------------>|
         owned    |<------------------------- owned ------------------------->|
-                                                                             ^ the next part starts here
+                                                                             ^ the next segment starts here
 
-    All parts have the `length` of the longest part, so that the kernel's shapes are static. A part owns the elements
-    up to the start of the next part. Each element is reduced once: in the body that holds it, else in an edge of the
-    part that owns it. An element that is held twice is written twice, with the same value.
+    All segments have the `length` of the longest one, so that the kernel's shapes are static. A segment owns the
+    elements up to the start of the next one. Each element is reduced once: in the body that holds and owns it, else in
+    an edge of the segment that owns it. An element that is held twice is written twice, with the same value.
     """
 
     vocab: int  # number of elements of a row
     vec: int  # number of elements in 16 bytes
     step_blocks: int  # number of blocks of a step; see `Walk`
-    count: int  # number of parts of a row
-    cluster: bool  # whether the CTAs of a row form a cluster; True for a single part
+    count: int  # number of CTAs of a row
+    cluster: bool  # whether the CTAs of a row form a cluster; True for a single CTA
     # Number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
     # if each row has its own CTAs.
     teams: int | None = None
-    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the part does not
+    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the row does not
     # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
     # `StagedRow`. None if each row has its own CTAs.
     slots: int | None = None
+    per_cta: int = 1  # number of segments of a CTA; 1 with edges, with turns, and in two launches
 
     @property
     def cut(self) -> Cut:
-        """How a row is cut: at multiples of 16 bytes if all rows are aligned to 16 bytes, else at any element."""
-        return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
+        """How a row is cut: at lines of device memory or multiples of 16 bytes where all rows start there, else anywhere."""
+        line = LINE_BYTES // ACCESS_BYTES * self.vec
+        unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
+        return Cut(self.vocab, unit, self.count * self.per_cta)
 
     @property
     def has_edges(self) -> bool:
-        """Whether a part does not start or end on 16 bytes, or overlaps the next part."""
-        return bool(self.vocab % (self.count * self.vec))
+        """Whether rows do not start at multiples of 16 bytes."""
+        return bool(self.vocab % self.vec)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the body of a segment may overlap the next segment, in its last block."""
+        return not self.has_edges and self.cut.shortest < self.length
 
     @property
     def length(self) -> int:
-        """Number of elements that each part holds."""
+        """Number of elements that each segment holds."""
         return self.cut.longest
 
     @property
     def body(self) -> int:
-        """Number of elements that each part copies in bulk, a multiple of `vec`."""
+        """Number of elements that each segment copies in bulk, a multiple of `vec`."""
         if not self.has_edges:
             return self.length
-        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part, wherever it starts
+        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the segment, wherever it starts
 
     def body_start(self, row, start):
-        """Returns the element of a part at which its body starts, aligned to LINE_BYTES of device memory.
+        """Returns the element of a segment at which its body starts, aligned to LINE_BYTES of device memory.
 
-        `row` is the number of the row, and `start` the element of the row at which the part starts.
+        `row` is the number of the row, and `start` the element of the row at which the segment starts.
         """
         line = LINE_BYTES // ACCESS_BYTES * self.vec
         return EDGE - (row * (self.vocab % line) + start) % line if self.has_edges else 0
 
     @property
     def walk(self) -> Walk:
-        """How the CTA goes over the body."""
+        """How the CTA goes over the body of a segment."""
         return Walk(self.body, self.vec, self.step_blocks)
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of a segment, with the edges as a step."""
+        return self.walk.steps + self.has_edges
 
     @property
     def again(self) -> int:
@@ -232,13 +236,15 @@ class Parts:
 
     @property
     def smem_elements(self) -> int:
-        """Number of elements of shared memory for the part of one array."""
-        return self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
+        """Number of elements of shared memory for the segments of one array."""
+        if self.slots is not None:
+            return self.slots * self.walk.step_size
+        return (self.per_cta - 1) * self.walk.steps * self.walk.step_size + self.walk.padded_length
 
     @property
     def barriers(self) -> int:
         """Number of barriers for the steps of one array."""
-        return self.walk.steps if self.slots is None else self.slots
+        return self.per_cta * self.walk.steps if self.slots is None else self.slots
 
     @property
     def mask_steps_ahead(self) -> int:
@@ -273,14 +279,23 @@ class _Problem:
         """Number of elements of each array that shared memory holds."""
         return self.smem // (self.itemsize * self.arrays)
 
-    def parts(self, count: int, *, cluster: bool) -> Parts:
-        """Returns the plan that cuts each row into `count` parts; it may not fit."""
-        if self.rows <= FEW_ROWS:
-            long = cluster and not self.only_read
-        else:
-            long = not self.located and (self.only_read or self.vocab > count * LONG_PART_ELEMENTS)
-        steps = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
-        return Parts(self.vocab, self.vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
+    @property
+    def segmented(self) -> bool:
+        """Whether a CTA may hold several segments. Edges and loads of the mask are for one."""
+        return not self.masked and self.vocab % self.vec == 0
+
+    def parts(self, count: int, *, per_cta: int = 1, cluster: bool = True) -> Parts:
+        """Returns the plan with `count` CTAs for each row, and `per_cta` segments for each; it may not fit.
+
+        The steps of a segment are few, and about equally long.
+        """
+        most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
+        longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
+        if cluster and not self.located and (self.only_read or longest):
+            most = LONG_STEP_BLOCKS
+        one_step = Parts(self.vocab, self.vec, 1, count, cluster, per_cta=per_cta)
+        blocks = one_step.walk.steps
+        return dataclasses.replace(one_step, step_blocks=-(-blocks // -(-blocks // most)) if cluster else most)
 
     def fits(self, parts: Parts) -> bool:
         """Returns whether a CTA has the shared memory and the barriers for these parts."""
@@ -298,7 +313,8 @@ def plan_softmax(
         reading again       the same, but shared memory does not hold all steps
         in two launches     any number of CTAs; the second read comes partly from the L2 cache
 
-    `op` is the name of the operation. It reads arrays (rows, vocab).
+    The order of a row's sums follows its segments and their steps. Up to the longest row that a cluster holds, these
+    depend on everything but the number of rows. `op` is the name of the operation. It reads arrays (rows, vocab).
     """
     major = capability[0]
     problem = _Problem(
@@ -315,65 +331,76 @@ def plan_softmax(
     )
     if vocab * problem.arrays <= _tile_elements(problem):
         return short_row_tile(vocab, problem.itemsize)
-    clustered = _smallest_cluster(problem)
-    if problem.fits(clustered) and not _leaves_idle(problem, clustered):
+    clustered = _in_cluster(problem)
+    backward_bytes = clustered.length * problem.itemsize * 2 if problem.arrays == 2 else 0
+    if problem.fits(clustered) and backward_bytes <= BACKWARD_SEGMENT_BYTES:
         return _in_turns_if_alone(problem, clustered)
     return _reading_again(problem, clustered) or _in_two_launches(problem)
 
 
 def _tile_elements(problem: _Problem) -> int:
     """Returns the most elements of a row, over all arrays, that registers should hold."""
-    if problem.vocab % problem.vec:
-        return UNALIGNED_TILE_ELEMENTS  # longer rows would need too many loads
+    # Longer rows that are not aligned would need too many loads.
+    return UNALIGNED_TILE_ELEMENTS if problem.vocab % problem.vec else TILE_ELEMENTS
+
+
+def _in_cluster(problem: _Problem) -> Parts:
+    """Returns the plan with one CTA or a cluster for each row. If the row is too long, it does not fit."""
+    if not problem.segmented:
+        return problem.parts(_smallest_cluster(problem, _part_elements))
+    segments = _smallest_cluster(problem, _segment_elements)
     if problem.rows <= FEW_ROWS:
-        return FEW_ROWS_TILE_ELEMENTS  # a cluster has more threads for each row
-    return TILE_ELEMENTS  # as many as the registers hold
+        return problem.parts(segments)
+    count = min(_smallest_cluster(problem, _part_elements, segments), segments)
+    return problem.parts(count, per_cta=segments // count)
 
 
-def _smallest_cluster(problem: _Problem) -> Parts:
-    """Returns the plan with the smallest cluster that is good enough, else with the largest one, which may not fit."""
+def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
+    """Returns the least number of CTAs that hold a row, each at most most(problem, number) elements; else the largest.
+
+    The row has at least `segments` segments.
+    """
     count = 1
     while count < problem.max_cluster and not (
-        problem.vocab <= count * _part_elements(problem, count)
-        and problem.fits(problem.parts(count, cluster=True))
+        problem.vocab <= count * most(problem, count)
+        and problem.fits(problem.parts(count, per_cta=max(1, segments // count)))
     ):
         count *= 2
-    return problem.parts(count, cluster=True)
+    return count
+
+
+def _segment_elements(problem: _Problem, count: int) -> int:
+    """Returns the most elements of a segment, for a row in `count` segments; the largest cluster may exceed it."""
+    return SEGMENT_ELEMENTS if count < 8 else SEGMENT_ELEMENTS_OF_8
 
 
 def _part_elements(problem: _Problem, count: int) -> int:
-    """Returns the most elements of a part, for a row in `count` parts; the largest cluster may exceed it."""
-    half = problem.itemsize == 2
-    if problem.rows <= FEW_ROWS:  # many CTAs should work on each row
-        return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
+    """Returns the most elements of a CTA, for a row over `count` CTAs; the largest cluster may exceed it.
+
+    If a CTA has one segment, the number of rows does not count.
+    """
+    half, many = problem.itemsize == 2, problem.segmented and problem.rows >= MANY_ROWS
     if problem.only_read and half:
         if problem.located and count > 1:
             return HALF_STATS_PART_ELEMENTS
-        if problem.located and problem.rows >= MANY_ROWS:
+        if problem.located and many:
             return HALF_STATS_ROW_ELEMENTS
         return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if half:
         return HALF_PART_ELEMENTS
-    if problem.rows >= MANY_ROWS:
+    if many:
         return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
     if problem.only_read:
         return READ_PART_ELEMENTS
     return MASKED_PART_ELEMENTS if problem.masked else PART_ELEMENTS  # so that the last CTAs are short
 
 
-def _leaves_idle(problem: _Problem, clustered: Parts) -> bool:
-    """Returns whether a cluster for each row leaves too many multiprocessors idle, because there are few rows."""
-    part_bytes = clustered.length * problem.itemsize
-    if problem.rows == 1 and not problem.only_read:
-        return part_bytes > LONE_ROW_PART_BYTES
-    return problem.rows <= FEW_ROWS and part_bytes * problem.arrays > FEW_ROWS_PART_BYTES
-
-
 def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
     """Returns parts that fit. Clusters take rows in turns if each CTA is alone on its multiprocessor."""
     alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem
     # A backward needs no turns: it has little arithmetic, and reaches 94% without them.
-    if problem.hopper and alone and problem.arrays == 1 and not problem.only_read:
+    pays = problem.rows > FULL_CLUSTERS and problem.arrays == 1 and not problem.only_read
+    if problem.hopper and alone and pays and clustered.per_cta == 1:
         in_turns = _in_turns(problem, clustered)
         return clustered if in_turns.again else in_turns
     return clustered

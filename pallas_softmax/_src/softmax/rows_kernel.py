@@ -2,17 +2,18 @@
 
 Short rows are in the registers of a few lanes, of a warp, or of all threads of a CTA: load -> reduce -> write.
 
-A long row has one CTA or a cluster, in one launch. The CTAs of a cluster exchange reductions through shared memory:
+A long row is cut into segments. It has one CTA or a cluster, in one launch. A CTA has one segment or several, and the
+CTAs of a cluster exchange reductions through shared memory:
 
-    load -> reduce -> (cluster only: merge with the other CTAs) -> write
+    load -> reduce each segment -> merge all segments of the row -> write
 
 With `Parts.slots`, a team (a CTA or a cluster) takes several rows in turns. If shared memory holds only some steps of a
 row, the first steps are read twice.
 
-Or many CTAs share a row, in two launches for all rows. In the second launch each CTA merges the reductions of all parts
-of its row. So each element is read twice:
+Or many CTAs share a row, in two launches for all rows, each with a segment. In the second launch each CTA merges the
+reductions of all segments of its row. So each element is read twice:
 
-    launch 1    load -> reduce -> write the part's reduction
+    launch 1    load -> reduce -> write the segment's reduction
     launch 2    load -> merge -> write
 
 If the result is one number per row, plain JAX merges the reductions in place of launch 2.
@@ -22,6 +23,7 @@ If the result is one number per row, plain JAX merges the reductions in place of
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,13 +35,12 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.staged_row import StagedRow, part_place
-from pallas_softmax._src.softmax.formulas import Formula, Label, comes_before
-from pallas_softmax._src.softmax.moments_ptx import SCRATCH_WORDS
-from pallas_softmax._src.softmax.part import Job, Part, Refs
+from pallas_softmax._src.softmax import label_rank
+from pallas_softmax._src.softmax.formulas import SUM, Formula, Label, comes_before
+from pallas_softmax._src.softmax.part import Job, Part, Refs, merged_row, wait_for_peers
 from pallas_softmax._src.softmax.plan import Parts
 
 # --- Short rows, in registers -------------------------------------------------------------------------
@@ -122,26 +123,78 @@ def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
 
 
 def compute_row(job: Job, refs: Refs) -> None:
-    """The kernel: one CTA, or the CTAs of a cluster, compute a row. Each CTA holds a part of the row.
+    """The kernel: one CTA, or the CTAs of a cluster, compute a row.
 
     The copies to shared memory run while `_reduce_merge_write` reduces the steps that have arrived.
     """
-    part = _load(job, refs)
-    _reduce_merge_write(part)
+    parts = job.parts
+    if parts.per_cta == 1:
+        part = _load(job, refs)
+        _reduce_merge_write(job, refs, lambda number: part)
+        return
+
+    def part_of(number) -> Part:
+        place = part_place(parts.cut, job.view, rows=job.rows, per_cta=parts.per_cta, number=number)
+        return Part(job, refs, place, StagedRow(parts.walk, steps_before=number * parts.walk.steps))
+
+    _for_each(parts.per_cta, lambda number: _start_copies(part_of(number)))
+    _reduce_merge_write(job, refs, part_of)
 
 
-def _reduce_merge_write(part: Part) -> None:
-    """Reduces a part while it is loaded, merges it with the other parts of the cluster, and writes it."""
-    total = part.reduce()  # step by step; waits until each has arrived
-    if part.job.clustered:
-        total = part.combine_over_cluster(total)  # exchanges reductions; now the total is of the whole row
-    if part.formula.value is None:
-        part.write_constants(total)  # for example logsumexp: one number per row
-        part.free_slots()
+def _for_each(count: int, do: Callable[[Any], None]) -> None:
+    """Calls do(number) for each segment of the CTA."""
+    if count == 1:
+        do(0)
     else:
-        part.write(total)  # for example softmax: the elements, from shared memory
-    if part.job.clustered:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
-        plgpu.barrier_wait(part.refs.cluster_barrier)
+        lax.fori_loop(0, count, lambda number, _: do(number), None)
+
+
+def _reduce_merge_write(job: Job, refs: Refs, part_of: Callable[[Any], Part]) -> None:
+    """Reduces the segments of this CTA while they are loaded, merges all segments of the row, and writes the results.
+
+    part_of(number) is a segment of this CTA.
+    """
+    each = functools.partial(_for_each, job.parts.per_cta)
+    each(lambda number: part_of(number).keep(number))  # step by step; waits until each has arrived
+    formula = part_of(0).formula
+    total = merged_row(job, refs, formula.reduction)
+    if formula.value is not None:
+        each(lambda number: part_of(number).write(total))  # for example softmax: the elements, from shared memory
+    elif formula.locates:
+        _write_located(job, refs, part_of, total)
+    else:
+        part_of(0).write_constants(total)  # for example logsumexp: one number per row
+        part_of(0).free_slots()
+    wait_for_peers(job, refs)  # a CTA must not exit, or write other records, before its peers have merged
+
+
+def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) -> None:
+    """Writes the constants of the row, in the CTA that has the segment with its largest element."""
+    if part_of(0).formula.counts:
+        total = total._replace(before=_recounted(job, refs, part_of, total))
+    parts = job.parts
+    segment = total.at.astype(jnp.int32) // parts.all_steps - part_of(0).place.index
+
+    @pl.when((segment >= 0) & (segment < parts.per_cta))
+    def write():
+        part = part_of(segment)
+        part.write_constants(part.located(total))
+
+
+def _recounted(job: Job, refs: Refs, part_of: Callable[[Any], Part], total):
+    """Returns how many elements of the row come before its label; counted again if the sum of the steps is not exact."""
+
+    def count_again():
+        wait_for_peers(job, refs)
+
+        def keep(number):
+            part = part_of(number)
+            part.keep_sum(label_rank.count_again(part), number)
+
+        _for_each(job.parts.per_cta, keep)
+        return merged_row(job, refs, SUM)
+
+    return lax.cond(label_rank.is_inexact(part_of(0), total), count_again, lambda: total.before)
 
 
 def compute_rows_in_turns(job: Job, refs: Refs) -> None:
@@ -176,7 +229,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def take_turn(turn, _) -> None:
         part = part_of(turn)
         part.load_edges()
-        _reduce_merge_write(part)  # each slot that it frees takes a step of a later row
+        _reduce_merge_write(job, refs, lambda number: part)  # each slot that it frees takes a step of a later row
 
     lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
     lax.fori_loop(0, turns, take_turn, None)
@@ -186,13 +239,17 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
 
 
 def reduce_part(job: Job, refs: Refs) -> None:
-    """The first kernel of two: reduces each part and writes its reduction."""
+    """The first kernel of two: reduces each segment and writes its reduction."""
     part = _load(job, refs)
-    part.write_reduction(part.reduce())
+    part.keep(0)
+    total = merged_row(job, refs, part.formula.reduction)
+    if part.formula.counts:
+        total = total._replace(before=_recounted(job, refs, lambda number: part, total))
+    part.write_reduction(part.located(total) if part.formula.locates else total)
 
 
 def write_part(job: Job, refs: Refs) -> None:
-    """The second kernel of two: merges the reductions of the row's parts, then writes the elements.
+    """The second kernel of two: merges the reductions of the row's segments, then writes the elements.
 
     It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
     """
@@ -203,13 +260,18 @@ def write_part(job: Job, refs: Refs) -> None:
 
 
 def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Part:
-    """Returns the only part of this CTA, after starting the copies of its body and the loads of its edges."""
+    """Returns the only segment of this CTA, after starting the copies of its body and the loads of its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
     part = Part(job, refs, place, StagedRow(job.parts.walk))
-    for i in range(job.parts.walk.steps):
-        part.copy_in(i)
+    _start_copies(part)
     part.load_edges()
     return part
+
+
+def _start_copies(part: Part) -> None:
+    """Starts the copies of all steps of a segment."""
+    for i in range(part.job.parts.walk.steps):
+        part.copy_in(i)
 
 
 # --- Launches -----------------------------------------------------------------------------------------
@@ -268,17 +330,15 @@ def _launch(
 
     `reductions` has the reductions of the parts, arrays (rows, parts), if a launch before made them.
     """
-    parts, reduction = job.parts, job.formula.reduction
+    parts = job.parts
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
         "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
     }
-    if reduction.per_thread:
-        words = SCRATCH_WORDS + (WARPS if job.formula.counts else 0)
-        scratch["scratch_smem"] = plgpu.SMEM((words,), jnp.float32)
-    if job.clustered:
-        reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
-        scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, reduction.empty)
+    if reductions is None:
+        words = job.formula.reduction.form.words(parts.per_cta)
+        scratch["records_smem"] = plgpu.SMEM((words,), jnp.float32)
+    if job.ctas > 1:
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
@@ -288,7 +348,7 @@ def _launch(
     return gpu_kernel(
         body,
         grid={"row": job.teams, "part": parts.count},
-        cluster=parts.count if job.clustered else 1,
+        cluster=job.ctas,
         out_type=out_type,
         scratch_types=scratch,
         name=name,

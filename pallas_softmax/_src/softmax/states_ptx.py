@@ -1,0 +1,224 @@
+"""Inline PTX for the states of a reduction: adds logits to moments, and merges the threads and segments of a row.
+
+A state is a sum, a normalizer (m, d), or moments (m, d, t) with a place and a count. `normalizers` explains the
+numbers, and `plan.Parts` draws segments. A row is merged in one order, wherever its segments lie:
+
+    keep      the lanes of each warp merge, once for each segment   → a record of the segment: a state of each warp
+    merged    the warps of a segment merge, then all segments       → the state of the row
+
+So the order depends on the segments only, and not on the number of CTAs that hold them.
+
+`add_logits` adds several logits to the moments of each thread. It takes their maximum first, and rescales the old d and
+t once. Then each logit x takes six instructions, or seven with a temperature. Here a = log2(e) / temperature, in two
+factors of a `Scale`:
+
+    u = max((x - m) a, FAR)     three instructions, or four
+    e = 2^u
+    d = d + e
+    t = t + u e                 a fused multiply-add; t is multiplied by ln(2) at the end
+
+One fma for x a - m a would save an instruction. But m a is rounded, so that the d of a single large logit would not be
+exactly 1, and its entropy not exactly 0.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_softmax._src.gpu.hardware import WARPS
+from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.layout import log2
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.normalizers import LOG2_E, Moments, Scale
+
+# The least u. 2^FAR is 0 in float32. FAR * 0 is 0, and not NaN like -inf * 0: a logit of -inf adds nothing to t.
+FAR = -1e4
+_LN_2 = 1 / LOG2_E
+
+# The numbers of a state by name, with what the empty set has. `place` says where the largest logit is, and the lowest
+# place wins. `before` is how many logits come before the label's.
+_EMPTY = {"m": float("-inf"), "d": 0.0, "t": 0.0, "place": float("inf"), "before": 0.0}
+_MERGES = {"d": "add", "t": "add", "place": "min", "before": "add"}
+State = dict[str, Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The numbers of a state, names of `_EMPTY`, and whether there is a temperature."""
+
+    fields: tuple[str, ...] = ("m", "d", "t")
+    scaled: bool = False
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The operands with the product log2(e) / temperature."""
+        return ("a", "again") if self.scaled else ("a",)
+
+    def words(self, segments: int) -> int:
+        """Returns the number of words of shared memory of a CTA that holds so many segments."""
+        return _RESULT_WORDS + segments * WARPS * len(self.fields)
+
+
+_RESULT_WORDS = 8  # the state of the row, before the records of the segments
+
+
+@twin
+def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = None) -> Moments:
+    """Adds logits `xs` to the moments of each thread, all arrays (128,), for the CTA's only warpgroup.
+
+    Threads do not exchange anything. `scale` belongs to the temperature, or is None.
+    """
+    blocks = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
+    results = {f"new_{name}": "f32" for name in Moments._fields}
+    program = add_program(len(xs), Form(scaled=scale is not None))
+    return Moments(*insert_ptx(program, {}, _factors(scale), blocks, results))
+
+
+def keep(form: Form, state: Sequence[jax.Array], records, segment, scale: Scale | None = None) -> None:
+    """Writes the record of a segment, given the state of each thread in it: one array (128,) for each field.
+
+    `records` refers to shared memory, `form.words` float32. `segment` is the number of the segment in its CTA. `scale`
+    belongs to the temperature, or is None.
+    """
+    scalars = _factors(scale) | {"segment": segment}
+    insert_ptx(keep_program(form), {"records": records}, scalars, dict(zip(form.fields, state)))
+
+
+def merged(form: Form, records, segments: int, ctas: int, scale: Scale | None = None) -> tuple:
+    """Returns the state of the row, scalars, given the records of its segments in the CTAs of the cluster.
+
+    The CTAs hold equal numbers of segments, in order. A cluster of several must synchronize before this. Afterwards
+    this CTA reads no other CTA: those may exit, or overwrite their records.
+    """
+    results = {f"new_{name}": "f32" for name in form.fields}
+    program = merge_program(form, segments, ctas)
+    return insert_ptx(program, {"records": records}, _factors(scale), {}, results, uniform=True)
+
+
+def _factors(scale: Scale | None) -> dict[str, Any]:
+    """Returns the operands with the product log2(e) / temperature."""
+    if scale is None:
+        return {"a": LOG2_E}
+    return {"first": scale.first, "a": scale.factor * LOG2_E, "again": scale.again}
+
+
+# --- Programs
+
+
+def add_program(count: int, form: Form = Form()) -> Program:
+    """Returns the program of `add_logits`.
+
+    It reads <m>, <d>, <t>, the factors and the logits <x0>, <x1>, ..., `count` in all. It writes <new_m>, <new_d> and
+    <new_t>.
+    """
+    p = Program()
+    old = {name: p.operand(name, "f32") for name in form.fields}
+    xs = p.operands("f32", *(f"x{i}" for i in range(count)))
+    new_m, new_d, new_t = p.operands("f32", "new_m", "new_d", "new_t")
+    p.set(new_m, p.reduce("max.NaN", [old["m"], *xs]))
+    kept, shift = _relative_to(p, form, old, new_m), _shift(p, form, new_m)
+    # Four sums of d and four of t: an addition need not wait for the one before, and fewer rounding errors add up.
+    ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in ("d", "t"))
+    for i, x in enumerate(xs):
+        u = _distance(p, form, x, shift)
+        e = p.exp2(u)
+        p.increase(ds[i % 4], e)
+        p.set(ts[i % 4], p.multiply_add(u, e, ts[i % 4]))
+    p.set(new_d, kept["d"] + p.reduce("add", ds))
+    p.set(new_t, p.multiply_add(p.reduce("add", ts), _LN_2, kept["t"]))
+    return p
+
+
+def keep_program(form: Form) -> CtaProgram:
+    """Returns the program of `keep`. It reads the fields of a state, the factors, <records> and <segment>."""
+    p = CtaProgram()
+    state = _combine_lanes(p, form, {name: p.operand(name, "f32") for name in form.fields})
+    record = _record(p, form, p.operand("segment", "s32").bits("u32"))
+    for i, value in enumerate(state.values()):
+        p.store(p.at(record, p.warp, 4), value, offset=4 * WARPS * i, when=p.first_lane)
+    return p
+
+
+def merge_program(form: Form, segments: int, ctas: int) -> CtaProgram:
+    """Returns the program of `merged`. It reads the factors and <records>, and writes <new_m> and so on.
+
+    Lane i of the first warp reads the record of segment i. The results reach the other warps through shared memory.
+    """
+    p = CtaProgram(ctas=ctas)
+    result = p.operand("records", "u32")
+    if ctas == 1:
+        p.barrier()
+    with p.when(p.warp.equals(0)):
+        exists, each = p.lane < segments, log2(segments // ctas)
+        record = _record(p, form, p.lane & (1 << each) - 1)
+        of_warps = []
+        for i, name in enumerate(form.fields):
+            found = p.of_cta(record + 4 * WARPS * i, p.lane >> each, "f32", WARPS, when=exists)
+            of_warps.append([p.select(exists, number, _EMPTY[name]) for number in found])
+        states = [dict(zip(form.fields, numbers)) for numbers in zip(*of_warps)]
+        total = [*_combine_lanes(p, form, _combine(p, form, states)).values()]
+        for i in range(0, len(total), 4):
+            p.store(result, *total[i : i + 4], offset=4 * i, when=p.first_lane)
+    p.barrier()
+    for i, name in enumerate(form.fields):
+        p.set(p.operand(f"new_{name}", "f32"), p.load(result, "f32", offset=4 * i))
+    return p
+
+
+def _record(p: CtaProgram, form: Form, segment: Value) -> Value:
+    """Returns the address of the record of a segment, in this CTA: field by field, a number of each warp."""
+    return p.operand("records", "u32") + segment * (4 * WARPS * len(form.fields)) + 4 * _RESULT_WORDS
+
+
+def _combine_lanes(p: CtaProgram, form: Form, state: State) -> State:
+    """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
+    m = dict(zip("m", p.over_warp(["max.NaN"], [state["m"]]))) if "m" in state else {}
+    parts = _relative_to(p, form, state, *m.values())
+    sums = p.over_warp([_MERGES[name] for name in parts], [*parts.values()])
+    return m | dict(zip(parts, sums))
+
+
+def _combine(p: Program, form: Form, states: list[State]) -> State:
+    """Merges some states of this thread."""
+    m = {"m": p.reduce("max.NaN", [state["m"] for state in states])} if "m" in form.fields else {}
+    parts = [_relative_to(p, form, state, *m.values()) for state in states]
+    return m | {name: p.reduce(_MERGES[name], [part[name] for part in parts]) for name in parts[0]}
+
+
+def _relative_to(p: Program, form: Form, state: State, m: Value | None = None) -> State:
+    """Returns the numbers of a state except m, for a merge with this m; without m, they are only added."""
+    rest = {name: value for name, value in state.items() if name != "m"}
+    if m is None:
+        return rest
+    u = _distance(p, form, state["m"], _shift(p, form, m))
+    factor = p.exp2(u)
+    if "t" in rest:
+        rest["t"] = p.multiply_add(u * _LN_2, rest["d"], rest["t"]) * factor
+    rest["d"] = rest["d"] * factor
+    if "place" in rest:
+        is_largest = state["m"].equals(m) | ~state["m"].equals(state["m"])  # the second condition: it is NaN
+        rest["place"] = p.select(is_largest, rest["place"], float("inf"))
+    return rest
+
+
+def _shift(p: Program, form: Form, m: Value) -> Value:
+    """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
+    return _in_range(p, form, p.select(m.equals(float("-inf")), 0.0, m))
+
+
+def _in_range(p: Program, form: Form, x: Value) -> Value:
+    """Returns x <first> with a temperature, else x."""
+    return x * p.operand("first", "f32") if form.scaled else x
+
+
+def _distance(p: Program, form: Form, x: Value, shift: Value) -> Value:
+    """Returns u = (x <first> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
+    u = _in_range(p, form, x) - shift
+    for factor in p.operands("f32", *form.factors):
+        u = u * factor
+    return p.op("max.NaN", "f32", u, FAR)
