@@ -88,6 +88,7 @@ class StagedRow:
     walk: Walk
     slots: int | None = None  # number of slots of a ring; None if each step has its own slot
     steps_before: Any = 0  # number of steps that the CTA takes before the first one of these
+    start: Any = 0  # the place of the first element in shared memory, if each step has its own slot
     # For a ring only:
     freed: Callable[[Any], None] = lambda i: None  # called as soon as the slot of step i may be filled again
     again: int = 0  # number of steps that come twice
@@ -97,10 +98,9 @@ class StagedRow:
         number = self.steps_before + i
         return number if self.slots is None else lax.rem(jnp.int32(number), jnp.int32(self.slots))
 
-    @property
-    def start(self):
-        """The place of the first element in shared memory, if each step has its own slot."""
-        return self.steps_before * self.walk.step_size
+    def _place(self, i):
+        """Returns the place of step i in shared memory."""
+        return self.walk.step_size * (self.slot(i) if self.slots else i) + self.start
 
     def _position(self, i):
         """Returns the position of step i in the row."""
@@ -114,11 +114,10 @@ class StagedRow:
         walk = self.walk
 
         def copy(size: int) -> None:
-            slot = self.slot(i)
             plgpu.copy_gmem_to_smem(
                 gmem.at[pl.ds(start + self._position(i), size)],
-                smem.at[pl.ds(slot * walk.step_size, size)],
-                arrived.at[slot],
+                smem.at[pl.ds(self._place(i), size)],
+                arrived.at[self.slot(i)],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
@@ -147,7 +146,7 @@ class StagedRow:
     def blocks(self, i, size: int) -> Iterator[Any]:
         """Yields the place in shared memory of each block of step i, which has `size` elements."""
         for start in range(0, size, self.walk.block_size):
-            yield pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
+            yield pl.ds(self._place(i) + start, self.walk.block_size)
 
     def load(self, smem, i, size: int) -> Iterator[jax.Array]:
         """Yields the blocks of step i, in float32. After its `size` elements, they hold anything."""
@@ -175,7 +174,7 @@ class StagedRow:
         def write_step(i, size, carry):
             self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
-            source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
+            source = smem.at[pl.ds(self._place(i), size)]
             plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + self._position(i), size)])
             if self.slots is not None:
                 pl.when(jnp.int32(i) > self.again)(functools.partial(free_slot, i - 1, 1))

@@ -28,7 +28,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     itemsize = jnp.dtype(call.dtype).itemsize
     if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
         return Refusal(f"group_best={call.group_best} is more than {MOST_GROUP_BEST}")
-    tile = plan_route(call.rows, call.vocab, call.k, itemsize, biased=call.masked, groups=call.groups)
+    tile = plan_route(call.vocab, call.k, itemsize, biased=call.masked, groups=call.groups)
     return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
 
 

@@ -28,13 +28,13 @@ _FLOAT_BYTES = 4
 GROUPED_LANE_ELEMENTS = 24
 
 
-def plan_route(rows: int, experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
+def plan_route(experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
     """Returns the tile of a router's forward, or None if no tile fits. A logit has `itemsize` bytes."""
     if experts > MAX_EXPERTS:
         return None
     if groups > 1:
         return _grouped_tile(experts, groups)
-    return plan_tile(rows, experts, k, _FLOAT_BYTES if biased else itemsize)
+    return plan_tile(experts, k, _FLOAT_BYTES if biased else itemsize)
 
 
 def _grouped_tile(experts: int, groups: int) -> Tile | None:

@@ -328,8 +328,7 @@ def _log_mass(p: PartProgram, kept: Kept) -> Value:
 # --- Calls of any rank
 
 
-# How the rows of a call lie over the GPU with filters or a mask; and without, or None if the first plan is faster.
-Plans = tuple[SamplePlan, StreamPlan | None]
+Plans = tuple[SamplePlan, StreamPlan]  # how the rows of a call lie over the GPU with filters or a mask; and without
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
@@ -337,11 +336,11 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
-    shape = call.rows, call.vocab, jnp.dtype(call.dtype), capability
-    chosen = plan_sample(*shape)
+    row = call.vocab, jnp.dtype(call.dtype), capability
+    chosen = plan_sample(*row)
     if chosen is None:
         return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
-    return chosen, plan_stream(*shape)
+    return chosen, plan_stream(call.rows, *row)
 
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
@@ -349,7 +348,7 @@ def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p,
     *batch, vocab = logits.shape
     words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
     general, unfiltered = plans
-    if unfiltered is None or any(a is not None for a in (where, *filters)):
+    if any(a is not None for a in (where, *filters)):
         return _run(general, logits, where, temperature, *filters, words, stride)
     x = logits.reshape(-1, vocab)
     results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)

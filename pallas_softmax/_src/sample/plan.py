@@ -1,5 +1,8 @@
 """How the rows of `sample` lie over the GPU: `plan_sample` and `plan_stream`, pure functions of a shape.
 
+A row's sums have the same order in any batch: `plan_sample` does not depend on the number of rows, and the shares of a
+`StreamPlan` do not.
+
 With filters, a row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a
 part. Without filters, the warps of a cluster read the row once, as `stream_kernel` draws: a `StreamPlan`.
 """
@@ -20,7 +23,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPS,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.layout import Window
+from pallas_softmax._src.gpu.layout import Window, power_of_two
 
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
@@ -48,14 +51,12 @@ ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; othe
 # room for more: its histogram is longer.
 LISTED_AT_ONCE, LISTED_AT_ONCE_BFLOAT16 = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
-# With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
-FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
-# With many rows, three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a
-# third of the shared memory, and 256 threads with 80 registers each, which fit three times.
+# Three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a third of the shared
+# memory, and 256 threads with 80 registers each, which fit three times.
 RESIDENT, WARPGROUPS = 3, 2
-# Larger clusters leave multiprocessors idle. Many rows avoid them by two larger CTAs on each multiprocessor, with more
-# warps. The number of CTAs in a cluster is then even: 7 were slower than 8, and 11 slower than 12.
-SMALL_CLUSTER, MANY_ROWS = 8, 128
+# Larger clusters leave multiprocessors idle. Longer rows have two larger CTAs on each multiprocessor, with more warps.
+# The number of CTAs in a cluster is then even: 7 were slower than 8, and 11 slower than 12.
+SMALL_CLUSTER = 8
 FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 
 
@@ -172,7 +173,7 @@ def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
     )
 
 
-def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
+def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
     """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
 
@@ -184,11 +185,8 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Sa
                 return plan
         return None
 
-    if rows <= FEW_ROWS:
-        first = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES))
-        return first_that_fits(range(first, most + 1), FEW_ROWS_WARPGROUPS, smem)
     plan = first_that_fits(range(1, most + 1), WARPGROUPS, smem_of_each(capability, RESIDENT))
-    if rows >= MANY_ROWS and (plan is None or plan.window.count > SMALL_CLUSTER):
+    if plan is None or plan.window.count > SMALL_CLUSTER:
         counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
         plan = first_that_fits(counts, MORE_WARPGROUPS, smem_of_each(capability, FEWER_RESIDENT)) or plan
     return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)
@@ -205,11 +203,11 @@ LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a l
 SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
 # How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
 PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
-CLUSTERS = *range(1, 9), 12, 16
+CLUSTERS = 1, 2, 4, 8, 16
+MAX_SHARES = 16
+MAX_SLOTS = 4  # with more normalizers of each thread in shared memory, only two CTAs share a multiprocessor
 # The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
 OVERHEAD = 2**14
-# A few long rows are faster in the kernel for filters, which has more warps for each row.
-FEW_LONG_ROWS, LONG_BYTES = 4, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +229,16 @@ class StreamPlan:
         return self.warpgroups * WARPGROUP
 
     @property
+    def shares(self) -> int:
+        """Number of shares of a row, a power of two: with more, some would have no step."""
+        return min(power_of_two(self.vocab / SHORT, 1), MAX_SHARES)
+
+    @property
+    def slots(self) -> int:
+        """Number of normalizers of a thread in shared memory: one for all shares that one CTA takes, or one for each."""
+        return 1 if self.ctas == 1 else self.shares // self.ctas
+
+    @property
     def vectors(self) -> int:
         """Number of vectors of a lane in a step."""
         return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
@@ -241,23 +249,26 @@ class StreamPlan:
         return SCRATCH.histogram
 
     @property
-    def words(self) -> int:
-        """Number of words of the scratch memory."""
+    def normalizers(self) -> int:
+        """The first word of the normalizers (m, d) of the threads: slot by slot."""
         return self.lists + 2 * LIST_SIZE * self.threads
 
+    @property
+    def words(self) -> int:
+        """Number of words of the scratch memory."""
+        return self.normalizers + 2 * self.slots * self.threads
 
-def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan | None:
-    """Returns how rows lie over a GPU of this compute capability; None if the kernel for filters is faster.
+
+def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan:
+    """Returns how rows lie over a GPU of this compute capability.
 
     All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    if rows <= FEW_LONG_ROWS and vocab * itemsize > LONG_BYTES:
-        return None
 
     def time(ctas: int) -> float:
         places = next(places for size, places in PLACES.items() if ctas <= size)
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
 
-    most = max(1, min(-(-vocab // SHORT), MAX_CLUSTER[capability[0]]))
-    return StreamPlan(vocab, itemsize, min((c for c in CLUSTERS if c <= most), key=time))
+    plans = [StreamPlan(vocab, itemsize, ctas) for ctas in CLUSTERS if ctas <= MAX_CLUSTER[capability[0]]]
+    return min((plan for plan in plans if 0 < plan.slots <= MAX_SLOTS), key=lambda plan: time(plan.ctas))

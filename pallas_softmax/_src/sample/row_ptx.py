@@ -289,7 +289,14 @@ class LaneNormalizer:
 
     def __init__(self, p: ClusterProgram):
         self._p = p
-        self.m, self.d, self._finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
+        self.m, self.d, self._finite_m = p.fresh("f32"), p.fresh("f32"), p.fresh("f32")
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes the normalizer that of no elements."""
+        for register, number in ((self.m, -INF), (self.d, 0.0), (self._finite_m, LEAST_FINITE)):
+            self._p.set(register, number)
+
 
     def raise_to(self, x: Value) -> None:
         """Raises m to x, if x is greater, or NaN."""
@@ -385,6 +392,14 @@ def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Val
         equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
         p.increase(own_rank, 1, equal_before | (other > value))
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
+
+
+def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """Combines two normalizers (m, d) of each lane."""
+    m = p.op("max.NaN", "f32", a[0], b[0])
+    finite = p.max(m, LEAST_FINITE)
+    of_a, of_b = (d * _mass(p, p.max(own_m, LEAST_FINITE), finite) for own_m, d in (a, b))
+    return [m, of_a + of_b]
 
 
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:

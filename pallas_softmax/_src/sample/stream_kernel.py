@@ -1,9 +1,16 @@
 """The kernel of `sample` without filters: one pass over each row, straight from device memory.
 
-The warps of a cluster take the steps of a row in turn. A step has 16 elements for each lane:
+The steps of a row belong to shares in turn, and the CTAs of a cluster take the shares in turn. A step has 16 elements for
+each lane. With four shares, and two warps in a CTA:
 
-    step        0   1   2   3   4   5   6   7   8  ..
-    warp        0   1   2   3   0   1   2   3   0  ..       of a cluster with four warps
+    step            0   1   2   3   4   5   6   7   8   9  ..
+    share           0   0   1   1   2   2   3   3   0   0  ..
+    warp            0   1   0   1   0   1   0   1   0   1  ..      of the CTA that has the share
+    CTA of one      0   0   0   0   0   0   0   0   0   0  ..
+    CTA of two      0   0   1   1   0   0   1   1   0   0  ..
+
+A warp takes all of its steps in one share, then those in the next. The normalizers of a lane in the shares are combined
+in the order of the shares. So the order of a row's sums does not depend on the number of CTAs.
 
 A warp does this with each step:
 
@@ -106,10 +113,14 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
-        values = [*_take_steps(p, race, segment), race.best, race.index, race.x]
+        _take_steps(p, race, segment)
+        values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
-        lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
-        top, total, _, winner, x = _combine(p, lanes)
+        m, d, *best = p.over_each_cta(
+            functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer)
+        )
+        d = p.select(p.lane.equals(0), d, 0.0)  # each CTA has the sum of the whole row
+        top, total, _, winner, x = _combine(p, [m, d, *best])
         p.set(index, winner)
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
         share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
@@ -138,6 +149,8 @@ class StreamProgram(ClusterProgram):
         self.lead = row * (vocab % self.vec) & (self.vec - 1)
         start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
         self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
+        self.normalizers = self.word(plan.normalizers, self.thread, 2)  # address of the thread's first normalizer
+        self.next_normalizer = 8 * plan.threads  # bytes from one normalizer of the thread to the next
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
         """Returns the lane's elements of a step as floats; its first vector is at `position`.
@@ -213,21 +226,30 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
     return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
 
-def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, Value]:
-    """Takes the steps of the warp. Returns (m, d) of each lane, and leaves its best sum in `race`.
+def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
+    """Takes the steps of the warp. Leaves (m, d) of each lane in shared memory, and its best sum in `race`.
 
     The outer loop has a turn for each segment of the row, nearly always one. The inner loop has a turn for each step,
     and one more without a step, which enters what the lists still hold.
     """
-    size = LANES * p.vec * p.plan.vectors  # of a step
-    turn = size * p.warps * p.ctas  # from a step of the warp to the next one
+    plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
+    turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
     normalizer = row_ptx.LaneNormalizer(p)
     list_ = LaneList(p)
-    at = p.var((p.cta * p.warps + p.warp) * size)  # the first position of the warp's next step
+    for i in range(plan.slots):
+        p.store(p.normalizers, p.var(-INF, "f32"), p.var(0, "f32"), offset=p.next_normalizer * i)
+    share, at = p.fresh("u32"), p.fresh("u32")  # `at` is the first position of the warp's next step
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
+
+    def start_share():
+        first = (share * p.warps + p.warp) * size + (segment.first + p.lead & 2**32 - turn)
+        p.set(at, p.select(share < plan.shares, first, segment.end + p.lead))
+
     race.start(silent=p.greedy)
     segment.start_at(0)
     with p.loop() as leave_row:
+        p.set(share, p.cta)
+        start_share()
         with p.loop() as leave:
             p.set(more, at < segment.end + p.lead)
             with p.when(more):
@@ -241,6 +263,15 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, 
                     normalizer.add(elements)
                     race.catch_up()
                     p.increase(at, turn)
+                    with p.when(at >= segment.end + p.lead):
+                        slot = p.normalizers
+                        if plan.slots > 1:
+                            slot = slot + (share >> log2(plan.ctas)) * p.next_normalizer
+                        before = p.load_vector(slot, "f32", 2)
+                        p.store(slot, *row_ptx.join(p, before, [normalizer.m, normalizer.d]))
+                        normalizer.clear()
+                        p.increase(share, plan.ctas)
+                        start_share()
                 low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
                 for i, x in enumerate(elements):
                     list_.append(x, index + p.offset(i), x >= low)
@@ -249,9 +280,17 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> tuple[Value, 
             leave(~more)
         leave_row(segment.end >= p.plan.vocab)
         segment.start_at(segment.end)
-        # The last step of the warp may reach into this segment.
-        p.increase(at, -turn, when=(at > segment.first + p.lead) & (at >= turn))
-    return normalizer.m, normalizer.d
+
+
+def _normalizer_of_row(p: StreamProgram) -> list[Value]:
+    """Returns (m, d) of each lane in all shares. The CTAs of a cluster synchronize first, and all get the same."""
+    plan = p.plan
+    if plan.ctas == 1:
+        return p.load_vector(p.normalizers, "f32", 2)
+    p.sync_cluster()
+    places = [(p.normalizers + p.next_normalizer * (i // plan.ctas), i % plan.ctas) for i in range(plan.shares)]
+    of_shares = [p.of_cta(at, p.var(cta, "u32"), "f32", 2) for at, cta in places]
+    return functools.reduce(functools.partial(row_ptx.join, p), of_shares)
 
 
 def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:

@@ -30,26 +30,27 @@ TILE_ELEMENTS = 12_288
 # (4000, 4096) 97%.
 UNALIGNED_TILE_ELEMENTS = 5_120
 
-FEW_ROWS = 16  # up to this many rows, the latency of a row counts, not the throughput
 MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the end cost little
 
-# --- Rows in shared memory: the most elements of a part, unless the cluster is the largest ------------
+# --- Rows in shared memory: the most elements of a CTA, unless the cluster is the largest -------------
 
-# With smaller parts, more CTAs share a multiprocessor and overlap loads with arithmetic. Larger parts merge less.
+# With fewer elements, more CTAs share a multiprocessor and overlap loads with arithmetic. With more, they merge less.
 HALF_PART_ELEMENTS = 19_000  # 16-bit rows: their bytes are half as many, and arithmetic also takes time
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
-# Few rows: each segment has its own CTA. So these also say how many segments rows have. Only longer rows are worth 8 or
-# 16:
+# The most elements of a segment. Few rows have a CTA for each segment, and only longer rows are worth 8 or 16 of them:
 #
 #     segments          2        4        8       16
 #     (10, 12000)     3.9 us   2.9 us
 #     (10, 16128)              3.3 us   3.0 us
 #     (10, 100000)                      6.1 us   5.2 us
-SEGMENT_ELEMENTS = 3_100  # in up to 4 segments
+SEGMENT_ELEMENTS = {4: 3_100, 2: 6_300}  # in up to 4 segments, by bytes of an element
 SEGMENT_ELEMENTS_OF_8 = 6_200  # in 8 or 16 segments
+# Few rows: so many CTAs have room at once. If rows are written, two for each of them are still faster than more segments
+# in each CTA.
+CTAS = 256
 
 # Rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
@@ -184,7 +185,7 @@ class Parts:
 
     @property
     def cut(self) -> Cut:
-        """How a row is cut: at lines of device memory or multiples of 16 bytes where all rows start there, else anywhere."""
+        """How a row is cut: at lines of device memory, or multiples of 16 bytes, if all rows start there."""
         line = LINE_BYTES // ACCESS_BYTES * self.vec
         unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
         return Cut(self.vocab, unit, self.count * self.per_cta)
@@ -237,9 +238,7 @@ class Parts:
     @property
     def smem_elements(self) -> int:
         """Number of elements of shared memory for the segments of one array."""
-        if self.slots is not None:
-            return self.slots * self.walk.step_size
-        return (self.per_cta - 1) * self.walk.steps * self.walk.step_size + self.walk.padded_length
+        return self.per_cta * self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
 
     @property
     def barriers(self) -> int:
@@ -349,29 +348,33 @@ def _in_cluster(problem: _Problem) -> Parts:
     if not problem.segmented:
         return problem.parts(_smallest_cluster(problem, _part_elements))
     segments = _smallest_cluster(problem, _segment_elements)
-    if problem.rows <= FEW_ROWS:
-        return problem.parts(segments)
-    count = min(_smallest_cluster(problem, _part_elements, segments), segments)
-    return problem.parts(count, per_cta=segments // count)
+    count = _smallest_cluster(problem, _part_elements, segments)
+    while count < segments and 2 * count * problem.rows <= (CTAS if problem.only_read else 2 * CTAS):
+        count *= 2
+    return problem.parts(min(count, segments), per_cta=max(1, segments // count))
 
 
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
     """Returns the least number of CTAs that hold a row, each at most most(problem, number) elements; else the largest.
 
-    The row has at least `segments` segments.
+    The row has at least `segments` segments. Their padding must not keep a second CTA from a multiprocessor.
     """
+
+    def is_good(count: int) -> bool:
+        parts = problem.parts(count, per_cta=max(1, segments // count))
+        half = problem.smem_elements // 2
+        crowded = parts.per_cta > 1 and problem.vocab <= count * half < count * parts.smem_elements
+        return problem.vocab <= count * most(problem, count) and problem.fits(parts) and not crowded
+
     count = 1
-    while count < problem.max_cluster and not (
-        problem.vocab <= count * most(problem, count)
-        and problem.fits(problem.parts(count, per_cta=max(1, segments // count)))
-    ):
+    while count < problem.max_cluster and not is_good(count):
         count *= 2
     return count
 
 
 def _segment_elements(problem: _Problem, count: int) -> int:
     """Returns the most elements of a segment, for a row in `count` segments; the largest cluster may exceed it."""
-    return SEGMENT_ELEMENTS if count < 8 else SEGMENT_ELEMENTS_OF_8
+    return SEGMENT_ELEMENTS[problem.itemsize] if count < 8 else SEGMENT_ELEMENTS_OF_8
 
 
 def _part_elements(problem: _Problem, count: int) -> int:

@@ -135,7 +135,8 @@ def compute_row(job: Job, refs: Refs) -> None:
 
     def part_of(number) -> Part:
         place = part_place(parts.cut, job.view, rows=job.rows, per_cta=parts.per_cta, number=number)
-        return Part(job, refs, place, StagedRow(parts.walk, steps_before=number * parts.walk.steps))
+        steps, size = parts.walk.steps, parts.walk.padded_length
+        return Part(job, refs, place, StagedRow(parts.walk, steps_before=number * steps, start=number * size))
 
     _for_each(parts.per_cta, lambda number: _start_copies(part_of(number)))
     _reduce_merge_write(job, refs, part_of)
@@ -182,7 +183,7 @@ def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) 
 
 
 def _recounted(job: Job, refs: Refs, part_of: Callable[[Any], Part], total):
-    """Returns how many elements of the row come before its label; counted again if the sum of the steps is not exact."""
+    """Returns how many elements of the row come before its label, counted again if the steps may be wrong."""
 
     def count_again():
         wait_for_peers(job, refs)

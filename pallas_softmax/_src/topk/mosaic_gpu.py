@@ -41,7 +41,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Any:
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
-    return plan_topk(call.rows, call.vocab, k, jnp.dtype(call.dtype), capability)
+    return plan_topk(call.vocab, k, jnp.dtype(call.dtype), capability)
 
 
 def slower(call: Call) -> str | None:

@@ -1,4 +1,6 @@
-"""How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
+"""How the rows of top-k lie over the GPU: `plan_topk`, a pure function of V, k, dtype and device.
+
+The number of rows does not count. So a row's sums have the same order in any batch.
 
 A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `layout.Window` draws the
 array.
@@ -39,22 +41,32 @@ from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 # The lists for 2048 winners take at least 64 KB of shared memory. On compute capability 12, a CTA has 95 KB.
 MAX_K = 2_048  # winners
 
-# With rows this long, two CTAs with float32 rows or three with 16-bit rows share a multiprocessor. One searches its row
-# while the others' rows arrive.
-ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row in one CTA, by bytes of an element
-PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
-
 # With many winners, a third CTA costs more search time than it saves. Rows that fill a multiprocessor are faster whole.
-MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
+MANY_WINNERS = 65  # at least this many winners have parts of MANY_WINNERS_BYTES
 MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
-# With fewer rows than multiprocessors, rows are cut so that all have work. The second launch merges parts * k winners.
-FEW_ROWS = 128  # rows
-FEW_ROWS_MIN_VOCAB = 24_000  # longer rows are cut
-FEW_ROWS_PART = 8_192  # elements of a part, about
-FEW_ROWS_MERGED = 512  # most winners to merge, unless this needs fewer than MIN_PARTS parts
-MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with few
+# With few winners, shorter parts are as fast for many rows, and faster for few. With k winners of (1024, V), and of
+# (1, V), in microseconds (H200):
+#
+#     V, k                     parts    1024 rows    1 row
+#     128,256, 5, float32        6        127.5       6.18
+#                               16        124.5       5.02
+#     128,256, 5, bfloat16       4         73.1       6.88
+#                               16         84.9       4.74
+#     128,256, 64, float32       6        139.1       7.01
+#                                8        131.5       6.62
+#     50,257, 64, float32        3         61.0       6.85
+#                                7         66.7       5.89
+#     32,000, 64, bfloat16       1         23.9       5.38
+#                                4         33.9       5.38
+FEW_WINNERS = 31  # up to this many winners
+# With rows this long, two CTAs with float32 rows or three with 16-bit rows share a multiprocessor. One searches its row
+# while the others' rows arrive.
+ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row that is not cut, by bytes of an element
+CUT_PART = {4: 8_192, 2: 16_384}  # elements of a part, about, by bytes of an element
+CUT_PART_MORE_WINNERS = {4: 16_384, 2: 33_000}  # the same with more winners, up to MANY_WINNERS
+MAX_PARTS = 16
 
 # With more winners, merging takes longer than parts save. Beside 100 KB of the row, the memory of the search then
 # leaves room for one CTA only, unless the window is compact.
@@ -76,39 +88,35 @@ CROWDED_BOUND = 1.4  # candidates to expect for each winner, where the bound is 
 STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; larger groups make a looser bound
 
 
-def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
+def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
     """Returns how the rows of top-k lie over a GPU. A row has `vocab` logits and from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
-    if tile := plan_tile(rows, vocab, k, itemsize):
+    if tile := plan_tile(vocab, k, itemsize):
         return tile
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:
         for window in _whole_windows(vocab, k, itemsize):
             if cta_bytes(window, k, itemsize) <= smem_of_each(capability, 2):
                 return window
-    if rows > FEW_ROWS and k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES:
+    if k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES:
         window = _window(vocab, k, itemsize, 1)
         if _fits(window, k, itemsize, smem):
             return window
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes per CTA, with two CTAs on a multiprocessor or one
-    count = _parts(rows, vocab, k, itemsize)
+    count = _parts(vocab, k, itemsize)
     while not _fits(window := _window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
     return window
 
 
-def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
+def _parts(vocab: int, k: int, itemsize: int) -> int:
     """Returns the fastest number of parts of a row, before checking that they fit into shared memory."""
     if k > MAX_CUT_K:
         return 1  # merging so many winners takes longer than parts save
-    if rows <= FEW_ROWS and vocab > FEW_ROWS_MIN_VOCAB:  # whole rows would leave multiprocessors without work
-        return min(-(-vocab // FEW_ROWS_PART), max(MIN_PARTS, FEW_ROWS_MERGED // k), MAX_PARTS)
-    row_bytes, part_bytes = ROW_BYTES[itemsize], PART_BYTES[itemsize]
     if k >= MANY_WINNERS:
-        row_bytes = part_bytes = MANY_WINNERS_BYTES
-    if vocab * itemsize > row_bytes:  # a multiprocessor would hold one row, and wait for the next
-        return -(-vocab * itemsize // part_bytes)
-    return 1  # nothing to merge
+        return -(-vocab * itemsize // MANY_WINNERS_BYTES)
+    part = CUT_PART if k <= FEW_WINNERS else CUT_PART_MORE_WINNERS
+    return min(-(-vocab // part[itemsize]), MAX_PARTS) if vocab * itemsize > ROW_BYTES[itemsize] else 1
 
 
 def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
@@ -235,19 +243,14 @@ MANY_TILE_WINNERS = 128  # with more winners in a row, lanes may hold fewer elem
 # a lane, neighbouring lanes still load 64 bytes together from a row of 64 elements.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# A lane should hold few elements in two cases. Either most of a row are winners, so that lists hold all elements of a
-# lane. (Longer rows need all lanes anyway.) Or rows are few, so that idle multiprocessors have lanes to spare.
+# A lane should hold few elements if most of a row are winners, so that lists hold all elements of a lane. (Longer rows
+# need all lanes anyway.)
 FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # then, most elements of a row in a lane, by bytes of an element
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if most of a row are winners, and it lies over all 32 lanes
 
-FEW_CTAS = 66  # so many CTAs may become twice as many: each still has a multiprocessor of an H100 to itself
-# A row over 32 lanes takes one merge more than a row over 16. In few 16-bit rows, this pays off only for many winners:
-# more than 32 fill several registers of a lane. Between 10 and 64 winners, the limit was not timed.
-MANY_WINNERS_OF_FEW_ROWS = 33
 
-
-def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
-    """Returns the tile for the k best of `rows` rows of `vocab` elements, or None if a window is faster."""
+def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
+    """Returns the tile for the k best of rows of `vocab` elements, or None if a window is faster."""
     vec, fewest = math.gcd(vocab, ACCESS_BYTES // itemsize), FEWEST_LANE_ELEMENTS[itemsize]
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
@@ -255,9 +258,6 @@ def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
     tile = _tile(vocab, vec, fewest, fewest) if crowded else _tile(vocab, vec, few, most)
     if not crowded and k > MANY_TILE_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * vec:
         tile = _tile(vocab, vec, few, few)
-    lanes = LANES if itemsize == 4 or k >= MANY_WINNERS_OF_FEW_ROWS else LANES // 2
-    while rows <= FEW_CTAS * tile.rows and tile.lanes < lanes and tile.steps * vec > fewest:
-        tile = row_tile(vocab, vec, 2 * tile.lanes)
     return tile if tile.steps * vec <= most else None
 
 
