@@ -135,10 +135,10 @@ def test_plans(dtype, capability):
     ("rows", "v", "ctas", "warpgroups"),
     [
         (1024, 151936, 1, 2),
-        (512, 128256, 4, 2),
+        (512, 128256, 2, 2),
         (256, 128256, 1, 2),
-        (180, 151936, 4, 2),
-        (64, 128256, 5, 2),
+        (180, 151936, 2, 2),
+        (64, 128256, 4, 2),
         (8, 128256, 16, 2),
         (64, 8192, 2, 2),
         (20_000, 4096, 1, 1),
@@ -146,10 +146,10 @@ def test_plans(dtype, capability):
     ids=str,
 )
 def test_chosen_plans(rows, v, ctas, warpgroups):
-    """Few rows have clusters, many have one CTA each. Three CTAs share a multiprocessor."""
+    """Few rows have clusters, many have one CTA each. Three CTAs share a multiprocessor, or two in larger clusters."""
     plan = plan_stream(rows, v, F32, HOPPER)
     assert (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
-    assert 3 * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
+    assert (3 if ctas <= 2 else 2) * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
 
 
 @pytest.mark.parametrize(

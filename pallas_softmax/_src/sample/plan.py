@@ -195,17 +195,18 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
 # --- Without filters
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
-# here too: a thread has 78 to 80 registers.
+# here too: a thread has 78 registers; in clusters of four and more it has 96, and two CTAs share one.
 STEP_ELEMENTS = 16  # elements of a lane in a step
 KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
 # Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
-# How many CTAs an H100 runs at once, in clusters up to the size of the key: clusters leave places empty.
-PLACES = {2: 396, 6: 372, 8: 360, 16: 336}
+# How many CTAs an H100 runs at once, in clusters up to the size of the key: larger clusters leave places empty.
+PLACES = {2: 396, 16: 256}
 CLUSTERS = 1, 2, 4, 8, 16
 MAX_SHARES = 16
-MAX_SLOTS = 4  # with more normalizers of each thread in shared memory, only two CTAs share a multiprocessor
+CHAINS = 2  # the normalizers of even shares are combined, and those of odd shares, before the two are combined
+MAX_SLOTS = 4  # with more normalizers of each thread, less shared memory is left for the lists of other CTAs
 # The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
 OVERHEAD = 2**14
 
@@ -235,8 +236,8 @@ class StreamPlan:
 
     @property
     def slots(self) -> int:
-        """Number of normalizers of a thread in shared memory: one for all shares that one CTA takes, or one for each."""
-        return 1 if self.ctas == 1 else self.shares // self.ctas
+        """Number of normalizers of a thread in shared memory: of each chain, or in larger clusters of each share."""
+        return (min(CHAINS, self.shares) if self.ctas <= CHAINS else self.shares) // self.ctas
 
     @property
     def vectors(self) -> int:

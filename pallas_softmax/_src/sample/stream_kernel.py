@@ -9,8 +9,9 @@ each lane. With four shares, and two warps in a CTA:
     CTA of one      0   0   0   0   0   0   0   0   0   0  ..
     CTA of two      0   0   1   1   0   0   1   1   0   0  ..
 
-A warp takes all of its steps in one share, then those in the next. The normalizers of a lane in the shares are combined
-in the order of the shares. So the order of a row's sums does not depend on the number of CTAs.
+A warp takes all of its steps in one share, then those in the next. The normalizers of a lane in the even shares are
+combined in order, then those in the odd ones, then both. So the order of a row's sums does not depend on the number of
+CTAs.
 
 A warp does this with each step:
 
@@ -44,7 +45,7 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
-from pallas_softmax._src.sample.plan import KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
+from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log
 from pallas_softmax._src.sample.row_ptx import (
     DRAWN,
@@ -116,11 +117,8 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         _take_steps(p, race, segment)
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
-        m, d, *best = p.over_each_cta(
-            functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer)
-        )
-        d = p.select(p.lane.equals(0), d, 0.0)  # each CTA has the sum of the whole row
-        top, total, _, winner, x = _combine(p, [m, d, *best])
+        lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
+        top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
         share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
@@ -149,8 +147,6 @@ class StreamProgram(ClusterProgram):
         self.lead = row * (vocab % self.vec) & (self.vec - 1)
         start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
         self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
-        self.normalizers = self.word(plan.normalizers, self.thread, 2)  # address of the thread's first normalizer
-        self.next_normalizer = 8 * plan.threads  # bytes from one normalizer of the thread to the next
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
         """Returns the lane's elements of a step as floats; its first vector is at `position`.
@@ -179,6 +175,10 @@ class StreamProgram(ClusterProgram):
                 bits = p.convert(bits, "s32") if p.elements.halves else bits
                 p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
         return out
+
+    def normalizer_at(self, slot: Value | int) -> Value:
+        """Returns the address of the thread's normalizer in a slot."""
+        return self.word(self.plan.normalizers, self.thread + slot * self.plan.threads, 2)
 
     def offset(self, i: int) -> int:
         """Returns how far the lane's element number i of a step is after its first one."""
@@ -236,20 +236,19 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
     normalizer = row_ptx.LaneNormalizer(p)
     list_ = LaneList(p)
-    for i in range(plan.slots):
-        p.store(p.normalizers, p.var(-INF, "f32"), p.var(0, "f32"), offset=p.next_normalizer * i)
-    share, at = p.fresh("u32"), p.fresh("u32")  # `at` is the first position of the warp's next step
+    for slot in range(plan.slots):
+        p.store(p.normalizer_at(slot), p.var(-INF, "f32"), p.var(0, "f32"))
+    at = p.fresh("u32")  # the first position of the warp's next step
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
 
-    def start_share():
+    def start_share(share: Value) -> None:
         first = (share * p.warps + p.warp) * size + (segment.first + p.lead & 2**32 - turn)
         p.set(at, p.select(share < plan.shares, first, segment.end + p.lead))
 
     race.start(silent=p.greedy)
     segment.start_at(0)
     with p.loop() as leave_row:
-        p.set(share, p.cta)
-        start_share()
+        start_share(p.cta)
         with p.loop() as leave:
             p.set(more, at < segment.end + p.lead)
             with p.when(more):
@@ -264,14 +263,12 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
                     race.catch_up()
                     p.increase(at, turn)
                     with p.when(at >= segment.end + p.lead):
-                        slot = p.normalizers
-                        if plan.slots > 1:
-                            slot = slot + (share >> log2(plan.ctas)) * p.next_normalizer
+                        share = at >> log2(size * p.warps) & plan.shares - 1
+                        slot = p.normalizer_at(share >> log2(plan.ctas) & plan.slots - 1)
                         before = p.load_vector(slot, "f32", 2)
                         p.store(slot, *row_ptx.join(p, before, [normalizer.m, normalizer.d]))
                         normalizer.clear()
-                        p.increase(share, plan.ctas)
-                        start_share()
+                        start_share(share + plan.ctas)
                 low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
                 for i, x in enumerate(elements):
                     list_.append(x, index + p.offset(i), x >= low)
@@ -283,14 +280,24 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
 
 
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
-    """Returns (m, d) of each lane in all shares. The CTAs of a cluster synchronize first, and all get the same."""
-    plan = p.plan
-    if plan.ctas == 1:
-        return p.load_vector(p.normalizers, "f32", 2)
+    """Returns (m, d) of each lane in all shares, for the warps of the row that this CTA combines; else (-inf, 0).
+
+    Warp i of each CTA is combined by CTA i modulo their number. So `over_warp` adds the sums of warps in one order,
+    whether it finds them in one CTA or in several.
+    """
+    plan, join = p.plan, functools.partial(row_ptx.join, p)
+    normalizer = [p.var(-INF, "f32"), p.var(0, "f32")]
     p.sync_cluster()
-    places = [(p.normalizers + p.next_normalizer * (i // plan.ctas), i % plan.ctas) for i in range(plan.shares)]
-    of_shares = [p.of_cta(at, p.var(cta, "u32"), "f32", 2) for at, cta in places]
-    return functools.reduce(functools.partial(row_ptx.join, p), of_shares)
+    with p.when((p.warp & plan.ctas - 1).equals(p.cta)):
+        found = [
+            p.of_cta(p.normalizer_at(slot), p.var(cta, "u32"), "f32", 2)
+            for slot in range(plan.slots)
+            for cta in range(plan.ctas)
+        ]
+        chains = [functools.reduce(join, found[i::CHAINS]) for i in range(CHAINS) if found[i:]]
+        for register, number in zip(normalizer, functools.reduce(join, chains)):
+            p.set(register, number)
+    return normalizer
 
 
 def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:

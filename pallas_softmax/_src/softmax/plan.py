@@ -58,17 +58,12 @@ READ_PART_ELEMENTS = 17_000
 # parts, 104 us in 8.
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several parts
-# 16-bit rows of token_stats, with times relative to logsumexp. With fewer than MANY_ROWS rows, one part is as long as
-# for logsumexp (not measured).
+# 16-bit rows of token_stats, with times relative to logsumexp:
 #
 #                          1 part    2 parts    4 parts    8 parts    16 parts
 #     (4000, 25000)         1.07       1.11
-#     (4000, 50257)         1.02      (1.05)      1.18
 #     (4096, 128256)                               1.02       1.12
 #     (1024, 262144)                                          0.98        1.05
-#
-# The number in brackets is of a kernel with a test for NaN in each step, which took 1.02 in one part.
-HALF_STATS_ROW_ELEMENTS = 52_000  # in one part, so that shared memory holds two rows
 HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 
 # --- Two launches -------------------------------------------------------------------------------------
@@ -95,6 +90,8 @@ LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 # block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
 # blocks it needs 104.
 HALF_MASKED_STEP_BLOCKS = 2
+RESIDENTS = 4  # CTAs on a multiprocessor; more of them are not faster
+CTA_BYTES = 3_000  # bytes of shared memory that a CTA needs beside its segments, about
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
 # Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
@@ -294,7 +291,12 @@ class _Problem:
             most = LONG_STEP_BLOCKS
         one_step = Parts(self.vocab, self.vec, 1, count, cluster, per_cta=per_cta)
         blocks = one_step.walk.steps
-        return dataclasses.replace(one_step, step_blocks=-(-blocks // -(-blocks // most)) if cluster else most)
+        steps = -(-blocks // most)
+        return dataclasses.replace(one_step, step_blocks=-(-blocks // steps) if cluster else most)
+
+    def residents(self, elements: int) -> int:
+        """Returns how many CTAs with so many elements of each array share a multiprocessor."""
+        return (self.smem + RESERVED_SMEM_BYTES) // (elements * self.itemsize * self.arrays + CTA_BYTES)
 
     def fits(self, parts: Parts) -> bool:
         """Returns whether a CTA has the shared memory and the barriers for these parts."""
@@ -357,14 +359,13 @@ def _in_cluster(problem: _Problem) -> Parts:
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
     """Returns the least number of CTAs that hold a row, each at most most(problem, number) elements; else the largest.
 
-    The row has at least `segments` segments. Their padding must not keep a second CTA from a multiprocessor.
+    The row has at least `segments` segments. Their padding must not keep one of four CTAs from a multiprocessor.
     """
 
     def is_good(count: int) -> bool:
-        parts = problem.parts(count, per_cta=max(1, segments // count))
-        half = problem.smem_elements // 2
-        crowded = parts.per_cta > 1 and problem.vocab <= count * half < count * parts.smem_elements
-        return problem.vocab <= count * most(problem, count) and problem.fits(parts) and not crowded
+        parts, elements = problem.parts(count, per_cta=max(1, segments // count)), -(-problem.vocab // count)
+        crowded = problem.residents(parts.smem_elements) < min(RESIDENTS, problem.residents(elements))
+        return elements <= most(problem, count) and problem.fits(parts) and not (crowded and parts.per_cta > 1)
 
     count = 1
     while count < problem.max_cluster and not is_good(count):
@@ -386,13 +387,11 @@ def _part_elements(problem: _Problem, count: int) -> int:
     if problem.only_read and half:
         if problem.located and count > 1:
             return HALF_STATS_PART_ELEMENTS
-        if problem.located and many:
-            return HALF_STATS_ROW_ELEMENTS
         return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if half:
         return HALF_PART_ELEMENTS
     if many:
-        return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
+        return MANY_ROWS_PART_ELEMENTS // problem.arrays  # to merge as little as possible
     if problem.only_read:
         return READ_PART_ELEMENTS
     return MASKED_PART_ELEMENTS if problem.masked else PART_ELEMENTS  # so that the last CTAs are short

@@ -219,7 +219,8 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def part_of(turn) -> Part:
         place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
         before = turn * steps_of_row
-        body = StagedRow(walk, slots, before, lambda i: load_step(before + i + slots), job.parts.again)
+        freed = lambda i: load_step(before + i + slots)  # noqa: E731
+        body = StagedRow(walk, slots, before, freed=freed, again=job.parts.again)
         return Part(job, refs, place, body)
 
     def load_step(number) -> None:

@@ -65,7 +65,7 @@ FEW_WINNERS = 31  # up to this many winners
 # while the others' rows arrive.
 ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row that is not cut, by bytes of an element
 CUT_PART = {4: 8_192, 2: 16_384}  # elements of a part, about, by bytes of an element
-CUT_PART_MORE_WINNERS = {4: 16_384, 2: 33_000}  # the same with more winners, up to MANY_WINNERS
+CUT_PART_MORE_WINNERS = {4: 17_000, 2: 33_000}  # the same with more winners, up to MANY_WINNERS
 MAX_PARTS = 16
 
 # With more winners, merging takes longer than parts save. Beside 100 KB of the row, the memory of the search then
