@@ -159,7 +159,7 @@ def mosaic_gpu():
     for rows, v, dtype, plan, masked, ks in TOPK:
         x, where = logits(rows, v, dtype, ties=True, masked=masked)  # ties take the exact path
         for k in ks:
-            choice = plan or topk.plan_topk(rows, v, k, dtype)
+            choice = plan or topk.plan_topk(v, k, dtype)
             kernel = functools.partial(topk.topk_rows, k=k, plan=choice, interpret=None)
             assert_winners(jax.jit(kernel)(x, where=where)[0], x, k, where, False)
         kernel = functools.partial(kernel, temperature=None, dtype=x.dtype)

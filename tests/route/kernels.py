@@ -13,9 +13,9 @@ from tests.support.cases import F32
 from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 
-def plan_route(rows, experts, k, dtype, *, biased, groups=1):
+def plan_route(experts, k, dtype, *, biased, groups=1):
     """Returns the tile that the package chooses."""
-    tile = route_plan.plan_route(rows, experts, k, np.dtype(dtype).itemsize, biased=biased, groups=groups)
+    tile = route_plan.plan_route(experts, k, np.dtype(dtype).itemsize, biased=biased, groups=groups)
     assert tile is not None
     return tile
 
@@ -32,7 +32,7 @@ def results_and_gradient(k, gate, interpret=INTERPRET):
             jnp.asarray(x),
             bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None,
         )
-        plan = plan_route(*x.shape, k, x.dtype, biased=gate.steered, groups=gate.groups)
+        plan = plan_route(x.shape[-1], k, x.dtype, biased=gate.steered, groups=gate.groups)
         mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
         groups = {
             "groups": gate.groups,

@@ -43,7 +43,7 @@ def rows_of_groups(rng, shape, kind):
 @pytest.mark.parametrize(("experts", "groups", "group_best"), first(4, GROUP_BEST))
 def test_groups(experts, groups, group_best, kind):
     """Experts of the best groups keep their keys; of groups that tie, the lowest take part."""
-    tile = kernels.plan_route(4096, experts, 4, F32, biased=True, groups=groups)
+    tile = kernels.plan_route(experts, 4, F32, biased=True, groups=groups)
     x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
     keys = oracle.order_key(x).astype("int64")
     code = groups_program(tile, groups, 3, group_best)
@@ -65,7 +65,7 @@ def test_groups(experts, groups, group_best, kind):
 def test_merges_of_pieces(experts, groups, kind):
     """The k best of rows that are cut into pieces, with lower columns first among ties, in few lanes only."""
     k = min(8, experts // 2)
-    tile = kernels.plan_route(4096, experts, k, F32, biased=True, groups=groups)
+    tile = kernels.plan_route(experts, k, F32, biased=True, groups=groups)
     keys = programs.near_keys(np.random.default_rng(k), tile.shape, kind)
     of_groups = keys.reshape(tile.rows, groups, -1)
     of_groups[:, groups // 2 :] = LOWEST

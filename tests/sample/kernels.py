@@ -21,7 +21,7 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
     """
     x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, parameters))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
-    plan = plan or plan_sample(*x.shape, x.dtype, HOPPER)
+    plan = plan or plan_sample(x.shape[-1], x.dtype, HOPPER)
     words = None if words is None else jnp.asarray(words)
     with interpreted(interpret):
         return mosaic_gpu.sample_rows(x, mask, request, words, plan, 1)

@@ -24,22 +24,22 @@ PLANS = {
     ("softmax_grad", 4000, 6144, "float32"): "tile",
     ("softmax_grad", 4000, 6148, "float32"): (1, 1),
     ("softmax", 16, 10240, "float32"): "tile",
-    ("softmax", 16, 10244, "float32"): (4, 1),
+    ("softmax", 16, 12288, "float32"): "tile",
     ("softmax", 4000, 5119, "bfloat16"): "tile",
     ("softmax", 4000, 5121, "bfloat16"): (1, 1),
     ("softmax", 4000, 25000, "float32"): (1, 1),
     ("softmax", 4096, 50257, "bfloat16"): (4, 1),
     ("softmax", 10, 16128, "float32"): (8, 1),
-    ("softmax", 1, 50257, "float32"): (16, 1),
+    ("softmax", 1, 50257, "float32"): (8, 1),
     ("softmax", 10, 100000, "float32"): (16, 1),
     ("softmax", 16, 200000, "float32"): (16, 1),
-    ("softmax", 16, 400000, "float32"): (256, 2),
-    ("softmax_grad", 16, 200000, "float32"): (256, 2),
+    ("softmax", 16, 400000, "float32"): (16, 1),
+    ("softmax_grad", 16, 200000, "float32"): (16, 1),
     ("softmax", 10, 49600, "float32"): (8, 1),
     ("softmax", 1, 90000, "float32"): (16, 1),
-    ("softmax", 1, 100004, "float32"): (256, 2),
+    ("softmax", 1, 100004, "float32"): (16, 1),
     ("softmax_grad", 1, 128256, "bfloat16"): (16, 1),
-    ("softmax_grad", 1, 200000, "bfloat16"): (256, 2),
+    ("softmax_grad", 1, 200000, "bfloat16"): (16, 1),
     ("logsumexp", 1, 200000, "float32"): (16, 1),
     ("logsumexp", 1, 1000000, "float32"): (256, 2),
     ("softmax", 512, 128256, "bfloat16"): (8, 1),
@@ -48,16 +48,16 @@ PLANS = {
     ("logsumexp", 1024, 128256, "float32"): (8, 1),
     ("logsumexp", 1024, 17000, "bfloat16"): (1, 1),
     ("logsumexp", 4000, 25000, "bfloat16"): (2, 1),
-    ("logsumexp", 4000, 50257, "bfloat16"): (2, 1),
+    ("logsumexp", 4000, 50257, "bfloat16"): (4, 1),
     ("logsumexp", 64, 128256, "bfloat16"): (4, 1),
     ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
     ("token_stats", 4000, 25000, "bfloat16"): (1, 1),
     ("token_stats", 500, 25000, "bfloat16"): (2, 1),
-    ("token_stats", 4000, 50257, "bfloat16"): (1, 1),
+    ("token_stats", 4000, 50257, "bfloat16"): (4, 1),
     ("token_stats", 4096, 128256, "bfloat16"): (4, 1),
     ("token_stats", 1024, 262144, "bfloat16"): (8, 1),
     ("token_stats", 1024, 262144, "float32"): (16, 1),
-    ("softmax_grad", 1024, 262144, "float32"): (16, 1),
+    ("softmax_grad", 1024, 262144, "float32"): (256, 2),
     ("softmax", 1, 1000003, "float32"): (256, 2),
 }
 
@@ -69,17 +69,38 @@ def test_plan(shape):
     assert got == PLANS[shape]
 
 
-def test_steps_are_longer_for_reductions_and_the_longest_parts():
-    shapes = [("logsumexp", 4000, 25000), ("softmax", 512, 500009), ("softmax", 4000, 25000)]
-    shapes += [("logsumexp", 10, 25000)]
-    assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
+def test_steps_are_longer_for_reductions_and_the_longest_segments():
+    shapes = [("logsumexp", 4000, 32000), ("softmax", 512, 500009), ("softmax", 4000, 32000)]
+    assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4]
+
+
+# The fields of a plan that the order of a row's sums depends on. Turns change only when a row is loaded.
+def order_of(plan):
+    return plan if isinstance(plan, Tile) else (plan.cut, plan.step_blocks, plan.cluster)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [*oracle.OPERATIONS, "token_stats"])
+def test_rows_have_one_order_in_any_batch(op, dtype):
+    for masked in (False, True):
+        for vocab in (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 100_000, 128256, 151936, 262144, 450_001):
+            orders = {
+                order_of(softmax_plan.plan_softmax(op, rows, vocab, dtype, HOPPER, masked=masked))
+                for rows in (1, 2, 3, 8, 13, 16, 17, 64, 100, 512, 1024, 2000, 4096)
+            }
+            assert len(orders) == 1
+
+
+def test_few_rows_have_a_cta_for_each_segment():
+    plans = [softmax_plan.plan_softmax("softmax", rows, 32000, "float32", HOPPER) for rows in (1, 200, 4000)]
+    assert [(plan.count, plan.per_cta) for plan in plans] == [(8, 1), (4, 2), (2, 4)]
 
 
 def test_rows_in_turns_if_one_part_fills_a_multiprocessor():
     shapes = {
         ("softmax", 512, 500009, "float32"): (70, 13),
         ("log_softmax", 40, 1000000, "bfloat16"): (7, 13),
-        ("softmax", 15, 500009, "float32"): (None, None),
+        ("softmax", 15, 500009, "float32"): (7, 13),
         ("softmax", 256, 1_000_000, "float32"): (35, 13),
         ("softmax", 28, 1_000_000, "float32"): (7, 13),
         ("softmax", 30, 1_400_000, "float32"): (None, None),
@@ -133,27 +154,30 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability, masked):
 
 
 def check_parts(plan, rows, vocab, itemsize):
-    """Asserts that parts own each element once, hold elements of the row only, and copy aligned to 16 bytes."""
-    starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
+    """Asserts that segments own each element once, hold elements of the row only, and copy aligned to 16 bytes."""
+    segments = plan.count * plan.per_cta
+    starts = np.asarray(plan.cut.start(np.arange(segments + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == vocab
     assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.cut.unit).all()
     assert (starts[:-1] + plan.length <= vocab).all()
-    assert plan.count <= 16 or not plan.cluster
+    assert segments <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
-    assert plan.walk.steps - plan.again <= plan.barriers <= 32
+    assert plan.per_cta * plan.walk.steps - plan.again <= plan.barriers <= 32
     assert plan.again < 0.85 * plan.walk.steps
-    assert plan.again or plan.smem_elements >= plan.walk.padded_length
+    assert plan.again or plan.smem_elements >= (plan.per_cta - 1) * plan.length + plan.walk.padded_length
     assert (plan.teams is None) == (plan.slots is None) and plan.slots != 1
     assert 1 <= (plan.teams or rows) <= rows
     line = softmax_plan.LINE_BYTES // itemsize
     numbers = np.arange(min(rows, line))[:, None]
     firsts = numbers * vocab + starts[:-1]
     if not plan.has_edges:
-        assert (owned == plan.length).all() and plan.body == plan.length
+        assert plan.body == plan.length and plan.overlaps == (owned < plan.length).any()
+        assert plan.cut.unit <= plan.walk.block_size  # the elements of the next segment are in the last block
         assert (firsts % plan.vec == 0).all()
         return
-    # the start of the bulk copy, near the first elements of the part
+    assert plan.per_cta == 1
+    # the start of the bulk copy, near the first elements of the segment
     inner = plan.body_start(numbers, starts[:-1])
     assert ((firsts + inner) % line == 0).all()
     assert (0 < inner).all() and (inner + plan.body <= plan.length).all()

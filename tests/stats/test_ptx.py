@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_softmax._src.softmax import label_rank, moments_ptx
+from pallas_softmax._src.softmax import label_rank, states_ptx
 from tests.support import oracle, ptx
 from tests.support.covering import cover, slow
 
@@ -48,13 +48,13 @@ def results(machine, *names):
 def added(x, scale, step, again=None):
     """Returns the moments of each thread after all steps of `step` logits. `again` is a `Scale`'s last factor."""
     state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
-    factors = {"a": F32(scale * moments_ptx.LOG2_E)} | (
+    factors = {"a": F32(scale * states_ptx.LOG2_E)} | (
         {} if again is None else {"first": F32(1), "again": F32(again)}
     )
-    form = moments_ptx.Form(scaled=again is not None)
+    form = states_ptx.Form(scaled=again is not None)
     for first in range(0, len(x), step):
         operands = {f"x{i}": row for i, row in enumerate(x[first : first + step])}
-        program = moments_ptx.add_program(len(operands), form)
+        program = states_ptx.add_program(len(operands), form)
         machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), **factors, **operands)
         state = results(machine, *"mdt")
     return state
@@ -114,37 +114,52 @@ def test_count_before(size, special):
         np.testing.assert_array_equal(got, 7 + before.reshape(blocks, 128, vec).sum((0, 2)))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ctas", [2, slow(1), slow(16)])
-def test_merges(kind, ctas):
-    """Each thread has 8 logits, and its number counts down, so that the last of the largest wins.
+# The fields of a state, whether there is a temperature, and the number of segments.
+FORMS = [
+    (("m", "d", "t", "place", "before"), True, 16),
+    (("m", "d"), False, 8),
+    (("m", "d", "t", "place"), False, 4),
+    (("d",), False, 16),
+]
 
-    With more than one CTA, counts are added as well; with 16, there is a temperature, which is 1.
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("kind", "form"), cover(KINDS, FORMS), ids=str)
+def test_merges(kind, form):
+    """Each thread has 8 logits of each segment, and its number counts down, so that the last of the largest wins.
+
+    Any number of CTAs gives the same bits.
     """
-    x = logits(kind, 8 * ctas).reshape(ctas, 8, 128)
-    form = moments_ptx.Form(scaled=ctas == 16, counted=ctas > 1)
-    at = np.arange(128 * ctas, dtype=F32)[::-1].reshape(ctas, 128)
-    before = np.random.default_rng(ctas).integers(0, 9, (ctas, 128)).astype(F32)
-    sent = np.zeros((ctas, len(form.fields), 128), F32)
-    factors, scratch_bytes = {"a": F32(moments_ptx.LOG2_E)}, 4 * (moments_ptx.SCRATCH_WORDS + 4)
-    factors |= {"first": F32(1), "again": F32(1)} if form.scaled else {}
-    for cta in range(ctas):
-        state = dict(zip(form.fields, (*added(x[cta], 1.0, 8), at[cta], before[cta])))
-        program, scratch = moments_ptx.combine_threads_program(form), np.zeros(scratch_bytes, "uint8")
-        sent[cta] = results(ptx.run(program, scratch, **state, **factors, scratch=0), *form.fields)
-    words = sent.reshape(ctas, -1).view("uint8")
-    memory = np.concatenate([words, np.zeros((ctas, scratch_bytes), "uint8")], 1)
-    operands = {name: 512 * i for i, name in enumerate([*form.fields, "scratch"])} | factors
-    program = moments_ptx.combine_ctas_program(ctas, form)
-    machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
-    machine.run()
-    *got, place = results(machine, "m", "d", "t", "place")
-    whole = x.transpose(1, 0, 2).reshape(8, -1)
-    m, d, t = moments(whole.reshape(-1, 1), 1.0)
-    assert_moments(got, [np.broadcast_to(part, got[0].shape) for part in (m, d, t)])
-    is_largest = (whole == m) | np.isnan(whole)
-    assert (place == at.reshape(-1)[is_largest.any(0)].min()).all()
-    if form.counted:
-        (count,) = results(machine, "before")
-        np.testing.assert_array_equal(count, np.full_like(count, before.sum()))
+    fields, scaled, segments = form
+    form, rng = states_ptx.Form(fields, scaled), np.random.default_rng(segments)
+    x = logits(kind, 8 * segments).reshape(segments, 8, 128)
+    place = np.arange(128 * segments, dtype=F32)[::-1].reshape(segments, 128)
+    before = rng.integers(0, 9, (segments, 128)).astype(F32)
+    factors = {"a": F32(states_ptx.LOG2_E)} | ({"first": F32(1), "again": F32(1)} if scaled else {})
+    found = []
+    for ctas in (1, 2, segments):
+        each = segments // ctas
+        memory = rng.integers(0, 256, (ctas, 4 * form.words(each))).astype("u1")
+        for segment in range(segments):
+            state = dict(zip(("m", "d", "t"), added(x[segment], 1.0, 8)))
+            state |= {"place": place[segment], "before": before[segment]}
+            operands = {name: state[name] for name in fields} | factors
+            own = memory[segment // each]
+            ptx.run(states_ptx.keep_program(form), own, **operands, records=0, segment=segment % each)
+        program = states_ptx.merge_program(form, segments, ctas)
+        machine = ptx.Machine(program, memory, 128, factors | {"records": 0}, np.random.default_rng(0))
+        machine.run()
+        found.append(np.stack(results(machine, *fields)))
+    assert all((other.view("u4") == found[0][:, :1].view("u4")).all() for other in found)
+    got = dict(zip(fields, found[0][:, 0]))
+    m, d, t = moments(x.reshape(-1, 1), 1.0)
+    if fields == ("d",):
+        each_d = np.stack([added(part, 1.0, 8)[1] for part in x]).astype("float64")
+        np.testing.assert_allclose(got["d"], each_d.sum(), rtol=8 * EPS)
+        return
+    assert_moments((got["m"], got["d"], got.get("t", F32(t[0]))), (m, d, t))
+    if "place" in fields:
+        is_largest = ((x == m) | np.isnan(x)).any(1)
+        assert got["place"] == place[is_largest].min()
+    if "before" in fields:
+        assert got["before"] == before.sum()

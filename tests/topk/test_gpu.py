@@ -128,7 +128,7 @@ def test_many_short_rows(v, dtype):
     names = rows_to_test(v)
     x = cases.rows(names, v, dtype)
     many = jnp.tile(x, (70_000 // len(names) + 1, 1))
-    tile = kernels.plan_topk(len(many), v, 8, dtype)
+    tile = kernels.plan_topk(v, 8, dtype)
     assert isinstance(tile, Tile)
     assert len(many) >= 2 * PREFETCHED_TILES * tile.rows and len(many) % tile.rows
     assert_topk(topk("mosaic_gpu", many, 8), x, 8, names)

@@ -38,7 +38,7 @@ def length(kind):
 
 def short(rows, v, k, dtype):
     """Returns the tile that the package chooses, with fewer rows."""
-    plan = kernels.plan_topk(rows, v, k, dtype)
+    plan = kernels.plan_topk(v, k, dtype)
     assert isinstance(plan, Tile)
     return fewer_rows(plan)
 
@@ -231,7 +231,7 @@ SHAPES = {
 def test_lowered_kernels(kind, dtype, mask, values):
     """One kernel, and one for each merge of parts. Winners as they are need no exponentials."""
     rows, v, k = SHAPES[kind]
-    plan = kernels.plan_topk(rows, v, k, dtype)
+    plan = kernels.plan_topk(v, k, dtype)
     assert isinstance(plan, Tile) == kind[0].isdigit()
     if not isinstance(plan, Tile):
         assert (plan.count > 1) == ("parts" in kind)

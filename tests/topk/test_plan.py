@@ -1,4 +1,4 @@
-"""The launch plans of top-k: pure functions of the rows, V, k, dtype and the GPU."""
+"""The launch plans of top-k: pure functions of V, k, dtype and the GPU."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,57 +12,55 @@ from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# (rows, V, k, dtype): the number of parts of a row, "compact" for one part, or "tile" for rows in registers.
+# (V, k, dtype): the number of parts of a row, "compact" for one part, or "tile" for rows in registers.
 PLANS = {
-    (1, 1, 1, "float32"): "tile",
-    (4096, 100, 5, "float32"): "tile",
-    (4096, 512, 1, "float32"): "tile",
-    (4096, 1024, 8, "bfloat16"): "tile",
-    (4096, 128, 128, "float32"): "tile",
-    (4096, 512, 512, "float32"): "tile",
-    (4096, 516, 256, "float32"): "tile",
-    (4096, 1024, 1024, "float32"): "tile",
-    (4096, 1024, 1024, "bfloat16"): "tile",
-    (4096, 2048, 2048, "bfloat16"): "tile",
-    (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
-    (10, 2056, 1, "bfloat16"): 1,
-    (10, 1025, 1, "bfloat16"): 1,  # its lanes load one element at a time
-    (10, 2052, 1, "float32"): 1,
-    (4096, 8000, 1, "float32"): 1,
-    (4000, 25000, 5, "float32"): 1,
-    (4000, 25000, 128, "bfloat16"): 1,
-    (129, 25000, 5, "float32"): 1,
-    (128, 25000, 5, "float32"): 4,
-    (1, 20000, 5, "float32"): 1,
-    (1, 50257, 5, "bfloat16"): 7,
-    (1, 262144, 5, "float32"): 16,
-    (4096, 50257, 64, "bfloat16"): 2,
-    (4096, 50257, 64, "float32"): 3,
-    (4096, 128256, 64, "float32"): 6,
-    (3001, 33333, 128, "float32"): 2,  # many winners need longer parts, because each part is searched
-    (4096, 50257, 65, "float32"): 1,  # or the whole row if it fills a multiprocessor
-    (4096, 50257, 256, "float32"): 1,
-    (129, 40000, 128, "float32"): 1,
-    (4096, 39999, 128, "float32"): 2,
-    (4096, 60000, 128, "float32"): 3,  # a row that one CTA cannot hold
-    (777, 100003, 128, "bfloat16"): 2,
-    (2048, 49152, 128, "bfloat16"): 1,
+    (1, 1, "float32"): "tile",
+    (100, 5, "float32"): "tile",
+    (512, 1, "float32"): "tile",
+    (1024, 8, "bfloat16"): "tile",
+    (128, 128, "float32"): "tile",
+    (512, 512, "float32"): "tile",
+    (516, 256, "float32"): "tile",
+    (1024, 1024, "float32"): "tile",
+    (1024, 1024, "bfloat16"): "tile",
+    (2048, 2048, "bfloat16"): "tile",
+    (1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
+    (2056, 1, "bfloat16"): 1,
+    (1025, 1, "bfloat16"): 1,  # its lanes load one element at a time
+    (2052, 1, "float32"): 1,
+    (8000, 1, "float32"): 1,
+    (25000, 5, "float32"): 1,
+    (25000, 128, "bfloat16"): 1,
+    (20000, 5, "float32"): 1,
+    (50257, 5, "bfloat16"): 4,
+    (262144, 5, "float32"): 16,
+    (50257, 64, "bfloat16"): 2,
+    (50257, 64, "float32"): 3,
+    (128256, 64, "float32"): 8,
+    (33333, 128, "float32"): 2,  # many winners need longer parts, because each part is searched
+    (50257, 65, "float32"): 1,  # or the whole row if it fills a multiprocessor
+    (50257, 256, "float32"): 1,
+    (40000, 128, "float32"): 1,
+    (39999, 128, "float32"): 2,
+    (60000, 128, "float32"): 3,  # a row that one CTA cannot hold
+    (100003, 128, "bfloat16"): 2,
+    (49152, 128, "bfloat16"): 1,
     # candidates listed by position let two CTAs share a multiprocessor
-    (4000, 25000, 256, "float32"): 1,
-    (4000, 25000, 512, "float32"): "compact",
-    (4000, 24576, 1024, "float32"): "compact",
-    (4000, 25000, 1024, "float32"): "compact",
-    (4000, 25000, 2048, "float32"): 1,  # there is no room
-    (4000, 18000, 2048, "float32"): "compact",
-    (4000, 12289, 512, "float32"): 1,
-    (4000, 50000, 512, "bfloat16"): 1,
-    (4000, 50257, 512, "float32"): 1,
+    (25000, 256, "float32"): 1,
+    (25000, 512, "float32"): "compact",
+    (24576, 1024, "float32"): "compact",
+    (25000, 1024, "float32"): "compact",
+    (25000, 2048, "float32"): 1,  # there is no room
+    (18000, 2048, "float32"): "compact",
+    (12289, 512, "float32"): 1,
+    (50000, 512, "bfloat16"): 1,
+    (50257, 512, "float32"): 1,
 }
 
 
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_plan(shape):
-    """Rows are split if they are few, or if two rows do not fit into a multiprocessor."""
+    """Rows are split if two of them do not fit into a multiprocessor."""
     plan = topk_plan.plan_topk(*shape, HOPPER)
     got = "tile" if isinstance(plan, Tile) else "compact" if plan.compact else plan.count
     assert got == PLANS[shape]
@@ -81,7 +79,7 @@ def test_plan(shape):
 )
 def test_bound_of_rows_in_any_order(vocab, k, dtype):
     """In random rows, at least k elements reach the bound, and the list has room for all that do."""
-    plan = topk_plan.plan_topk(4000, vocab, k, dtype, HOPPER)
+    plan = topk_plan.plan_topk(vocab, k, dtype, HOPPER)
     items, _ = topk_plan.listed_items(plan, k)
     room = items if plan.compact else items // 2
     rank = topk_plan.bound_rank(plan, k, room)
@@ -103,31 +101,22 @@ def test_plans_of_the_gradient(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
-# (rows, vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
+# (vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
 LANES = {
-    (4096, 64, 6, "float32"): (4, 16, 7),
-    (4096, 384, 8, "float32"): (16, 24, 5),
-    (4096, 512, 64, "float32"): (16, 32, 14),
-    (4096, 1024, 64, "float32"): (32, 32, 10),
-    (4096, 256, 100, "float32"): (8, 32, 28),
-    (4096, 512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
-    (4096, 1000, 256, "bfloat16"): (16, 64, 32),
-    (4096, 1000, 257, "bfloat16"): (32, 32, 20),
-    (4096, 128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
-    (4096, 64, 2, "float32"): (4, 16, 3),  # one more than the winners
-    (4096, 384, 8, "bfloat16"): (8, 48, 6),
-    (4096, 2048, 5, "bfloat16"): (32, 64, 4),
-    (4096, 500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
-    (1, 64, 6, "float32"): (8, 8, 6),  # few rows lie over more lanes
-    (2112, 64, 6, "float32"): (8, 8, 6),
-    (2113, 64, 6, "float32"): (4, 16, 7),  # twice as many CTAs would not have a multiprocessor each
-    (10, 256, 8, "float32"): (32, 8, 4),
-    (1000, 256, 8, "float32"): (16, 16, 5),
-    (10, 256, 8, "bfloat16"): (16, 16, 5),
-    (10, 512, 32, "bfloat16"): (16, 32, 9),
-    (10, 512, 33, "bfloat16"): (32, 16, 7),
-    (10, 1000, 5, "float32"): (32, 32, 4),  # all lanes, as for many rows
-    (1, 128, 128, "float32"): (16, 8, 8),  # most are winners
+    (64, 6, "float32"): (4, 16, 7),
+    (384, 8, "float32"): (16, 24, 5),
+    (512, 64, "float32"): (16, 32, 14),
+    (1024, 64, "float32"): (32, 32, 10),
+    (256, 100, "float32"): (8, 32, 28),
+    (512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
+    (1000, 256, "bfloat16"): (16, 64, 32),
+    (1000, 257, "bfloat16"): (32, 32, 20),
+    (128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
+    (64, 2, "float32"): (4, 16, 3),  # one more than the winners
+    (384, 8, "bfloat16"): (8, 48, 6),
+    (2048, 5, "bfloat16"): (32, 64, 4),
+    (500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
+    (128, 128, "float32"): (16, 8, 8),  # most are winners
 }
 
 
@@ -135,7 +124,7 @@ LANES = {
 def test_lanes_and_lists(case):
     tile = topk_plan.plan_topk(*case, HOPPER)
     assert isinstance(tile, Tile)
-    length = layout.list_length(tile, case[2], jnp.dtype(case[3]).itemsize)
+    length = layout.list_length(tile, case[1], jnp.dtype(case[2]).itemsize)
     assert (tile.lanes, tile.steps * tile.vec, length) == LANES[case]
 
 
@@ -161,7 +150,7 @@ def test_lanes_hold_few_elements_if_most_are_winners():
 @example(129, 3_000_000, 2048, "float32", (12, 0))
 def test_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
     k = min(k, vocab)
-    plan = topk_plan.plan_topk(rows, vocab, k, dtype, capability)
+    plan = topk_plan.plan_topk(vocab, k, dtype, capability)
     if isinstance(plan, Tile):
         assert plan.shape[1] >= vocab and plan.lanes <= 32  # one warp holds a row
         check_tile(plan, vocab)

@@ -340,7 +340,7 @@ def test_merges(tile, vocab, k):
 )
 def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     """A -NaN with all bits set has the lowest key. `tiles.load` pads a tile with -inf beyond the row."""
-    tile = kernels.plan_topk(4096, vocab, k, "float32")
+    tile = kernels.plan_topk(vocab, k, "float32")
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
     x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)

@@ -442,6 +442,6 @@ def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Va
         near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])
         sums = p.over_warp(["add"] * 3, [number, mass, equal])
         p.store(p.gathered(cta), *sums, near_zero, when=p.first_lane)
-    number, mass, equal, near_zero = p.from_gathered(("f32", "f32", "u32", "u32"), (0, 0, 0, 0))
+    number, mass, equal, near_zero = p.from_gathered(("f32", "f32", "u32", "u32"), (0, 0, 0, 0), p.ctas)
     number, mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
     return f.measure(mass, number), mass, equal, p.convert(near_zero, "f32")

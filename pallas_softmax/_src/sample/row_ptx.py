@@ -97,24 +97,31 @@ class ClusterProgram(CtaProgram):
     def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns 1, 2, 4 or 8 words from each CTA, in the lane with its number; `neutral` in the other lanes.
 
-        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA. Only one warp fetches
-        the words, since a CTA answers the requests of others one at a time.
+        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA.
         """
+        return self.fetched(at, self.lane, self.ctas, kinds, neutral)
+
+    def fetched(self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns 1, 2, 4 or 8 words at an address in a CTA, in the first `count` lanes; `neutral` in the others.
+
+        This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
+        others one at a time.
+        """
+        exists = self.lane < count
         with self.when(self.warp.equals(0)):
-            exists = self.lane < self.ctas
-            words = self.of_cta(at, self.lane, "u32", len(kinds), when=exists)
+            words = self.of_cta(at, cta, "u32", len(kinds), when=exists)
             self.store(self.gathered(self.lane), *words, when=exists)
-        return self.from_gathered(kinds, neutral)
+        return self.from_gathered(kinds, neutral, count)
 
     def gathered(self, cta: Value) -> Value:
         """Returns the address of the words of a CTA that `from_gathered` returns."""
         return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
 
-    def from_gathered(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns what `from_ctas` returns, once the words of each CTA are in this one. Synchronizes its threads."""
+    def from_gathered(self, kinds: Sequence[str], neutral: Sequence, count: int) -> list[Value]:
+        """Returns what `fetched` returns, once the words are in this CTA. Synchronizes its threads."""
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
-        self.load_into(out, self.gathered(self.lane), when=self.lane < self.ctas)
+        self.load_into(out, self.gathered(self.lane), when=self.lane < count)
         return out
 
     # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions

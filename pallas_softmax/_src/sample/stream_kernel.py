@@ -45,7 +45,15 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
-from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
+from pallas_softmax._src.sample.plan import (
+    CHAINS,
+    KEPT,
+    LIST_SIZE,
+    NOISE_AT_ONCE,
+    RECORD_WORDS,
+    SCRATCH,
+    StreamPlan,
+)
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log
 from pallas_softmax._src.sample.row_ptx import (
     DRAWN,
@@ -118,6 +126,9 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
+        if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
+            of_warp = p.word(SCRATCH.warps, p.lane, RECORD_WORDS)
+            lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
         top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
@@ -282,8 +293,7 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
     """Returns (m, d) of each lane in all shares, for the warps of the row that this CTA combines; else (-inf, 0).
 
-    Warp i of each CTA is combined by CTA i modulo their number. So `over_warp` adds the sums of warps in one order,
-    whether it finds them in one CTA or in several.
+    Those of warp i of each CTA are combined by CTA i modulo their number.
     """
     plan, join = p.plan, functools.partial(row_ptx.join, p)
     normalizer = [p.var(-INF, "f32"), p.var(0, "f32")]

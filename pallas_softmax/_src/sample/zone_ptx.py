@@ -351,7 +351,7 @@ def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value)
             p.increase(equal, 1, key.equals(last))
         sums = p.over_warp(["add", "add"], [units_above, equal])
         p.store(p.gathered(cta), *sums, when=p.first_lane)
-    return p.from_gathered(("u32", "u32"), (0, 0))
+    return p.from_gathered(("u32", "u32"), (0, 0), p.ctas)
 
 
 # --- Where the zone is

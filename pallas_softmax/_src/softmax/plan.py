@@ -36,6 +36,11 @@ MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the en
 
 # With fewer elements, more CTAs share a multiprocessor and overlap loads with arithmetic. With more, they merge less.
 HALF_PART_ELEMENTS = 19_000  # 16-bit rows: their bytes are half as many, and arithmetic also takes time
+HALF_BACKWARD_PART_ELEMENTS = 16_500  # (1024, 151936) takes 172 us in 16 CTAs, 208 us in 8 (H200)
+# Rows that are not aligned to 16 bytes have one segment in each CTA, for few rows and for many. In 4 and in 8 CTAs, the
+# float32 softmax of (1024, 50257) takes 102 us and 103 us, and of a single row 4.7 us and 3.4 us; in bfloat16 54 us and
+# 59 us, 3.8 us and 2.8 us (H200).
+UNALIGNED_PART_ELEMENTS = {4: 6_500, 2: 13_000}  # by bytes of an element
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
@@ -64,6 +69,7 @@ HALF_READ_PART_ELEMENTS = 32_100  # in several parts
 #     (4000, 25000)         1.07       1.11
 #     (4096, 128256)                               1.02       1.12
 #     (1024, 262144)                                          0.98        1.05
+HALF_STATS_ROW_ELEMENTS = 26_000  # in one part
 HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 
 # --- Two launches -------------------------------------------------------------------------------------
@@ -90,8 +96,6 @@ LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 # block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
 # blocks it needs 104.
 HALF_MASKED_STEP_BLOCKS = 2
-RESIDENTS = 4  # CTAs on a multiprocessor; more of them are not faster
-CTA_BYTES = 3_000  # bytes of shared memory that a CTA needs beside its segments, about
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
 # Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
@@ -234,8 +238,10 @@ class Parts:
 
     @property
     def smem_elements(self) -> int:
-        """Number of elements of shared memory for the segments of one array."""
-        return self.per_cta * self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
+        """Number of elements of shared memory for the segments of one array, one after another."""
+        if self.slots is not None:
+            return self.slots * self.walk.step_size
+        return (self.per_cta - 1) * self.length + self.walk.padded_length
 
     @property
     def barriers(self) -> int:
@@ -283,7 +289,8 @@ class _Problem:
     def parts(self, count: int, *, per_cta: int = 1, cluster: bool = True) -> Parts:
         """Returns the plan with `count` CTAs for each row, and `per_cta` segments for each; it may not fit.
 
-        The steps of a segment are few, and about equally long.
+        The steps of a segment are few, and about equally long. Two full steps and a rest are slow: the softmax of (1024,
+        151936) bfloat16 takes 177 us with steps of 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
         most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
@@ -292,11 +299,8 @@ class _Problem:
         one_step = Parts(self.vocab, self.vec, 1, count, cluster, per_cta=per_cta)
         blocks = one_step.walk.steps
         steps = -(-blocks // most)
+        steps = 2 if steps == 3 else steps
         return dataclasses.replace(one_step, step_blocks=-(-blocks // steps) if cluster else most)
-
-    def residents(self, elements: int) -> int:
-        """Returns how many CTAs with so many elements of each array share a multiprocessor."""
-        return (self.smem + RESERVED_SMEM_BYTES) // (elements * self.itemsize * self.arrays + CTA_BYTES)
 
     def fits(self, parts: Parts) -> bool:
         """Returns whether a CTA has the shared memory and the barriers for these parts."""
@@ -359,13 +363,12 @@ def _in_cluster(problem: _Problem) -> Parts:
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
     """Returns the least number of CTAs that hold a row, each at most most(problem, number) elements; else the largest.
 
-    The row has at least `segments` segments. Their padding must not keep one of four CTAs from a multiprocessor.
+    The row has at least `segments` segments.
     """
 
     def is_good(count: int) -> bool:
-        parts, elements = problem.parts(count, per_cta=max(1, segments // count)), -(-problem.vocab // count)
-        crowded = problem.residents(parts.smem_elements) < min(RESIDENTS, problem.residents(elements))
-        return elements <= most(problem, count) and problem.fits(parts) and not (crowded and parts.per_cta > 1)
+        elements, parts = -(-problem.vocab // count), problem.parts(count, per_cta=max(1, segments // count))
+        return elements <= most(problem, count) and problem.fits(parts)
 
     count = 1
     while count < problem.max_cluster and not is_good(count):
@@ -384,12 +387,16 @@ def _part_elements(problem: _Problem, count: int) -> int:
     If a CTA has one segment, the number of rows does not count.
     """
     half, many = problem.itemsize == 2, problem.segmented and problem.rows >= MANY_ROWS
+    if problem.vocab % problem.vec:
+        return UNALIGNED_PART_ELEMENTS[problem.itemsize]
     if problem.only_read and half:
         if problem.located and count > 1:
             return HALF_STATS_PART_ELEMENTS
+        if problem.located and many:
+            return HALF_STATS_ROW_ELEMENTS
         return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if half:
-        return HALF_PART_ELEMENTS
+        return HALF_PART_ELEMENTS if problem.arrays == 1 else HALF_BACKWARD_PART_ELEMENTS
     if many:
         return MANY_ROWS_PART_ELEMENTS // problem.arrays  # to merge as little as possible
     if problem.only_read:

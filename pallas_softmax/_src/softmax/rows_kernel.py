@@ -135,8 +135,8 @@ def compute_row(job: Job, refs: Refs) -> None:
 
     def part_of(number) -> Part:
         place = part_place(parts.cut, job.view, rows=job.rows, per_cta=parts.per_cta, number=number)
-        steps, size = parts.walk.steps, parts.walk.padded_length
-        return Part(job, refs, place, StagedRow(parts.walk, steps_before=number * steps, start=number * size))
+        before = number * parts.walk.steps
+        return Part(job, refs, place, StagedRow(parts.walk, steps_before=before, start=number * parts.length))
 
     _for_each(parts.per_cta, lambda number: _start_copies(part_of(number)))
     _reduce_merge_write(job, refs, part_of)
@@ -159,8 +159,9 @@ def _reduce_merge_write(job: Job, refs: Refs, part_of: Callable[[Any], Part]) ->
     each(lambda number: part_of(number).keep(number))  # step by step; waits until each has arrived
     formula = part_of(0).formula
     total = merged_row(job, refs, formula.reduction)
-    if formula.value is not None:
-        each(lambda number: part_of(number).write(total))  # for example softmax: the elements, from shared memory
+    if formula.value is not None:  # for example softmax: the elements, from shared memory
+        # The last block that a segment stores may reach into the next one, which has been written by then.
+        each(lambda number: part_of(job.parts.per_cta - 1 - number).write(total))
     elif formula.locates:
         _write_located(job, refs, part_of, total)
     else:
