@@ -195,14 +195,14 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
 # --- Without filters
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
-# here too: a thread has 78 registers; in clusters of four and more it has 96, and two CTAs share one.
+# here too: a thread has up to 80 registers. In clusters of four and more it has 96, and in clusters of two 87 if rows are
+# not aligned to 16 bytes. Then two CTAs share a multiprocessor.
 STEP_ELEMENTS = 16  # elements of a lane in a step
 KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
 # Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
-# How many CTAs an H100 runs at once, in clusters up to the size of the key: larger clusters leave places empty.
-PLACES = {2: 396, 16: 256}
+PLACES, FEWER_PLACES = 396, 256  # how many CTAs an H100 runs at once, if three share a multiprocessor, and if two do
 CLUSTERS = 1, 2, 4, 8, 16
 MAX_SHARES = 16
 CHAINS = 2  # the normalizers of even shares are combined, and those of odd shares, before the two are combined
@@ -268,7 +268,7 @@ def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> St
     itemsize = jnp.dtype(dtype).itemsize
 
     def time(ctas: int) -> float:
-        places = next(places for size, places in PLACES.items() if ctas <= size)
+        places = PLACES if ctas <= (1 if vocab * itemsize % ACCESS_BYTES else 2) else FEWER_PLACES
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
 
     plans = [StreamPlan(vocab, itemsize, ctas) for ctas in CLUSTERS if ctas <= MAX_CLUSTER[capability[0]]]

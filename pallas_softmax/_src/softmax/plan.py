@@ -37,13 +37,17 @@ MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the en
 # With fewer elements, more CTAs share a multiprocessor and overlap loads with arithmetic. With more, they merge less.
 HALF_PART_ELEMENTS = 19_000  # 16-bit rows: their bytes are half as many, and arithmetic also takes time
 HALF_BACKWARD_PART_ELEMENTS = 16_500  # (1024, 151936) takes 172 us in 16 CTAs, 208 us in 8 (H200)
-# Rows that are not aligned to 16 bytes have one segment in each CTA, for few rows and for many. In 4 and in 8 CTAs, the
-# float32 softmax of (1024, 50257) takes 102 us and 103 us, and of a single row 4.7 us and 3.4 us; in bfloat16 54 us and
-# 59 us, 3.8 us and 2.8 us (H200).
-UNALIGNED_PART_ELEMENTS = {4: 6_500, 2: 13_000}  # by bytes of an element
+# Rows that are not aligned to 16 bytes have one segment in each CTA, for few rows and for many. (R, 50257) on an H200:
+#
+#                        R = 1024: 2 CTAs    4 CTAs    8 CTAs      R = 1: 2 CTAs    4 CTAs    8 CTAs
+#     softmax, float32      106.8 us       102.4 us   103.0 us      7.5 us          4.7 us    3.4 us
+#     softmax, bfloat16      53.2 us        53.8 us    59.1 us      5.6 us          3.8 us    2.8 us
+#     logsumexp, float32                    48.9 us    55.9 us                      3.0 us    2.4 us
+#     logsumexp, bfloat16    26.8 us        34.6 us                 3.5 us          2.6 us
+UNALIGNED_PART_BYTES, UNALIGNED_READ_PART_BYTES = 26_000, 52_000
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
-MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
+MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 
 # The most elements of a segment. Few rows have a CTA for each segment, and only longer rows are worth 8 or 16 of them:
 #
@@ -388,7 +392,8 @@ def _part_elements(problem: _Problem, count: int) -> int:
     """
     half, many = problem.itemsize == 2, problem.segmented and problem.rows >= MANY_ROWS
     if problem.vocab % problem.vec:
-        return UNALIGNED_PART_ELEMENTS[problem.itemsize]
+        most = UNALIGNED_READ_PART_BYTES if problem.only_read else UNALIGNED_PART_BYTES
+        return most // problem.itemsize
     if problem.only_read and half:
         if problem.located and count > 1:
             return HALF_STATS_PART_ELEMENTS
