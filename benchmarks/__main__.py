@@ -9,6 +9,7 @@ benchmarks.softmax          How fast are softmax, log_softmax and logsumexp?
 benchmarks.topk             How fast are fused_topk and top_k?
 benchmarks.paper            Do the paper's figures hold?
 benchmarks.accuracy         How many ulps off are our results and XLA's?
+benchmarks.invariance       How many rows have other bits in another batch?
 benchmarks.programs         How much time do whole programs save?
 benchmarks.linear           How fast is the cross entropy of a projection?
 benchmarks.beam_search      How fast is beam search with fused_topk?

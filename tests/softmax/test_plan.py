@@ -83,7 +83,21 @@ def order_of(plan):
 @pytest.mark.parametrize("op", [*oracle.OPERATIONS, "token_stats"])
 def test_rows_have_one_order_in_any_batch(op, dtype):
     for masked in (False, True):
-        for vocab in (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 100_000, 128256, 151936, 262144, 450_001):
+        for vocab in (
+            2,
+            127,
+            1000,
+            8192,
+            12288,
+            12292,
+            32000,
+            50257,
+            100_000,
+            128256,
+            151936,
+            262144,
+            450_001,
+        ):
             orders = {
                 order_of(softmax_plan.plan_softmax(op, rows, vocab, dtype, HOPPER, masked=masked))
                 for rows in (1, 2, 3, 8, 13, 16, 17, 64, 100, 512, 1024, 2000, 4096)

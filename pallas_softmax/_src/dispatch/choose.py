@@ -96,7 +96,7 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
     kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
     if automatic and not isinstance(plan, Refusal):
-        reason = call.operation.better_by_xla(call) or kernel.slower(call)
+        reason = kernel.slower(call)
         return plan if reason is None else Refusal(reason)
     return plan
 
@@ -105,9 +105,7 @@ def stays_plain(choice: Choice) -> bool:
     """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
     if choice.requested is not None:
         return choice.requested == "xla"
-    call = choice.call
-    is_better = call.operation.better_by_xla(call) is not None
-    return call.objection is not None or call.dtype not in call.operation.kernel_dtypes or is_better
+    return choice.call.objection is not None or choice.call.dtype not in choice.call.operation.kernel_dtypes
 
 
 def recording() -> bool:

@@ -63,14 +63,12 @@ class Operation:
       name: the name in profiles and in `explain`.
       plain: the function in plain JAX: the reference for arguments and results.
       kernels: for the name of an implementation, a function that imports and returns its kernels, by operation.
-      better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
       kernel_dtypes: the dtypes of x that some kernel takes.
     """
 
     name: str
     plain: Callable[..., Any]
     kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
-    better_by_xla: Callable[["Call"], str | None] = _never
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
 
     def __post_init__(self) -> None:

@@ -31,7 +31,14 @@ from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.kernel import traced_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
-from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
+from pallas_softmax._src.linear.plan import (
+    TILE_M,
+    TILE_N,
+    WARPGROUP_ROWS,
+    Tiling,
+    plan_projection,
+    rounded_up,
+)
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Normalizer
@@ -185,6 +192,8 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     `stored` is the one among them that has an element for each logit, or None.
     """
     vocab, tiling = head.vocab(w), plan_projection(len(x))
+    if len(x) < TILE_M:  # a copy of a block that reaches beyond x is slow
+        x = _padded_rows(x, TILE_M)
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, w.shape[0 if head.transpose_w else 1], vocab, tiling),
@@ -356,6 +365,10 @@ def _inverse_temperature(tokens: Tokens, tiling: Tiling):
 
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+
+
+def _padded_rows(x, rows: int):
+    return jnp.pad(x, ((0, rows - len(x)), (0, 0)))
 
 
 def _load_per_row(gmem, place: Place):

@@ -202,10 +202,15 @@ KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
 # Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
-PLACES, FEWER_PLACES = 396, 256  # how many CTAs an H100 runs at once, if three share a multiprocessor, and if two do
+PLACES, FEWER_PLACES = (
+    396,
+    256,
+)  # how many CTAs an H100 runs at once, if three share a multiprocessor, and if two do
 CLUSTERS = 1, 2, 4, 8, 16
 MAX_SHARES = 16
-CHAINS = 2  # the normalizers of even shares are combined, and those of odd shares, before the two are combined
+CHAINS = (
+    2  # the normalizers of even shares are combined, and those of odd shares, before the two are combined
+)
 MAX_SLOTS = 4  # with more normalizers of each thread, less shared memory is left for the lists of other CTAs
 # The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
 OVERHEAD = 2**14

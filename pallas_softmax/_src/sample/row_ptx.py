@@ -101,7 +101,9 @@ class ClusterProgram(CtaProgram):
         """
         return self.fetched(at, self.lane, self.ctas, kinds, neutral)
 
-    def fetched(self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+    def fetched(
+        self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence
+    ) -> list[Value]:
         """Returns 1, 2, 4 or 8 words at an address in a CTA, in the first `count` lanes; `neutral` in the others.
 
         This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
@@ -303,7 +305,6 @@ class LaneNormalizer:
         """Makes the normalizer that of no elements."""
         for register, number in ((self.m, -INF), (self.d, 0.0), (self._finite_m, LEAST_FINITE)):
             self._p.set(register, number)
-
 
     def raise_to(self, x: Value) -> None:
         """Raises m to x, if x is greater, or NaN."""

@@ -2,23 +2,8 @@
 
 import dataclasses
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Call, Kernel, RowOperation
+from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
 from pallas_softmax._src.softmax import mesh, xla
-
-_FUSED_ROW = 8_192  # elements of the longest row that XLA keeps on chip (benchmarks/results/launch)
-
-
-def fused_by_xla(call: Call) -> str | None:
-    """Returns why XLA is better at a softmax than any kernel, however fast; None if it is not.
-
-    This concerns a float32 softmax of short, aligned rows. Compared with XLA, the kernels of `mosaic_gpu` take from 24%
-    less time (few rows) to 11% more (rows in the L2 cache), and the kernels of `triton` take as long. But in a program
-    XLA fuses the softmax with the operation that makes its logits, and a kernel cannot.
-    """
-    is_plain = call.dtype == "float32" and not call.masked and call.inner == 1
-    if is_plain and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
-        return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
-    return None
 
 
 def _mosaic_gpu() -> dict[str, Kernel]:
@@ -75,5 +60,4 @@ SOFTMAX = dataclasses.replace(
     plain_gradient=xla.softmax_grad,
     plain_tangent=xla.softmax_grad,  # the Jacobian is symmetric
     on_mesh=mesh.softmax_on_mesh,
-    better_by_xla=fused_by_xla,
 )

@@ -215,7 +215,9 @@ class Parts:
         """Number of elements that each segment copies in bulk, a multiple of `vec`."""
         if not self.has_edges:
             return self.length
-        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the segment, wherever it starts
+        return (
+            (self.length - EDGE - self.vec) // self.vec * self.vec
+        )  # ends in the segment, wherever it starts
 
     def body_start(self, row, start):
         """Returns the element of a segment at which its body starts, aligned to LINE_BYTES of device memory.

@@ -232,7 +232,9 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def take_turn(turn, _) -> None:
         part = part_of(turn)
         part.load_edges()
-        _reduce_merge_write(job, refs, lambda number: part)  # each slot that it frees takes a step of a later row
+        _reduce_merge_write(
+            job, refs, lambda number: part
+        )  # each slot that it frees takes a step of a later row
 
     lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
     lax.fori_loop(0, turns, take_turn, None)

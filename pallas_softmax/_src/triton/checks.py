@@ -16,6 +16,8 @@ MIN_CAPABILITY = (8, 0)
 # Elements of the longest row for a masked backward in float32 that the kernels run as fast as XLA (measured on an
 # H100). Longer ones are read twice, in steps that the mask keeps small.
 FAST_MASKED_BACKWARD = 16_384
+# Elements of the longest row of a float32 softmax that XLA keeps on chip, so that it is as fast.
+FUSED_ROW = 8_192
 
 # The oldest versions that can lower and compile the kernels.
 MIN_JAX_TRITON = (0, 3, 1)
@@ -26,6 +28,9 @@ def slower(call: Call) -> str | None:
     """Returns why XLA is faster than the kernels at a call that they support; None if it is not."""
     if call.inner != 1:
         return TRANSPOSED
+    is_plain = call.op == "softmax" and call.dtype == "float32" and not call.masked
+    if is_plain and call.vocab % 4 == 0 and call.vocab <= FUSED_ROW:
+        return f"no faster than xla for aligned float32 rows of up to {FUSED_ROW} without where"
     is_gradient = call.row_operation.is_gradient
     if is_gradient and call.masked and call.dtype == "float32" and call.vocab > FAST_MASKED_BACKWARD:
         return f"slower than xla for the masked backward of float32 rows of more than {FAST_MASKED_BACKWARD}"
