@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import pallas_softmax as ps
 from absl import flags as absl_flags
 
+import pallas_softmax as ps
 from benchmarks.support import driver, flags
 from benchmarks.support.contenders import jax_call, named
 from benchmarks.support.result import Benchmark, Record

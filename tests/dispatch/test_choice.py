@@ -13,7 +13,6 @@ import pallas_softmax as ps
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.choose import _recorder, choose
 from pallas_softmax._src.dispatch.operation import Choice
-from pallas_softmax._src.softmax.operation import SOFTMAX
 from pallas_softmax._src.triton import checks
 from tests.support import oracle
 from tests.support.calls import DTYPES, WITH_KERNELS, device, named, refusal, slower, topk

@@ -5,7 +5,7 @@ import pytest
 
 from pallas_softmax._src.softmax import label_rank, states_ptx
 from tests.support import oracle, ptx
-from tests.support.covering import cover, slow
+from tests.support.covering import cover
 
 F32 = np.float32
 EPS = 2.0**-23

@@ -71,8 +71,8 @@ class StagedRow:
     """Elements of a row that pass through shared memory, in the steps of a `Walk`.
 
     Each step uses a slot of shared memory, and the barrier with the slot's number. By default a step uses the slot with
-    its number in the CTA. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them one
-    after another. With 5 slots and 3 steps:
+    its number in the CTA. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them in
+    turn. With 5 slots and 3 steps:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
         row 1, step 2 | row 2, step 0 | ...

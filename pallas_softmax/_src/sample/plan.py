@@ -51,8 +51,8 @@ ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; othe
 # room for more: its histogram is longer.
 LISTED_AT_ONCE, LISTED_AT_ONCE_BFLOAT16 = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
-# Three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a third of the shared
-# memory, and 256 threads with 80 registers each, which fit three times.
+# Three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a third of the
+# shared memory, and 256 threads with 80 registers each, which fit three times.
 RESIDENT, WARPGROUPS = 3, 2
 # Larger clusters leave multiprocessors idle. Longer rows have two larger CTAs on each multiprocessor, with more warps.
 # The number of CTAs in a cluster is then even: 7 were slower than 8, and 11 slower than 12.
@@ -195,8 +195,8 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
 # --- Without filters
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
-# here too: a thread has up to 80 registers. In clusters of four and more it has 96, and in clusters of two 87 if rows are
-# not aligned to 16 bytes. Then two CTAs share a multiprocessor.
+# here too: a thread has up to 80 registers. In clusters of four and more it has 96, and in clusters of two 87 if rows
+# are not aligned to 16 bytes. Then two CTAs share a multiprocessor.
 STEP_ELEMENTS = 16  # elements of a lane in a step
 KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding

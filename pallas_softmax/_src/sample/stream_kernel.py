@@ -1,7 +1,7 @@
 """The kernel of `sample` without filters: one pass over each row, straight from device memory.
 
-The steps of a row belong to shares in turn, and the CTAs of a cluster take the shares in turn. A step has 16 elements for
-each lane. With four shares, and two warps in a CTA:
+The steps of a row belong to shares in turn, and the CTAs of a cluster take the shares in turn. A step has 16 elements
+for each lane. With four shares, and two warps in a CTA:
 
     step            0   1   2   3   4   5   6   7   8   9  ..
     share           0   0   1   1   2   2   3   3   0   0  ..

@@ -57,8 +57,8 @@ MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 #     (10, 100000)                      6.1 us   5.2 us
 SEGMENT_ELEMENTS = {4: 3_100, 2: 6_300}  # in up to 4 segments, by bytes of an element
 SEGMENT_ELEMENTS_OF_8 = 6_200  # in 8 or 16 segments
-# Few rows: so many CTAs have room at once. If rows are written, two for each of them are still faster than more segments
-# in each CTA.
+# Few rows: so many CTAs have room at once. If rows are written, twice as many are still faster than more segments in
+# each CTA.
 CTAS = 256
 
 # Rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
@@ -86,8 +86,8 @@ SPLIT = 256  # in two launches, the number of segments is a multiple of this: ab
 # --- Steps --------------------------------------------------------------------------------------------
 
 STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of 16 bytes, so a step has 8 KB
-# The same for rows that are only read, and for the longest segments. A backward that reads steps twice is the exception,
-# and has STEP_BLOCKS.
+# The same for rows that are only read, and for the longest segments. A backward that reads steps twice is the
+# exception, and has STEP_BLOCKS.
 #
 #                                                   8 blocks    4 blocks
 #     logsumexp of (64, 128256) bfloat16, 4 parts    7.8 us      8.4 us
@@ -295,8 +295,8 @@ class _Problem:
     def parts(self, count: int, *, per_cta: int = 1, cluster: bool = True) -> Parts:
         """Returns the plan with `count` CTAs for each row, and `per_cta` segments for each; it may not fit.
 
-        The steps of a segment are few, and about equally long. Two full steps and a rest are slow: the softmax of (1024,
-        151936) bfloat16 takes 177 us with steps of 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
+        The steps of a segment are few, and about equally long. Two full steps and a rest are slow: the softmax of
+        (1024, 151936) bfloat16 takes 177 us with steps of 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
         most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
