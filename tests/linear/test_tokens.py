@@ -300,21 +300,3 @@ def test_transformations_of_soft_labels():
     jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(x, w, q, labels), want)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: total(x, w, q), (q,), (q,))
-
-
-def test_bad_soft_labels():
-    x, w, labels, q = small()
-    for error, match, keywords in (
-        (ValueError, r"label_probs must have .* \(24, 3\), got \(24, 2\)", {"label_probs": q[:, :2]}),
-        (TypeError, "label_probs must be None or of real numbers, got dtype bool", {"label_probs": q > 0}),
-        (TypeError, "label_probs must be an array", {"label_probs": [[1, 2, 3]]}),
-        (ValueError, "label_smoothing must be 0 with label_probs, got 0.1", {"label_smoothing": 0.1}),
-        (ValueError, r"labels must have .*, \(24, K\), got \(24,\)", {"labels": labels[:, 0]}),
-        (ValueError, r"labels must have .*, \(24,\), got \(24, 3\)", {"label_probs": None}),
-        (TypeError, "return_logsumexp must be True or False, got 1", {"return_logsumexp": 1}),
-    ):
-        with pytest.raises(error, match=f"linear_cross_entropy: {match}"):
-            ps.linear_cross_entropy(x, w, **{"labels": labels, "label_probs": q, **keywords})
-    loss = functools.partial(ps.linear_cross_entropy, x, w, labels, label_probs=q)
-    with pytest.raises(ValueError, match="label_smoothing must be 0 with label_probs"):
-        jax.eval_shape(lambda s: loss(label_smoothing=s), 0.0)

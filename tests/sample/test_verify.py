@@ -336,20 +336,3 @@ def test_logits_of_integers(q, dtype):
     target, drafts = np.round(TARGET + 3).clip(0, 7), np.array([1, V, 2])
     got, want = (verify(KEY, drafts, target.astype(jnp.dtype(of)), q, top_k=4) for of in (dtype, "float32"))
     assert_equal(got, want)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"draft_tokens": np.zeros(S)}, TypeError, "draft_tokens must be integers, got float"),
-        ({"draft_tokens": np.zeros(S + 1, int)}, ValueError, r"draft_tokens must have the shape \(3,\), got \(4,\)"),
-        ({"draft_log_probs": LOG_Q[:-1]}, ValueError, r"draft_log_probs must have the shape \(3, 5\), got \(2, 5\)"),
-        ({"draft_log_probs": LOG_Q > 0}, TypeError, "draft_log_probs must be floating, got bool"),
-        ({"logits": TARGET[0]}, ValueError, r"logits must have a shape \(..., S \+ 1, V\), got \(5,\)"),
-    ],
-)  # fmt: skip
-def test_bad_input(change, error, match):
-    """tests/dispatch/test_errors.py has the arguments that `verify` shares with other functions."""
-    given = {"key": KEY, "draft_tokens": np.zeros(S, int), "logits": TARGET, "draft_log_probs": LOG_Q}
-    with pytest.raises(error, match=f"^verify: .*{match}"):
-        verify(**{**given, **change})
