@@ -472,28 +472,25 @@ def test_64_bit_dtypes_warn_like_jax():
 # --- Forward mode, which linear_* do not support -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    first_values(1, ["linear_logsumexp", "linear_cross_entropy", "linear_log_probs", "linear_token_stats"]),
-)
+LINEAR = [name for name, (*_, held) in calls.CALLS.items() if name.startswith("linear") and held]
+
+
+@pytest.mark.parametrize("name", first_values(1, LINEAR))
 def test_forward_mode_names_the_function_and_the_way_out(name):
-    w, labels = jnp.ones((3, 4)), () if name == "linear_logsumexp" else (LABELS,)
-
-    def f(x, w=w):
-        results = getattr(ps, name)(x, w, *labels)
-        return results.entropy if name == "linear_token_stats" else results
-
-    advice = rf"^{name}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
+    f, held = calls.total(name, calls.CALLS[name][2])
+    ones = jax.tree.map(jnp.ones_like, held)
+    advice = (
+        rf"^{name.partition(',')[0]}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
+    )
     for of in (f, jax.jit(f)):
         for forward in (
-            lambda x, of=of: jax.jvp(of, (x,), (x,)),
-            lambda x, of=of: jax.jvp(lambda w: of(x, w), (w,), (w,)),
+            *(lambda h, of=of, v=v: jax.jvp(lambda a: of(h | {v: a}), (h[v],), (ones[v],)) for v in held),
             jax.jacfwd(of),
-            lambda x, of=of: jax.linearize(of, x)[1](x),
+            lambda h, of=of: jax.linearize(of, h)[1](ones),
         ):
             with pytest.raises(TypeError, match=advice):
-                forward(X)
+                forward(held)
             with pytest.raises(TypeError, match=advice):
-                jax.jit(forward).lower(X)
-    constant = jax.jvp(lambda s: s * f(X), (2.0,), (1.0,))[1]  # the arguments of f have no tangents
-    np.testing.assert_array_equal(constant, f(X))
+                jax.jit(forward).lower(held)
+    constant = jax.jvp(lambda s: s * f(held), (2.0,), (1.0,))[1]  # the arguments of f have no tangents
+    np.testing.assert_allclose(constant, f(held), rtol=1e-6)

@@ -161,7 +161,7 @@ def broadcast(name):
     return [of for of, a in CALLS[name][2].items() if a.shape[:1] == BATCH[:1] and of not in SHAPED]
 
 
-SHAPED = ("key", "labels", "draft_tokens", "draft_log_probs", "teacher_x", *calls.LOGITS)
+SHAPED = ("key", "labels", "label_probs", "draft_tokens", "draft_log_probs", "teacher_x", *calls.LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_results_that_are_not_finite_have_derivatives_of_0(name, mode):
     bad = {
         "temperature": np.array([[1, 1, 1], [1, -1, 1]], F32),
         "token_weights": np.array([[1, 1, 1], [1, np.nan, 1]], F32),
-        "labels": np.stack([labels] * 3, -1) if name.endswith("several") else labels,
+        "labels": np.stack([labels] * 3, -1) if name.endswith(("several", "soft")) else labels,
         "bias": np.where(np.arange(calls.COLUMNS) == 7, -np.inf, 0).astype(F32),
     }
     filters = ("where", "top_k", "top_p", "min_p")

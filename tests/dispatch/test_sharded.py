@@ -30,6 +30,7 @@ from tests.support.lowering import array, kernel_names, lowered
 FAST = (
     "where-softmax-full-auto",
     "integers-softmax-int8-auto",
+    "agrees-token_stats-auto",
     "winners-1-explicit",
     "select-plain-batch-auto-float32",
     "asked_once-topk",

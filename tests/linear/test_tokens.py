@@ -22,8 +22,6 @@ from tests.support.linear import (
     jit,
     logits,
     losses_and_gradients,
-    plain,
-    value_and_grads,
     workspace,
 )
 
@@ -259,44 +257,3 @@ def test_return_logsumexp(reduction, dtype):
         close(got, lse)
         close(np.sum(loss), value)
         jax.tree.map(np.testing.assert_array_equal, gradients, want)
-
-
-# --- label_probs: transformations and bad input. test_api.py has the numbers ------------------------------
-
-
-def small():
-    """Returns x, w, three labels per token, and their label_probs."""
-    x, w, labels, _ = arrays(24, 8, 100, "float32")
-    q = np.random.default_rng(4).random((24, 3)).astype("float32")
-    return x, w, np.stack([labels, labels // 2, labels], 1), q
-
-
-@pytest.mark.slow
-def test_transformations_of_soft_labels():
-    """Under vmap, tokens are mapped, and the gradients of w are summed. The number of labels may be symbolic."""
-    x, w, labels, q = small()
-    batch = x.reshape(3, 8, 8), labels.reshape(3, 8, 3), q.reshape(3, 8, 3)
-
-    def total(x, w, q, labels=labels):
-        f = functools.partial(ps.linear_cross_entropy, reduction="sum", workspace_bytes=workspace(100, 5))
-        return f(x, w, labels, label_probs=q)
-
-    def in_slices(x, w, q):
-        f = jax.vmap(lambda x, labels, q: total(x, w, q, labels), (0, 0, 0))
-        return jnp.sum(f(x.reshape(3, 8, 8), batch[1], q.reshape(3, 8, 3)))
-
-    want = value_and_grads(lambda x, w, q: jnp.sum(plain(x, w, labels, label_probs=q)), x, w, q)
-    for f in (jax.checkpoint(total), in_slices):
-        jax.tree.map(close, value_and_grads(f, x, w, q), want)
-    each = jax.vmap(
-        lambda x, y, q: ps.linear_cross_entropy(x, w, y, label_probs=q, reduction=None), (0, 0, 0)
-    )
-    close(each(*batch).ravel(), plain(x, w, labels, label_probs=q))
-    n, k = jax.export.symbolic_shape("n, k")
-    shapes = ((n, 8), "float32"), ((8, 100), "float32"), ((n, k), "float32"), ((n, k), "int32")
-    exported = jax.export.export(jax.jit(jax.value_and_grad(total, (0, 1, 2))), platforms=["cpu", "cuda"])(
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    )
-    jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(x, w, q, labels), want)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: total(x, w, q), (q,), (q,))

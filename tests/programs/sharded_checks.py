@@ -10,6 +10,7 @@ name of each check with its error or null:
 import contextlib
 import fnmatch
 import functools
+import inspect
 import itertools
 import math
 import sys
@@ -32,7 +33,7 @@ from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
-from tests.support import bounds, calls, cases, covering, draws, gpu, oracle, routing
+from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 from tests.support.children import report
@@ -229,13 +230,6 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
     bounds.assert_operation(op, y, (x,), names, where)
 
 
-def topk_vjp(op, x, g, where, temperature):
-    """Returns the gradients with respect to x and the temperature, and their units."""
-    arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
-    with np.errstate(all="ignore"):
-        return oracle.fused_topk_vjp(*arguments), bounds.fused_topk_vjp_unit(*arguments)
-
-
 def on(at: Split, how, op, f, *operands):
     """Returns `f(x, *operands)`, mapped if how="shard_map"."""
     return mapped(at, how, f, (P(*at.spec), *(at.operand(a.shape).spec for a in operands)), at.result(op))
@@ -269,7 +263,9 @@ def judge(op, results, x, names, where=None, temperature: Any = 1.0):
         y, g = (np.asarray(a)[:, None] if op == "logsumexp" else a for a in (y, g))
         return gpu.judge(op, (y, dx), x, g, names, where)
     assert_value(op, (y, indices), x, names, where, temperature)
-    want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
+    arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
+    with np.errstate(all="ignore"):
+        want, unit = oracle.fused_topk_vjp(*arguments)[0], bounds.fused_topk_vjp_unit(*arguments)[0]
     if where is not None:  # in a NaN row, masked elements may be NaN
         dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
     bounds.assert_close(dx, want, unit, names, 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True))
@@ -295,25 +291,6 @@ def where(op, mask, how):
     x = cases.spoil_masked(logits(), mask)
     f = lambda op, x, mask, **kwargs: ours(op, x, where=mask, **kwargs)  # noqa: E731
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
-
-
-@each(op=TOPK, how=HOW)
-def temperature(op, how):
-    """One temperature per row, and its gradient; float32 values of 16-bit logits."""
-    names = ["normal", "peaked", "integers", "ascending"] * 2
-    x, at = cases.rows(names, V, BF16), split("both", how)
-    t = np.geomspace(0.5, 2, len(x), dtype=F32)
-    f = lambda op, x, t, **kw: ours(op, x, temperature=t[:, 0], dtype="float32", **kw)  # noqa: E731
-    results = run(op, how, at, x, f, t[:, None])
-    judge(op, results, x, names, temperature=t)
-
-    (y, _), g, _ = results
-    assert y.dtype == F32
-    f = on(at, how, op, functools.partial(f, op), t[:, None])
-    pullback = jax.jit(lambda x, t, g: jax.vjp(lambda t: f(x, t)[0], t)[1](g)[0])
-    dt = pullback(at.place(x), at.place(t[:, None]), jax.device_put(g, y.sharding))
-    want, unit = (part[1][:, None] for part in topk_vjp(op, x, g, None, t))
-    bounds.assert_close(dt, want, unit, names, 10)
 
 
 # (shape, spec, axis)
@@ -672,29 +649,57 @@ def stats(layout, how, masked):
         assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
 
 
-ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
+# --- One table of all functions -------------------------------------------------------------------------
 
 
-@each(name=ROUTERS, layout=["batch"], how=HOW, most=6)
-@each(name=ROUTERS, layout=["both"], how=HOW[:2])
-def route(name, layout, how):
-    """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
-    x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
-    bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
-    f = routing.results_and_gradient(k, gate, IMPLEMENTATION)
-    specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
-    if how == "shard_map":
-        of_results = ps.Routing(specs[2], specs[2], specs[3])
-        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=(of_results, specs[0]))
+def specs_of(name, how):
+    """Returns how the arrays of a call lie: batches over "b", except in shard_map, and rows or columns over "v"."""
+    rows, of_columns = None if how in BY_HAND else "b", ("w", "bias", "teacher_w", "teacher_bias")
+    linear, specs = name.startswith("linear"), {}
+    for of, a in calls.CALLS[name][2].items():
+        if of in of_columns:
+            specs[of] = P(*[None] * (a.ndim - 1), "v") if linear else P()
+        elif of == "key":
+            specs[of] = P()
+        else:
+            specs[of] = (
+                P(rows, None, None if linear or a.shape[-1] != calls.V else "v") if a.ndim > 2 else P(rows)
+            )
+    return specs
 
-    def run(*arrays):
-        results, sent = execute(f, *lay(arrays, at.mesh, specs))
-        assert {c.kind for c in sent if c.group > 1} <= ({"all-gather"} if at.row else set()), sent
-        return results
 
-    _, dx = routing.check(run, x, k, gate, bias)
-    if how == "explicit":
-        assert dx.sharding.is_equivalent_to(NamedSharding(at.mesh, specs[0]), 2), dx.sharding
+BY_HAND = ("shard_map", "unchecked")
+
+
+def agrees(name, how):
+    """Results and gradients equal those of one device, and gradients lie like their arguments."""
+    function, _, arrays, held = calls.CALLS[name]
+    at, specs = mesh("explicit" if how == "explicit" else "auto"), specs_of(name, how)
+    options = {"implementation": IMPLEMENTATION} if name in ("fused_topk", "route, shares") else {}
+    one = sharded = functools.partial(calls.call, **options)
+    if how in BY_HAND:
+        whole = P(None, None, "v") if name in ("softmax", "log_softmax", "filter_logits") else P()
+        out = jax.tree.map(lambda _: whole, jax.eval_shape(functools.partial(one, name)))
+        f = lambda given: one(name, **given, axis_name="v")  # noqa: E731
+        f = jax.shard_map(f, mesh=at, in_specs=(specs,), out_specs=out, check_vma=how == "shard_map")
+        sharded = lambda name, **given: f(given)  # noqa: E731
+
+    def program(given, call=one):
+        return call(name, **given), calls.pullback(name, given, call) if held else {}
+
+    laid = dict(zip(arrays, lay(arrays.values(), at, specs.values())))
+    (results, gradients), sent = execute(functools.partial(program, call=sharded), laid)
+    assert_near((results, gradients), jax.jit(program)(arrays), 1e-4, 1e-5)
+    for of, a in gradients.items() if how == "explicit" else ():
+        assert a.sharding.is_equivalent_to(NamedSharding(at, specs[of]), a.ndim), (of, a.sharding)
+    if name.startswith("route"):  # divided experts are gathered
+        assert {c.kind for c in sent if c.group > 1} <= {"all-gather", "all-reduce"}, sent
+
+
+for name, how in covering.in_turn(calls.CALLS, ("auto", *BY_HAND, "explicit"), 2):
+    no_axis = name == "logsumexp" or "axis_name" not in inspect.signature(calls.CALLS[name][0]).parameters
+    if not (no_axis and how in BY_HAND):
+        CHECKS[f"agrees-{name}-{how}"] = functools.partial(agrees, name, how)
 
 
 # --- Transformations ----------------------------------------------------------------------------------
