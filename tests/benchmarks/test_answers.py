@@ -1,6 +1,5 @@
 """The inputs and expected results of the benchmarks: logits, masks, the oracle's answers, and byte counts."""
 
-
 import jax
 import numpy as np
 import pytest
