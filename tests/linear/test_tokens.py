@@ -148,9 +148,7 @@ def test_temperature_0_is_the_limit(dtype, offset):
     x, w, bias = ties()
     x, w, bias = x.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype)), bias + np.float32(offset)
     z, _ = logits(x, w, bias=bias)
-    m, count = z.max(1), (z == z.max(1, keepdims=True)).sum(1)
     labels = np.where(np.arange(12) % 2, z.argmax(1), z.argmin(1)).astype("int32")
-    tied = z[np.arange(12), labels] == m
     cold = np.arange(12) % 4 != 2
 
     @jit
@@ -164,27 +162,23 @@ def test_temperature_0_is_the_limit(dtype, offset):
     found, warm = (run(np.where(cold, t, 0.7).astype("float32")) for t in (0, 0.7))
     found, warm = (jax.tree.map(np.asarray, of) for of in (found, warm))
     jax.tree.map(lambda a, b: close(a[~cold], b[~cold]), found, warm)
-    entropy = np.log(count)
-    lse = np.where(m > 0, np.inf, np.where(m < 0, -np.inf, entropy))
-    loss = np.where(tied, entropy, np.inf)
-    smoothed = np.where(count == 50, entropy, np.inf) + 0.1 * lse**2
-    both = tied & (z[np.arange(12), labels // 2] == m)
-    best = oracle.fused_topk(z, 5)[1]
-    share = np.arange(5) < count[:, None]
+    log_p, entropy, lse, argmax = oracle.token_stats(z, labels, temperature=0.0)
+    all_tie = (z == z.max(1, keepdims=True)).all(1)
+    (shares, best), (logs, _) = (oracle.fused_topk(z, 5, temperature=0.0, log=log) for log in (False, True))
     for name, got, want in (
         ("logsumexp", found["logsumexp"], lse),
-        ("loss", found["loss"], loss),
-        ("loss with options", found["loss with options"], smoothed),
-        ("soft", found["soft"], np.where(both, 0.9 * entropy, np.inf)),
-        ("log_probs", found["log_probs"], -loss),
-        ("several", found["several"][:, 0], -loss),
-        ("stats", found["stats"].log_probs, -loss),
+        ("loss", found["loss"], -log_p),
+        ("loss with options", found["loss with options"], np.where(all_tie, entropy, np.inf) + 0.1 * lse**2),
+        ("soft", found["soft"], -0.7 * log_p - 0.2 * oracle.token_stats(z, labels // 2, temperature=0.0)[0]),
+        ("log_probs", found["log_probs"], log_p),
+        ("several", found["several"][:, 0], log_p),
+        ("stats", found["stats"].log_probs, log_p),
         ("entropy", found["stats"].entropy, entropy),
         ("stats", found["stats"].logsumexp, lse),
-        ("argmax", found["stats"].argmax, z.argmax(1)),
+        ("argmax", found["stats"].argmax, argmax),
         ("stats without labels", found["stats without labels"][0], entropy),
-        ("topk", found["topk"][0].values, np.where(share, 1 / count[:, None], 0)),
-        ("topk, log", found["topk"][1].values, np.where(share, -entropy[:, None], -np.inf)),
+        ("topk", found["topk"][0].values, shares),
+        ("topk, log", found["topk"][1].values, logs),
         *(("winners", topk.indices, best) for topk in found["topk"]),
     ):
         np.testing.assert_allclose(np.asarray(got)[cold], want[cold], rtol=1e-6, atol=1e-6, err_msg=name)

@@ -406,26 +406,6 @@ def asked_once(op):
     assert misses[0] < misses[1] == misses[2], misses
 
 
-@each(impl=("threefry2x32", "rbg"), how=HOW)
-def sample_of_overflows(impl, how):
-    """x / temperature is -inf in a whole shard, or in the whole row. Tokens equal the tokens of one device."""
-    rng, low = np.random.default_rng(0), np.finfo(F32).min
-    padded = np.where(np.arange(V) < V // 8, rng.standard_normal((24, V)), low)
-    floats = np.concatenate([padded, rng.uniform(low, low / 4, (24, V))]).astype(F32)
-    t = np.resize(np.array([0.7, 1e-3, 0], F32), len(floats))
-    at, key = split_for_noise(how), jax.random.key(6, impl=impl)
-    for x, masked in ((floats, 0), (np.full_like(floats, np.iinfo(np.int32).min, np.int32), V // 2)):
-        mask, both = np.arange(V)[None] >= masked, P(None, "v")
-
-        def f(x, mask, axis_name=None):
-            return tuple(ps.sample(key, x, where=mask, temperature=t, axis_name=axis_name))
-
-        want = f(x, mask)
-        got = jax.jit(mapped(at, how, f, (both, both), P()))(at.place(x), at.place(mask))
-        np.testing.assert_array_equal(got[0], want[0])
-        np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
-
-
 VERIFIED = {
     "V": ("b", None, "v"),
     "positions": ("b", "v", None),
@@ -466,34 +446,29 @@ def filtered_rows_without_a_draw(exchanged, filters, how):
         draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
 
 
-CONSTANTS = {
-    "top_k": lambda x: ps.top_k(x, 3).indices,
-    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
-    "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
-    "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
-    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=jnp.cos(x[:, 0]) ** 2).indices,
-    "sample, rbg": lambda x: (
-        ps.sample(jax.random.key(0, impl="rbg"), x, temperature=jnp.cos(x[:, 0]) ** 2).indices
-    ),
-    "filter_logits": lambda x: ps.filter_logits(x, min_p=jnp.cos(x[:, 0]) ** 2) > 0,
-    "verify": lambda x: (
-        ps.verify(jax.random.key(0), np.zeros((4, 1), int), x.reshape(4, 2, V), x[::2, None]).tokens
-    ),
-}
-
-
-@each(name=CONSTANTS)
+@each(name=["top_k", "fused_topk", "token_stats, rank", "route", "sample", "filter_logits", "verify"])
 def results_without_derivatives(name):
     """Integers may be computed inside a function that is differentiated."""
-    x = jnp.asarray(cases.rows(["normal"] * 8, V))
-    loss = lambda x: jnp.sum(x.sum() * CONSTANTS[name](x))  # noqa: E731
-    total = CONSTANTS[name](x).sum()
+    arrays, of = calls.CALLS[name][2], calls.logits_of(name)
+
+    def integers(x):
+        depend = {other: a + 0 * x[0, 0, 0] for other, a in arrays.items() if a.dtype == F32}
+        found = jax.tree.leaves(calls.call(name, **depend | {of: x}))
+        return sum(
+            jnp.sum(a > -np.inf if name == "filter_logits" else a)
+            for a in found
+            if a.dtype == np.int32 or name == "filter_logits"
+        )
+
+    x, loss = jnp.maximum(arrays[of], -9), lambda x: x.sum() * integers(x)
     for derivative in (
         jax.grad(loss),
         jax.jit(jax.grad(loss)),
         lambda x: jax.jvp(loss, (x,), (x,))[1] / x.sum(),
     ):
-        np.testing.assert_allclose(derivative(x), np.broadcast_to(total, jnp.shape(derivative(x))), rtol=1e-5)
+        np.testing.assert_allclose(
+            derivative(x), np.broadcast_to(integers(x), jnp.shape(derivative(x))), rtol=1e-5
+        )
 
 
 # --- One table of all functions -------------------------------------------------------------------------
@@ -554,6 +529,17 @@ ROWS = {
     },
 }
 # V / 8 elements of a part are fewer than 33 and 40 winners.
+LOW = np.finfo(F32).min / np.linspace(1, 4, len(NAMES) * V, dtype=F32).reshape(len(NAMES), V)
+OVERFLOWS = {  # x / temperature is -inf in a whole shard, or in the whole row
+    "padded": np.where(np.arange(V) < V // 8, F32.type(0), LOW),
+    "rbg": LOW,
+    "integers": np.full((len(NAMES), V), np.iinfo("int32").min, "int32"),
+}
+for name, x in OVERFLOWS.items():
+    t = np.resize(np.array([0.7, 1e-3, 0], F32), len(NAMES))
+    unfiltered = {"logits": x, "temperature": t, **dict.fromkeys(("where", "top_k", "top_p", "min_p"))}
+    keys = {"key": jax.random.split(jax.random.key(6, impl="rbg"), len(NAMES))} if name == "rbg" else {}
+    ROWS[f"sample, {name}"] = "sample", x.dtype, unfiltered | keys
 
 
 def spec_of(of, a, n, v, spec):
