@@ -102,13 +102,9 @@ class Split(NamedTuple):
         left = [None if a in self.axes else entry for a, entry in enumerate(self.spec)]
         return P(*(e for a, e in enumerate(left) if op in TOPK or a not in self.axes))
 
-    def operand(self, shape):
-        """Returns the sharding of an operand with the array's rank."""
-        spec = P(*(entry if size > 1 else None for entry, size in zip(self.spec, shape)))
-        return NamedSharding(self.mesh, spec)
-
     def place(self, x):
-        return jax.make_array_from_callback(x.shape, self.operand(x.shape), lambda at: x[at])
+        at = NamedSharding(self.mesh, P(*self.spec))
+        return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
 
     def local_rows(self, shape):
         batch = [a for a in range(len(shape)) if a not in self.axes]
@@ -605,8 +601,9 @@ def agrees(name, layout, how):
         assert call == "top_k" or sum(c.group > 1 for c in sent) == steps, sent
 
 
-PLACES = [*itertools.product(LAYOUTS, HOW), ("both", "unchecked"), ("spread", "unchecked")]
-AGREE = [(name, *place) for name, place in covering.in_turn(ROWS, PLACES, 3)]
+PLACES = [*itertools.product(("line", "both", "spread"), HOW), ("batch", "shard_map")]
+PLACES += [(layout, "unchecked") for layout in ("both", "spread")]
+AGREE = [(name, *place) for name, place in covering.in_turn(ROWS, PLACES)]
 AGREE += [(name, "", how) for name, how in covering.in_turn(calls.CALLS, ("auto", *BY_HAND, "explicit"), 2)]
 for name, layout, how in AGREE:
     no_axis_name = name in ("logsumexp", "verify") or name.startswith("route") and layout != "batch"
