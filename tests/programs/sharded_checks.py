@@ -549,7 +549,7 @@ def spec_of(of, a, n, v, spec):
 
 
 def agrees(name, layout, how):
-    """Results and gradients equal those of one device, and lie like their rows."""
+    """Results and gradients equal the ones of a single device, and lie like their rows."""
     call, dtype, changed = ROWS.get(name, (name, F32, {})) if layout else (name, F32, {})
     function, _, given, held = calls.CALLS[call]
     at = split(layout or "both", how)
