@@ -1,14 +1,7 @@
 """How fast is sample? python -m benchmarks.sample --flagfile=configs/sample.flags
 
-Every choice of filters draws one entry from each row. Temperatures and filter parameters are traced, with one value
-per row:
-
-none         a temperature only
-min_p        entries with at least 0.05 of the largest probability
-top_k        the 50 best entries
-top_p        the best entries that together have 0.9 of the mass
-top_k_top_p  top_k, then the best entries that together have 0.9 of the remaining mass
-all          all three filters
+Every choice of FILTERS draws one entry from each row. Temperatures and filter parameters are traced, with one value per
+row; after top_k, top_p is a share of the remaining mass.
 
 Our draws are compared with the float64 oracle, given the noise of `jax.random.categorical`. A peer has its own random
 numbers, or filters other logits, so its draws only need to be among the entries that the filters keep.

@@ -66,9 +66,9 @@ def _best_left_out(found):
 
 
 WRONG = {
-    "softmax": lambda y: y * (1 + 2.0**-6),
+    "softmax": lambda y: y * (1 + 2.0**-9),
     "log_softmax": lambda y: 2 * y - lax.stop_gradient(y),  # twice the gradient
-    "logsumexp": lambda y: y * (1 + 2.0**-6),
+    "logsumexp": lambda y: y * jnp.nan,
     "token_stats": lambda found: found._replace(entropy=0 * found.entropy),
     "fused_topk": _best_left_out,
     "top_k": _best_left_out,
@@ -85,7 +85,7 @@ DECODING = f"{MODEL} --sequence=4 --training_steps=2"
 LOSS = f"linear {MODEL} --batch=40"
 RUNS = {
     "topk --top_k --nosorted --lengths=even --implementations=auto,xla,triton --peers=lax_stable,torch_topk": 5,
-    "softmax --function=softmax,log_softmax --where=full --direction=both --peers=jax": 2 * 3,
+    "softmax --function=softmax,log_softmax,logsumexp --where=full --direction=both --peers=jax": 3 * 3,
     "topk --direction=backward --dtype=bfloat16 --peers=jax_stable,jax_raft,torch": 5,
     "softmax --function=token_stats --axis=0 --logits=peaked --peers=jax,quack": 4,
     "sample --shapes=3x60 --filters=all --peers=jax,torch,flashinfer": 5,

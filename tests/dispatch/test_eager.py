@@ -147,52 +147,43 @@ def test_the_second_call_compiles_nothing(transform, name, quick_compilation):
     assert_equal(got, want)
 
 
-def _required(function, dtype):
-    """Returns device arrays for the arguments that have no default."""
-    x = jnp.linspace(-1, 1, 64, dtype=dtype).reshape(8, 8)
-    given = dict.fromkeys(("a", "x", "w", "teacher_x", "teacher_w", "logits", "operand"), x)
-    given |= {"key": KEYS[0], "k": 2, "labels": jnp.arange(8), "draft_tokens": jnp.arange(7)}
-    if function is ps.online.merge:
-        given |= dict.fromkeys("ab", ps.online.Candidates(x, jnp.broadcast_to(jnp.arange(8), (8, 8))))
-    elif function in vars(ps.online).values():
-        given |= dict.fromkeys(["a", "b", "moments"], ps.online.reduce(x, of=ps.online.Moments))
-    return {
-        name: given[name]
-        for name, p in inspect.signature(function).parameters.items()
-        if p.default is p.empty
-    }
-
-
-EAGER = {
-    name: f
-    for module in (ps, ps.online)
-    for name in module.__all__
-    if inspect.isfunction(f := getattr(module, name)) and f is not ps.explain
-}
-
-
-@pytest.mark.parametrize("name", [n if n in ("softmax", "top_k") else slow(n) for n in EAGER])
+@pytest.mark.parametrize("name", [n if n in ("softmax", "top_k") else slow(n) for n in CALLS])
 def test_a_call_of_device_arrays_transfers_nothing(name, quick_compilation):
     """Nor does its gradient."""
-    half, integers = jnp.full(8, 0.5), jnp.arange(1, 9)
-    more = dict.fromkeys(("temperature", "top_p", "min_p", "bias", "token_weights", "label_smoothing"), half)
-    more |= {"z_loss": half, "top_k": integers, "lengths": integers, "where": integers < 7, "scale": half[0]}
-    more = {of: a for of, a in more.items() if of in inspect.signature(EAGER[name]).parameters}
-    given = _required(EAGER[name], "float32")
+    given = jax.tree.map(jnp.asarray, CALLS[name][2]) | ({"scale": jnp.ones(())} if name == "route" else {})
     with jax.transfer_guard("disallow"):
-        EAGER[name](**given)
-        EAGER[name](**given | more)
-    if name in (*WITHOUT_GRADIENT, *ps.online.__all__):
+        calls.plainly(name, **given)
+        call(name, **given)
+    if name in WITHOUT_GRADIENT:
         return
-    given = _required(EAGER[name], "bfloat16")
-    (variable,) = {"a", "x", "logits", "operand"} & {*given}
+    given |= {of: given[of].astype("bfloat16") for of in (logits_of(name), "w") if of in given}
 
     def first(x):
-        return floats_of(EAGER[name](**given | {variable: x}))[0]
+        return floats_of(call(name, **given | {logits_of(name): x}))[0]
 
-    cotangent = jnp.ones_like(first(given[variable]))
+    x = given[logits_of(name)]
+    cotangent = jnp.ones_like(first(x))
     with jax.transfer_guard("disallow"):
-        jax.vjp(first, given[variable])[1](cotangent)
+        jax.vjp(first, x)[1](cotangent)
+
+
+@pytest.mark.slow
+def test_calls_of_online_transfer_nothing():
+    x = jnp.linspace(-1, 1, 64).reshape(8, 8)
+    moments = ps.online.reduce(x, of=ps.online.Moments)
+    winners = ps.online.Candidates(x, jnp.broadcast_to(jnp.arange(8), (8, 8)))
+    given = {"x": x, "a": moments, "b": moments, "moments": moments}
+    of_functions = [getattr(ps.online, name) for name in ps.online.__all__]
+    for f in (f for f in of_functions if inspect.isfunction(f)):
+        names = [of for of, p in inspect.signature(f).parameters.items() if p.default is p.empty]
+        arguments = (
+            {of: given[of] for of in names} if f is not ps.online.merge else dict(a=winners, b=winners, k=2)
+        )
+        with jax.transfer_guard("disallow"):
+            f(**arguments)
+    where = jnp.arange(8) < 7
+    with jax.transfer_guard("disallow"):
+        ps.online.reduce(x, where=where)
 
 
 @pytest.mark.parametrize("name", first_values(2, [name for name in ROWS if name.startswith("linear")]))

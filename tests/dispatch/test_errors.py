@@ -24,34 +24,6 @@ LABELS = jnp.zeros(2, int)
 topk = ps.fused_topk
 
 
-# --- softmax, log_softmax, logsumexp ------------------------------------------------------------------
-
-# axis: what the error says
-BAD_AXES = {
-    2: "axis 2 is out of bounds",
-    -3: "axis -3 is out of bounds",
-    (0, 2): "axis 2 is out of bounds",
-    (0, 0): r"axis must name each axis once, got \(0, 0\)",
-    (0, -2): r"axis must name each axis once, got \(0, -2\)",
-    1.5: "axis must be None, an int or a sequence of ints, got 1.5",
-    (0, 1.5): "axis must be None, an int or a sequence of ints",
-    "0": "axis must be None, an int or a sequence of ints",
-}
-
-
-@pytest.mark.parametrize("axis", BAD_AXES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_bad_axis_raises_like_jax(name, axis):
-    f = getattr(ps, name)
-    with pytest.raises((TypeError, ValueError, NameError)) as reference:
-        getattr(jax.nn, name)(X, axis)
-    # jax.nn takes a string as the name of a mapped axis; here a string has a wrong type.
-    expected = TypeError if isinstance(axis, str) else reference.type
-    for call in (f, lambda x, axis: jax.eval_shape(lambda x: f(x, axis), x)):
-        with pytest.raises(expected, match=f"^{name}: {BAD_AXES[axis]}"):
-            call(X, axis)
-
-
 # --- implementation -----------------------------------------------------------------------------------
 
 
@@ -123,9 +95,17 @@ BAD_TYPES = {
     },
     "w": {"one dtype, got float32 and bfloat16": [calls.W.astype(BF16)]},
     **dict.fromkeys(
-        ("log", "sorted", "keepdims", "rank", "renormalize", "transpose_w"),
+        ("log", "sorted", "is_stable", "keepdims", "rank", "renormalize", "transpose_w", "return_logsumexp"),
         {"must be True or False, got {}": [0, 1, "no"]},
     ),
+    "lengths": {
+        "must be an integer, or one per row, got (float64|bool)": [np.ones((2, 3)), True],
+        f"{ARRAY} or a scalar": [[1] * 3],
+    },
+    "draft_tokens": {"must be integers, got float": [np.zeros((2, 2))]},
+    "draft_log_probs": {"must be floating, got bool": [calls.X[:, :2] > 0]},
+    "teacher_x": {"must be of float16": [calls.LABELS]},
+    "teacher_w": {"and teacher_w must have one dtype": [calls.W.astype(BF16)]},
     "softcap": {f"{ARRAY} or a scalar, got '3'": ["3"]},
     "token_weights": {
         "must be None or of .*, got dtype bool": [calls.MASK[..., 0]],
@@ -142,6 +122,20 @@ BAD_TYPES = {
     },
 }
 BAD_VALUES = {
+    "operand": {"must be real, got complex64": [calls.X.astype("complex64")]},
+    "lengths": {
+        r"must .* the batch shape \(2, 3\), got \(5,\)": [np.ones(5, int)],
+        "must be a scalar or broadcast": [np.ones((2, 3, 20), int)],
+    },
+    "draft_tokens": {r"must have the shape \(2, 2\), got \(2, 3\)": [calls.LABELS]},
+    "draft_log_probs": {r"must have the shape \(2, 2, 20\), got \(2, 1, 20\)": [calls.X[:, :1]]},
+    "teacher_w": {r"teacher_x must be \(..., D\) and teacher_w \(D, V\)": [calls.W[:5]]},
+    "teacher_bias": {r"must have the shape \(12,\)": [calls.BIAS[:11]]},
+    "beta": {
+        "must be from 0 to 1, got {}": [1.5, np.nan],
+        r"must be from 0 to 1, got shape \(2,\)": [np.ones(2)],
+    },
+    "teacher_softcap": {"must be None or from 1e-37": [0]},
     "implementation": {
         r"must be None or one of \('mosaic_gpu', 'triton', 'xla'\), got {}": [
             "cuda",
@@ -239,8 +233,8 @@ def test_bad_values_are_named(error, argument, match, values):
     """Every message starts with the function, and names the argument, its value and what is accepted."""
     for name in functions_with(argument):
         for i, value in enumerate(values):
-            if argument == "k" and name == "top_k" and error is TypeError:
-                continue  # `lax.top_k` takes such a k
+            if argument == "k" and name == "top_k" and value == 1:
+                continue  # `lax.top_k` takes 1.0 and True
             says = match.replace("{}", re.escape(repr(value) if isinstance(value, str) else str(value)))
             for f in (plainly, traced)[: 1 if i else 2]:
                 with pytest.raises(error, match=rf"(?s)^{name}: (?=.*\b{argument}\b).*{says}"):
@@ -256,7 +250,7 @@ def test_one_axis_is_an_integer(name, axis):
 
 OPTIONS = {
     **{"axis": 0, "k": 2, "log": True, "keepdims": True, "groups": 4, "top_groups": 2, "group_best": 1},
-    **{"renormalize": True, "softcap": 1.0, "transpose_w": False, "rank": True, "sorted": True},
+    **{"renormalize": True, "softcap": 1.0, "transpose_w": False, "rank": True, "sorted": True, "beta": 0.5},
 }
 
 
@@ -342,8 +336,20 @@ def test_jet_names_the_way_out(f):
 
 # --- Arguments of numpy, Python and jit -----------------------------------------------------------------
 
+SOFT = np.stack([calls.LABELS] * 3, -1)
+Q = SOFT.astype(F32)
+
+
+def soft(label_probs, labels=SOFT, **options):
+    return plainly("linear_cross_entropy", labels=labels, label_probs=label_probs, **options)
+
+
 # what the error says: the call
 TYPE_ERRORS = {
+    "linear_cross_entropy: label_probs must be None or of real numbers, got dtype bool": lambda: soft(
+        SOFT > 1
+    ),
+    "linear_cross_entropy: label_probs must be an array": lambda: soft([[1, 2, 3]]),
     "online.scan: x must be a floating or complex array, got int32": lambda: ps.online.scan(LABELS),
     "online.reduce: x must be a floating or complex array, got int32": lambda: ps.online.reduce(LABELS),
     "online.scan: axis must be an int": lambda: ps.online.scan(X, axis=None),
@@ -407,6 +413,33 @@ VALUE_ERRORS = {
     "token_stats: rank=True needs labels, got labels=None": lambda: ps.token_stats(X, rank=True),
     r"sample: logits of shape \(2, 0\) have nothing to draw": lambda: ps.sample(KEYS[0], X[:, :0]),
     "logsumexp: where must be None or boolean": lambda: ps.logsumexp(X, b=2.0, where=X),
+    **{
+        rf"^{name}: axis must name each axis once, got \(0, {i}\)": functools.partial(
+            getattr(ps, name), X, (0, i)
+        )
+        for name in NAMES
+        for i in (0, -2)
+    },
+    **{f"^{name}: axis 2 is out": functools.partial(getattr(ps, name), X, (0, 2)) for name in NAMES},
+    "top_k: axis -1 is out of bounds": lambda: ps.top_k(jnp.float32(1), 1),
+    r"verify: .*logits must have a shape \(..., S \+ 1, V\), got \(20,\)": lambda: plainly(
+        "verify", logits=calls.X[0, 0]
+    ),
+    r"cross_entropy: label_probs must have .* \(2, 3, 3\), got \(2, 3, 2\)": lambda: soft(Q[..., :2]),
+    r"cross_entropy: labels must have .*, \(2, 3, K\), got \(2, 3\)": lambda: soft(Q, calls.LABELS),
+    r"cross_entropy: labels must have .*, \(2, 3\), got \(2, 3, 3\)": lambda: soft(None),
+    "cross_entropy: label_smoothing must be 0 with label_probs, got 0.1": lambda: soft(
+        Q, label_smoothing=0.1
+    ),
+    "label_smoothing must be 0 with label_probs, got .*Trace": lambda: jax.eval_shape(
+        lambda s: soft(Q, label_smoothing=s), 0.0
+    ),
+    "divergence: the teacher must have the tokens and columns": lambda: plainly(
+        "linear_kl_divergence", teacher_x=calls.X[:1, :, ::-2]
+    ),
+    r"divergence: .* \(2, 3\) and V=12, got \(2, 3\) and V=11": lambda: plainly(
+        "linear_kl_divergence", teacher_w=calls.TEACHER["teacher_w"][:, 1:]
+    ),
 }
 
 
@@ -439,28 +472,25 @@ def test_64_bit_dtypes_warn_like_jax():
 # --- Forward mode, which linear_* do not support -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    first_values(1, ["linear_logsumexp", "linear_cross_entropy", "linear_log_probs", "linear_token_stats"]),
-)
+LINEAR = [name for name, (*_, held) in calls.CALLS.items() if name.startswith("linear") and held]
+
+
+@pytest.mark.parametrize("name", first_values(1, LINEAR))
 def test_forward_mode_names_the_function_and_the_way_out(name):
-    w, labels = jnp.ones((3, 4)), () if name == "linear_logsumexp" else (LABELS,)
-
-    def f(x, w=w):
-        results = getattr(ps, name)(x, w, *labels)
-        return results.entropy if name == "linear_token_stats" else results
-
-    advice = rf"^{name}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
+    f, held = calls.total(name, calls.CALLS[name][2])
+    ones = jax.tree.map(jnp.ones_like, held)
+    advice = (
+        rf"^{name.partition(',')[0]}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
+    )
     for of in (f, jax.jit(f)):
         for forward in (
-            lambda x, of=of: jax.jvp(of, (x,), (x,)),
-            lambda x, of=of: jax.jvp(lambda w: of(x, w), (w,), (w,)),
+            *(lambda h, of=of, v=v: jax.jvp(lambda a: of(h | {v: a}), (h[v],), (ones[v],)) for v in held),
             jax.jacfwd(of),
-            lambda x, of=of: jax.linearize(of, x)[1](x),
+            lambda h, of=of: jax.linearize(of, h)[1](ones),
         ):
             with pytest.raises(TypeError, match=advice):
-                forward(X)
+                forward(held)
             with pytest.raises(TypeError, match=advice):
-                jax.jit(forward).lower(X)
-    constant = jax.jvp(lambda s: s * f(X), (2.0,), (1.0,))[1]  # the arguments of f have no tangents
-    np.testing.assert_array_equal(constant, f(X))
+                jax.jit(forward).lower(held)
+    constant = jax.jvp(lambda s: s * f(held), (2.0,), (1.0,))[1]  # the arguments of f have no tangents
+    np.testing.assert_allclose(constant, f(held), rtol=1e-6)

@@ -161,7 +161,7 @@ def broadcast(name):
     return [of for of, a in CALLS[name][2].items() if a.shape[:1] == BATCH[:1] and of not in SHAPED]
 
 
-SHAPED = ("key", "labels", "draft_tokens", "draft_log_probs", "teacher_x", *calls.LOGITS)
+SHAPED = ("key", "labels", "label_probs", "draft_tokens", "draft_log_probs", "teacher_x", *calls.LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -201,29 +201,36 @@ OF_BAD_ROWS = [
 
 @pytest.mark.parametrize(("name", "mode"), first(1, OF_BAD_ROWS))
 def test_results_that_are_not_finite_have_derivatives_of_0(name, mode):
-    """Logits, temperatures, weights and labels are bad; the last row is good."""
+    """Logits, temperatures, weights and labels are bad; the last row is good. A mean or sum has them everywhere."""
     x, labels = np.maximum(X, -9), np.array([[1, 3, -100], [7, 9, 11]])
     x[0, 0, 5], x[0, 1, 6] = np.nan, np.nan if name.startswith("linear") else np.inf
-    x[1, 0, 7] = x[1, 0, 7] if name.startswith("linear") else -np.inf  # at the label
+    if not name.startswith("linear"):
+        x[1, 0, 7], x[0, 2] = -np.inf, -np.inf  # at the label, and a whole row
     bad = {
         "temperature": np.array([[1, 1, 1], [1, -1, 1]], F32),
         "token_weights": np.array([[1, 1, 1], [1, np.nan, 1]], F32),
-        "labels": np.stack([labels] * 3, -1) if name.endswith("several") else labels,
+        "labels": np.stack([labels] * 3, -1) if name.endswith(("several", "soft")) else labels,
         "bias": np.where(np.arange(calls.COLUMNS) == 7, -np.inf, 0).astype(F32),
     }
     filters = ("where", "top_k", "top_p", "min_p")
     given = {of: None if of in filters else bad.get(of, a) for of, a in CALLS[name][2].items()}
     # This bias masks a column only if no smoothing is known.
     known = {"label_smoothing": 0.0} if "label_smoothing" in given else {}
-    derivatives = jax.jit(lambda given: MODES[mode](*total(name, given | known)))(
-        given | {logits_of(name): x}
-    )
+    run = jax.jit(lambda given: MODES[mode](*total(name, given | known)))
+    derivatives = run(given | {logits_of(name): x})
     for d in derivatives.values():
         assert np.isfinite(d).all()
+    if name in MEANS:  # the result is NaN
+        sums = jax.jit(lambda given: MODES[mode](*total(name, given | known | {"reduction": "sum"})))
+        assert not any(map(np.any, (*derivatives.values(), *sums(given | {logits_of(name): x}).values())))
+        return
     dx = np.asarray(derivatives[logits_of(name)])
-    if name not in MEANS:  # they are NaN
-        assert not dx[0, :2].any() and dx[1, 2].any()
-        assert "temperature" not in given or not dx[1, 1].any()
+    assert not dx[0, : 2 if name.startswith("linear") else 3].any() and dx[1, 2].any()
+    assert "temperature" not in given or not dx[1, 1].any()
+    if "entropy" in name or "divergence" in name:  # as if `where` removed the token of a loss
+        results = jax.jit(lambda given: call(name, **given | known))(given | {logits_of(name): x})
+        kept = np.isfinite(jax.tree.leaves(results)[0])
+        assert_near(derivatives, run(given | {logits_of(name): x, "where": kept}))
 
 
 @pytest.mark.parametrize("name", first_values(1, [name for name in CALLS if "labels" in CALLS[name][2]]))

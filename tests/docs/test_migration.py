@@ -8,6 +8,7 @@ import pytest
 
 import pallas_softmax as ps
 from tests.docs.test_docs import ROOT, blocks
+from tests.support import oracle
 
 RNG = np.random.default_rng(0)
 ROWS = (2 * RNG.standard_normal((20, 60))).astype(np.float32)
@@ -26,27 +27,21 @@ def page():
 # --- The rules: from float64 logits, -inf where left out, to the same -------------------------------------
 
 
-def normalized(z):
-    e = np.exp(z - z.max())
-    return e / e.sum()
+def filtered(z, **filters):
+    return np.where(oracle.sample_kept(z[None], z[None] > -np.inf, **filters)[0], z, -np.inf)
 
 
 def top_k(z, k):
-    return np.where(np.argsort(np.argsort(-z, kind="stable")) < k, z, -np.inf)
+    return filtered(z, top_k=k)
 
 
-def top_p(z, p, of=None):
-    """Keeps an entry if its predecessors have less than p of the mass of `of`, or of z."""
-    mass, order = normalized(z if of is None else of), np.argsort(-z, kind="stable")
-    before = np.empty_like(z)
-    before[order] = np.cumsum(mass[order]) - mass[order]
-    before[order[0]] = -1  # the best entry stays
-    return np.where(before < p, z, -np.inf)
+def top_p(z, p):
+    """Keeps an entry if its predecessors have less than p of the mass."""
+    return filtered(z, top_p=p)
 
 
 def min_p(z, m):
-    mass = normalized(z)
-    return np.where(mass >= m * mass.max(), z, -np.inf)
+    return filtered(z, min_p=m)
 
 
 def with_ties(z, kept):
@@ -57,7 +52,7 @@ def with_ties(z, kept):
 RULES = {
     "hugging_face": (lambda z, t, k, p, m: min_p(top_p(top_k(z / t, k), p), m), "kpm"),
     "vllm": (lambda z, t, k, p, m: top_p(top_k(min_p(z / t, m), k), p), "kpm"),
-    "flashinfer_joint": (lambda z, t, k, p, m: top_p(top_k(z / t, k), p, of=z / t), "kp"),
+    "flashinfer_joint": (lambda z, t, k, p, m: np.minimum(top_k(z / t, k), top_p(z / t, p)), "kp"),
     "llama_cpp": (lambda z, t, k, p, m: min_p(top_p(top_k(z, k), p), m) / t, "kpm"),
     "maxtext": (lambda z, t, k, p, m: top_p(top_k(z, k), p) / t, "kp"),
     # EasyDeL applies min_p to logits; the page says that ours is of the probabilities

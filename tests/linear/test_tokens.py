@@ -22,8 +22,6 @@ from tests.support.linear import (
     jit,
     logits,
     losses_and_gradients,
-    plain,
-    value_and_grads,
     workspace,
 )
 
@@ -150,9 +148,7 @@ def test_temperature_0_is_the_limit(dtype, offset):
     x, w, bias = ties()
     x, w, bias = x.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype)), bias + np.float32(offset)
     z, _ = logits(x, w, bias=bias)
-    m, count = z.max(1), (z == z.max(1, keepdims=True)).sum(1)
     labels = np.where(np.arange(12) % 2, z.argmax(1), z.argmin(1)).astype("int32")
-    tied = z[np.arange(12), labels] == m
     cold = np.arange(12) % 4 != 2
 
     @jit
@@ -166,27 +162,23 @@ def test_temperature_0_is_the_limit(dtype, offset):
     found, warm = (run(np.where(cold, t, 0.7).astype("float32")) for t in (0, 0.7))
     found, warm = (jax.tree.map(np.asarray, of) for of in (found, warm))
     jax.tree.map(lambda a, b: close(a[~cold], b[~cold]), found, warm)
-    entropy = np.log(count)
-    lse = np.where(m > 0, np.inf, np.where(m < 0, -np.inf, entropy))
-    loss = np.where(tied, entropy, np.inf)
-    smoothed = np.where(count == 50, entropy, np.inf) + 0.1 * lse**2
-    both = tied & (z[np.arange(12), labels // 2] == m)
-    best = oracle.fused_topk(z, 5)[1]
-    share = np.arange(5) < count[:, None]
+    log_p, entropy, lse, argmax = oracle.token_stats(z, labels, temperature=0.0)
+    all_tie = (z == z.max(1, keepdims=True)).all(1)
+    (shares, best), (logs, _) = (oracle.fused_topk(z, 5, temperature=0.0, log=log) for log in (False, True))
     for name, got, want in (
         ("logsumexp", found["logsumexp"], lse),
-        ("loss", found["loss"], loss),
-        ("loss with options", found["loss with options"], smoothed),
-        ("soft", found["soft"], np.where(both, 0.9 * entropy, np.inf)),
-        ("log_probs", found["log_probs"], -loss),
-        ("several", found["several"][:, 0], -loss),
-        ("stats", found["stats"].log_probs, -loss),
+        ("loss", found["loss"], -log_p),
+        ("loss with options", found["loss with options"], np.where(all_tie, entropy, np.inf) + 0.1 * lse**2),
+        ("soft", found["soft"], -0.7 * log_p - 0.2 * oracle.token_stats(z, labels // 2, temperature=0.0)[0]),
+        ("log_probs", found["log_probs"], log_p),
+        ("several", found["several"][:, 0], log_p),
+        ("stats", found["stats"].log_probs, log_p),
         ("entropy", found["stats"].entropy, entropy),
         ("stats", found["stats"].logsumexp, lse),
-        ("argmax", found["stats"].argmax, z.argmax(1)),
+        ("argmax", found["stats"].argmax, argmax),
         ("stats without labels", found["stats without labels"][0], entropy),
-        ("topk", found["topk"][0].values, np.where(share, 1 / count[:, None], 0)),
-        ("topk, log", found["topk"][1].values, np.where(share, -entropy[:, None], -np.inf)),
+        ("topk", found["topk"][0].values, shares),
+        ("topk, log", found["topk"][1].values, logs),
         *(("winners", topk.indices, best) for topk in found["topk"]),
     ):
         np.testing.assert_allclose(np.asarray(got)[cold], want[cold], rtol=1e-6, atol=1e-6, err_msg=name)
@@ -259,62 +251,3 @@ def test_return_logsumexp(reduction, dtype):
         close(got, lse)
         close(np.sum(loss), value)
         jax.tree.map(np.testing.assert_array_equal, gradients, want)
-
-
-# --- label_probs: transformations and bad input. test_api.py has the numbers ------------------------------
-
-
-def small():
-    """Returns x, w, three labels per token, and their label_probs."""
-    x, w, labels, _ = arrays(24, 8, 100, "float32")
-    q = np.random.default_rng(4).random((24, 3)).astype("float32")
-    return x, w, np.stack([labels, labels // 2, labels], 1), q
-
-
-@pytest.mark.slow
-def test_transformations_of_soft_labels():
-    """Under vmap, tokens are mapped, and the gradients of w are summed. The number of labels may be symbolic."""
-    x, w, labels, q = small()
-    batch = x.reshape(3, 8, 8), labels.reshape(3, 8, 3), q.reshape(3, 8, 3)
-
-    def total(x, w, q, labels=labels):
-        f = functools.partial(ps.linear_cross_entropy, reduction="sum", workspace_bytes=workspace(100, 5))
-        return f(x, w, labels, label_probs=q)
-
-    def in_slices(x, w, q):
-        f = jax.vmap(lambda x, labels, q: total(x, w, q, labels), (0, 0, 0))
-        return jnp.sum(f(x.reshape(3, 8, 8), batch[1], q.reshape(3, 8, 3)))
-
-    want = value_and_grads(lambda x, w, q: jnp.sum(plain(x, w, labels, label_probs=q)), x, w, q)
-    for f in (jax.checkpoint(total), in_slices):
-        jax.tree.map(close, value_and_grads(f, x, w, q), want)
-    each = jax.vmap(
-        lambda x, y, q: ps.linear_cross_entropy(x, w, y, label_probs=q, reduction=None), (0, 0, 0)
-    )
-    close(each(*batch).ravel(), plain(x, w, labels, label_probs=q))
-    n, k = jax.export.symbolic_shape("n, k")
-    shapes = ((n, 8), "float32"), ((8, 100), "float32"), ((n, k), "float32"), ((n, k), "int32")
-    exported = jax.export.export(jax.jit(jax.value_and_grad(total, (0, 1, 2))), platforms=["cpu", "cuda"])(
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    )
-    jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(x, w, q, labels), want)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: total(x, w, q), (q,), (q,))
-
-
-def test_bad_soft_labels():
-    x, w, labels, q = small()
-    for error, match, keywords in (
-        (ValueError, r"label_probs must have .* \(24, 3\), got \(24, 2\)", {"label_probs": q[:, :2]}),
-        (TypeError, "label_probs must be None or of real numbers, got dtype bool", {"label_probs": q > 0}),
-        (TypeError, "label_probs must be an array", {"label_probs": [[1, 2, 3]]}),
-        (ValueError, "label_smoothing must be 0 with label_probs, got 0.1", {"label_smoothing": 0.1}),
-        (ValueError, r"labels must have .*, \(24, K\), got \(24,\)", {"labels": labels[:, 0]}),
-        (ValueError, r"labels must have .*, \(24,\), got \(24, 3\)", {"label_probs": None}),
-        (TypeError, "return_logsumexp must be True or False, got 1", {"return_logsumexp": 1}),
-    ):
-        with pytest.raises(error, match=f"linear_cross_entropy: {match}"):
-            ps.linear_cross_entropy(x, w, **{"labels": labels, "label_probs": q, **keywords})
-    loss = functools.partial(ps.linear_cross_entropy, x, w, labels, label_probs=q)
-    with pytest.raises(ValueError, match="label_smoothing must be 0 with label_probs"):
-        jax.eval_shape(lambda s: loss(label_smoothing=s), 0.0)

@@ -32,8 +32,7 @@ from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
-from tests.support import bounds, calls, cases, covering, draws, gpu, oracle, routing
-from tests.support import stats as token_stats
+from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
 from tests.support.cases import BF16, F16, F32
 from tests.support.children import report
 from tests.support.trees import assert_equal, assert_near
@@ -103,13 +102,9 @@ class Split(NamedTuple):
         left = [None if a in self.axes else entry for a, entry in enumerate(self.spec)]
         return P(*(e for a, e in enumerate(left) if op in TOPK or a not in self.axes))
 
-    def operand(self, shape):
-        """Returns the sharding of an operand with the array's rank."""
-        spec = P(*(entry if size > 1 else None for entry, size in zip(self.spec, shape)))
-        return NamedSharding(self.mesh, spec)
-
     def place(self, x):
-        return jax.make_array_from_callback(x.shape, self.operand(x.shape), lambda at: x[at])
+        at = NamedSharding(self.mesh, P(*self.spec))
+        return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
 
     def local_rows(self, shape):
         batch = [a for a in range(len(shape)) if a not in self.axes]
@@ -219,36 +214,28 @@ def reference(op, x):
     return jnp.take_along_axis(y, lax.top_k(x, TOPK[op]["k"])[1], -1)
 
 
-def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
+def assert_value(op, got, x, names):
     """Asserts that results of rows along the last axis are right."""
     y, indices = got
     if op in TOPK:
         assert indices.dtype == np.int32
-        return gpu.assert_topk(got, x, names=names, where=where, temperature=temperature, **TOPK[op] | topk)
-    y = np.asarray(y)[:, None] if op == "logsumexp" else y
-    bounds.assert_operation(op, y, (x,), names, where)
+        return gpu.assert_topk(got, x, names=names, **TOPK[op])
+    bounds.assert_operation(op, np.asarray(y)[:, None] if op == "logsumexp" else y, (x,), names)
 
 
-def topk_vjp(op, x, g, where, temperature):
-    """Returns the gradients with respect to x and the temperature, and their units."""
-    arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
-    with np.errstate(all="ignore"):
-        return oracle.fused_topk_vjp(*arguments), bounds.fused_topk_vjp_unit(*arguments)
+def on(at: Split, how, op, f):
+    """Returns f, mapped if how="shard_map"."""
+    return mapped(at, how, f, P(*at.spec), at.result(op))
 
 
-def on(at: Split, how, op, f, *operands):
-    """Returns `f(x, *operands)`, mapped if how="shard_map"."""
-    return mapped(at, how, f, (P(*at.spec), *(at.operand(a.shape).spec for a in operands)), at.result(op))
+def run(op, how, at: Split, x, f: Any = ours):
+    """Returns (y, indices), the cotangent and dx of `f(op, x)`; asserts shardings and communication."""
+    f = on(at, how, op, functools.partial(f, op))
 
+    def forward(x) -> Any:
+        return jax.vjp(f, x, has_aux=True)
 
-def run(op, how, at: Split, x, f: Any = ours, *operands):
-    """Returns (y, indices), the cotangent and dx of `f(op, x, *operands)`; asserts shardings and communication."""
-    f = on(at, how, op, functools.partial(f, op), *operands)
-
-    def forward(x, *operands) -> Any:
-        return jax.vjp(lambda x: f(x, *operands), x, has_aux=True)
-
-    (y, pullback, indices), sent = execute(forward, *map(at.place, (x, *operands)))
+    (y, pullback, indices), sent = execute(forward, at.place(x))
     k, n = TOPK[op]["k"] if op in TOPK else 0, at.size(at.row)
     # the winners and the normalizer of each device
     # where plain JAX runs everywhere, XLA divides it, and all-reduces both numbers
@@ -262,16 +249,16 @@ def run(op, how, at: Split, x, f: Any = ours, *operands):
     return (y, indices), g, dx
 
 
-def judge(op, results, x, names, where=None, temperature: Any = 1.0):
+def judge(op, results, x, names):
     """Asserts that the values and the gradient of `run` are right."""
     (y, indices), g, dx = results
     if op not in TOPK:
         y, g = (np.asarray(a)[:, None] if op == "logsumexp" else a for a in (y, g))
-        return gpu.judge(op, (y, dx), x, g, names, where)
-    assert_value(op, (y, indices), x, names, where, temperature)
-    want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
-    if where is not None:  # in a NaN row, masked elements may be NaN
-        dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
+        return gpu.judge(op, (y, dx), x, g, names, None)
+    assert_value(op, (y, indices), x, names)
+    arguments = {"x": x, "g": g, "log": False} | TOPK[op]
+    with np.errstate(all="ignore"):
+        want, unit = (of(**arguments)[0] for of in (oracle.fused_topk_vjp, bounds.fused_topk_vjp_unit))
     bounds.assert_close(dx, want, unit, names, 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True))
 
 
@@ -286,34 +273,6 @@ def partition(op, layout, how, dtype=F32):
     """Values and gradient, their shardings, and the communication."""
     x = logits(dtype)
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
-
-
-@each(op=SOME, mask=masks(), how=HOW)
-def where(op, mask, how):
-    """Masked elements do not matter, whatever they are."""
-    mask = masks()[mask]
-    x = cases.spoil_masked(logits(), mask)
-    f = lambda op, x, mask, **kwargs: ours(op, x, where=mask, **kwargs)  # noqa: E731
-    judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
-
-
-@each(op=TOPK, how=HOW)
-def temperature(op, how):
-    """One temperature per row, and its gradient; float32 values of 16-bit logits."""
-    names = ["normal", "peaked", "integers", "ascending"] * 2
-    x, at = cases.rows(names, V, BF16), split("both", how)
-    t = np.geomspace(0.5, 2, len(x), dtype=F32)
-    f = lambda op, x, t, **kw: ours(op, x, temperature=t[:, 0], dtype="float32", **kw)  # noqa: E731
-    results = run(op, how, at, x, f, t[:, None])
-    judge(op, results, x, names, temperature=t)
-
-    (y, _), g, _ = results
-    assert y.dtype == F32
-    f = on(at, how, op, functools.partial(f, op), t[:, None])
-    pullback = jax.jit(lambda x, t, g: jax.vjp(lambda t: f(x, t)[0], t)[1](g)[0])
-    dt = pullback(at.place(x), at.place(t[:, None]), jax.device_put(g, y.sharding))
-    want, unit = (part[1][:, None] for part in topk_vjp(op, x, g, None, t))
-    bounds.assert_close(dt, want, unit, names, 10)
 
 
 # (shape, spec, axis)
@@ -349,122 +308,12 @@ def axes(case, how):
         judge(op, results, rows(x), range(n))
 
 
-@each(op=SOME, dtype=["int8", "uint32"], how=HOW)
-def integers(op, dtype, how):
-    """Differences are exact, so that neighbours near the maximum of the dtype stay apart."""
-    info = np.iinfo(dtype)
-    x = np.random.default_rng(0).integers(info.max - 9, info.max, (8, V), dtype, endpoint=True)
-    x[0], x[1, :-1] = info.min, info.min
+@each(how=HOW)
+def too_many_winners(how):
     at = split("both", how)
-    y, indices = jax.jit(on(at, how, op, functools.partial(ours, op, implementation=None)))(at.place(x))
-    assert y.dtype == F32
-    if op == "topk":
-        want, best = oracle.fused_topk(x, **TOPK[op])
-        np.testing.assert_array_equal(indices, best)
-    else:
-        want = getattr(oracle, op)(x, -1)
-    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-30)
-
-
-@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, most=8)
-def winners(k, how):
-    """The winners of the whole row, for any k, even if a part has fewer elements. k = V sorts the row."""
-    at, x = split("both", how), logits()
-    kwargs = {"k": k, "implementation": IMPLEMENTATION if k else None}
-    f = jax.jit(on(at, how, "topk", lambda x, **axis_name: tuple(ps.fused_topk(x, **kwargs, **axis_name))))
-    if k > V:
-        with pytest.raises(ValueError, match=f"k must be from 0 to the row's length {V}, got {k}"):
-            f(at.place(x))
-    else:
-        got = f(at.place(x))
-        assert got[0].shape == got[1].shape == (len(x), k)
-        assert_value("topk", got, x, NAMES, k=k)
-
-
-@each(
-    case=["plain", "lengths", "masked", "unsorted"],
-    layout=LAYOUTS,
-    how=HOW,
-    dtype=[F32, BF16, np.dtype("int8")],
-    most=10,
-)
-def select(case, layout, how, dtype: Any):
-    """top_k as it is: values, gradients, shardings, and what devices send. V / 8 is less than 40."""
-    x, at, k = logits(), split(layout, how), 40 if case in ("lengths", "masked") else 5
-    x = x.astype(dtype) if dtype != "int8" else np.nan_to_num(x, nan=9).clip(-128, 127).astype(dtype)
-    n = np.random.default_rng(6).integers(-9, V + 9, (len(x), 1)).astype(np.int32)
-    kept = masks()["full"] if case == "masked" else np.ones(x.shape, bool)
-    kept = oracle.within(x, n[:, 0], kept) if case in ("lengths", "masked") else kept
-
-    def f(x, n, where, axis_name=None):
-        lengths = n[:, 0] if case in ("lengths", "masked") else None
-        mask = where if case == "masked" else None
-        got = ps.top_k(x, k, where=mask, lengths=lengths, sorted=case != "unsorted", axis_name=axis_name)
-        return got.values, got.indices
-
-    operands = n, masks()["full"]
-    f = on(at, how, "topk", f, *operands)
-
-    def forward(x, *operands) -> Any:
-        if dtype == "int8":
-            return *f(x, *operands), None
-        y, pullback, indices = jax.vjp(lambda x: f(x, *operands), x, has_aux=True)
-        return y, indices, pullback
-
-    (y, indices, pullback), sent = execute(forward, *map(at.place, (x, *operands)))
-    parts = at.size(at.row)
-    assert_sent(sent, at, x.shape, 0, parts * 2 * min(k, V // parts) if parts > 1 else 0)
-    want, best = oracle.top_k(x, k, kept)
-    np.testing.assert_array_equal(np.asarray(indices), best)
-    np.testing.assert_array_equal(np.asarray(y, F32), want.astype(F32))
-    assert y.dtype == dtype and y.sharding.is_equivalent_to(NamedSharding(at.mesh, at.result("topk")), 2)
-    if pullback is None:
-        return
-    g = cases.cotangent(y.shape, dtype)
-    (dx,), sent = execute(lambda pullback, g: pullback(g), pullback, jax.device_put(g, y.sharding))
-    assert_sent(sent, at, x.shape, 0)
-    of_row = np.zeros(x.shape, dtype)
-    np.put_along_axis(of_row, best, g, -1)
-    np.testing.assert_array_equal(np.asarray(dx, F32), np.where(kept, of_row, 0).astype(F32))
-
-
-@each(
-    layout=sorted(LAYOUTS, key=lambda layout: layout != "both"),
-    how=HOW,
-    dtype=[F32, BF16],
-    masked=[False, True],
-    most=8,
-)
-def sample(layout, how, dtype: Any, masked):
-    """Tokens equal the tokens of one device, and the oracle accepts them. Whole rows need no communication.
-
-    Keys, temperatures and top_p are one per row, min_p is shared by all rows, and top_k is static.
-    """
-    x, at = logits(dtype), split(layout, how)
-    n = len(x)
-    where = masks()["full"] if masked else np.ones((1, V), bool)
-    x = cases.spoil_masked(x, where) if masked else x
-    keys = jax.random.split(jax.random.key(5), n)
-    t = np.geomspace(0.5, 2, n, dtype=F32)
-    t[::7] = 0
-    p, m = np.resize(np.array([0.3, 0.9, 1, 0], F32), n), F32.type(0.01)
-
-    def drawn(x, where, key, t, p, m, axis_name=None):
-        on = {"axis_name": axis_name, "implementation": IMPLEMENTATION}
-        mask = where if masked else None
-        return tuple(ps.sample(key, x, where=mask, temperature=t, top_k=100, top_p=p, min_p=m, **on))
-
-    rows, per_row = P(*at.spec), P(at.spec[0])
-    specs = rows, at.operand(where.shape).spec, per_row, per_row, per_row, P()
-    got, sent = execute(
-        mapped(at, how, drawn, specs, per_row), *lay((x, where, keys, t, p, m), at.mesh, specs)
-    )
-    noise = np.asarray(jax.vmap(lambda key: jax.random.gumbel(key, (V,), F32))(keys))
-    mask = where if masked else None
-    bounds.assert_sample(got, x, noise, NAMES, mask, t, top_k=100, top_p=p, min_p=m)
-    np.testing.assert_array_equal(got[0], drawn(x, where, keys, t, p, m)[0])
-    if not at.row:
-        assert not [c for c in sent if c.group > 1], sent
+    f = on(at, how, "topk", lambda x, **axis_name: tuple(ps.fused_topk(x, V + 1, **axis_name)))
+    with pytest.raises(ValueError, match=f"k must be from 0 to the row's length {V}, got {V + 1}"):
+        jax.eval_shape(f, at.place(logits()))
 
 
 FILTERS = {
@@ -553,26 +402,6 @@ def asked_once(op):
     assert misses[0] < misses[1] == misses[2], misses
 
 
-@each(impl=("threefry2x32", "rbg"), how=HOW)
-def sample_of_overflows(impl, how):
-    """x / temperature is -inf in a whole shard, or in the whole row. Tokens equal the tokens of one device."""
-    rng, low = np.random.default_rng(0), np.finfo(F32).min
-    padded = np.where(np.arange(V) < V // 8, rng.standard_normal((24, V)), low)
-    floats = np.concatenate([padded, rng.uniform(low, low / 4, (24, V))]).astype(F32)
-    t = np.resize(np.array([0.7, 1e-3, 0], F32), len(floats))
-    at, key = split_for_noise(how), jax.random.key(6, impl=impl)
-    for x, masked in ((floats, 0), (np.full_like(floats, np.iinfo(np.int32).min, np.int32), V // 2)):
-        mask, both = np.arange(V)[None] >= masked, P(None, "v")
-
-        def f(x, mask, axis_name=None):
-            return tuple(ps.sample(key, x, where=mask, temperature=t, axis_name=axis_name))
-
-        want = f(x, mask)
-        got = jax.jit(mapped(at, how, f, (both, both), P()))(at.place(x), at.place(mask))
-        np.testing.assert_array_equal(got[0], want[0])
-        np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
-
-
 VERIFIED = {
     "V": ("b", None, "v"),
     "positions": ("b", "v", None),
@@ -613,88 +442,175 @@ def filtered_rows_without_a_draw(exchanged, filters, how):
         draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
 
 
-CONSTANTS = {
-    "top_k": lambda x: ps.top_k(x, 3).indices,
-    "fused_topk": lambda x: ps.fused_topk(x, 3, temperature=jnp.cos(x[:, 0]) ** 2).indices,
-    "token_stats": lambda x: ps.token_stats(x, np.zeros(8, int), rank=True).rank,
-    "route": lambda x: ps.route(x, 3, bias=x[0], groups=4, top_groups=2).indices,
-    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=jnp.cos(x[:, 0]) ** 2).indices,
-    "sample, rbg": lambda x: (
-        ps.sample(jax.random.key(0, impl="rbg"), x, temperature=jnp.cos(x[:, 0]) ** 2).indices
-    ),
-    "filter_logits": lambda x: ps.filter_logits(x, min_p=jnp.cos(x[:, 0]) ** 2) > 0,
-    "verify": lambda x: (
-        ps.verify(jax.random.key(0), np.zeros((4, 1), int), x.reshape(4, 2, V), x[::2, None]).tokens
-    ),
-}
-
-
-@each(name=CONSTANTS)
+@each(name=["top_k", "fused_topk", "token_stats, rank", "route", "sample", "filter_logits", "verify"])
 def results_without_derivatives(name):
     """Integers may be computed inside a function that is differentiated."""
-    x = jnp.asarray(cases.rows(["normal"] * 8, V))
-    loss = lambda x: jnp.sum(x.sum() * CONSTANTS[name](x))  # noqa: E731
-    total = CONSTANTS[name](x).sum()
+    arrays, of = calls.CALLS[name][2], calls.logits_of(name)
+
+    def integers(x):
+        depend = {other: a + 0 * x[0, 0, 0] for other, a in arrays.items() if a.dtype == F32}
+        found = jax.tree.leaves(calls.call(name, **depend | {of: x}))
+        return sum(
+            jnp.sum(a > -np.inf if name == "filter_logits" else a)
+            for a in found
+            if a.dtype == np.int32 or name == "filter_logits"
+        )
+
+    x, loss = jnp.maximum(arrays[of], -9), lambda x: x.sum() * integers(x)
     for derivative in (
         jax.grad(loss),
         jax.jit(jax.grad(loss)),
         lambda x: jax.jvp(loss, (x,), (x,))[1] / x.sum(),
     ):
-        np.testing.assert_allclose(derivative(x), np.broadcast_to(total, jnp.shape(derivative(x))), rtol=1e-5)
+        np.testing.assert_allclose(
+            derivative(x), np.broadcast_to(integers(x), jnp.shape(derivative(x))), rtol=1e-5
+        )
 
 
-@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], most=8)
-def stats(layout, how, masked):
-    """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather per mesh axis."""
-    x, at = np.asarray(token_stats.rows(V, F32)), split(layout, how)
-    labels, g, where, t = token_stats.operands(V)
-    where = where if masked else np.ones((1, V), bool)
-
-    def f(x, where, t, labels, axis_name=None):
-        options: Any = {"where": where, "temperature": t, "axis_name": axis_name}
-        s = ps.token_stats(x, labels, rank=masked, implementation=IMPLEMENTATION, **options)
-        return s[:3], s[3:]
-
-    per_row = P(at.spec[0])
-    specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
-    f, args = mapped(at, how, f, specs, per_row), lay((x, where, t, labels), at.mesh, specs)
-    (values, (argmax, rank)), sent = execute(f, *args)
-    token_stats.assert_stats((*values, argmax, rank), x, labels, where, t)
-    kinds = [c.kind for c in sent if c.group > 1]
-    if masked and at.row:  # the rank adds the label's key, and a count
-        assert {*kinds} == {"all-gather", "all-reduce"} and len(kinds) <= 4, sent
-    else:  # one mesh axis after the other
-        assert kinds == ["all-gather"] * sum(at.mesh.shape[name] > 1 for name in at.row), sent
-    g = tuple(jax.device_put(a, values[0].sharding) for a in g)
-    dx = jax.jit(lambda x, *others: jax.vjp(lambda x: f(x, *others)[0], x)[1](g)[0])(*args)
-    token_stats.assert_gradient(dx, x, labels, g, where, t)
-    for a, spec in ((argmax, per_row), (dx, P(*at.spec))):
-        assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
+# --- One table of all functions -------------------------------------------------------------------------
 
 
-ROUTERS = ("softmax", "sigmoid, bias, groups", "sqrtsoftplus, bias, groups")
+BY_HAND = ("shard_map", "unchecked")  # without the check of varying mesh axes
 
 
-@each(name=ROUTERS, layout=["batch"], how=HOW, most=6)
-@each(name=ROUTERS, layout=["both"], how=HOW[:2])
-def route(name, layout, how):
-    """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
-    x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
-    bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
-    f = routing.results_and_gradient(k, gate, IMPLEMENTATION)
-    specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
-    if how == "shard_map":
-        of_results = ps.Routing(specs[2], specs[2], specs[3])
-        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=(of_results, specs[0]))
+def arrays_of(name, dtype, **changed):
+    """Returns the arrays of a call for the 40 rows, with a mask, parameters, labels and a key of each row."""
+    n, rng = len(NAMES), np.random.default_rng(1)
+    x = logits(dtype) if np.dtype(dtype).kind not in "iu" else largest_integers(n, dtype)
+    where = changed.get("where", masks()["full"])
+    found = {
+        **dict.fromkeys(
+            calls.LOGITS, x if where is None or x.dtype.kind in "iu" else cases.spoil_masked(x, where)
+        ),
+        "where": where,
+        "temperature": np.geomspace(0.5, 2, n, dtype=F32) * (np.arange(n) % 3 > 0),
+        "lengths": rng.integers(-9, V + 9, n, np.int32),
+        "labels": rng.integers(-1, V, n, np.int32),
+        "key": jax.random.split(jax.random.key(5), n),
+        "top_k": np.resize([100, 0, 5], n),
+        "top_p": np.resize(np.array([0.3, 0.9, 1, 0], F32), n),
+        "min_p": np.resize(np.array([0.01, 0], F32), n),
+        "bias": (0.1 * rng.standard_normal(V)).astype(F32),
+    }
+    return {of: a for of in calls.CALLS[name][2] if (a := (found | changed)[of]) is not None}
 
-    def run(*arrays):
-        results, sent = execute(f, *lay(arrays, at.mesh, specs))
-        assert {c.kind for c in sent if c.group > 1} <= ({"all-gather"} if at.row else set()), sent
-        return results
 
-    _, dx = routing.check(run, x, k, gate, bias)
-    if how == "explicit":
-        assert dx.sharding.is_equivalent_to(NamedSharding(at.mesh, specs[0]), 2), dx.sharding
+def largest_integers(rows, dtype):
+    """Returns integers near the maximum of the dtype: differences are exact, so that neighbours stay apart."""
+    info = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(info.max - 9, info.max, (rows, V), dtype, endpoint=True)
+    x[0], x[1, :-1] = info.min, info.min
+    return x
+
+
+PLAIN = {"where": None, "lengths": None}
+# name: (a call of tests/support/calls.py, the dtype of the 40 rows, changes)
+ROWS = {
+    **{
+        name: (name, F32, {})
+        for name in calls.CALLS
+        if name not in ("logsumexp", "verify") and name[:6] != "linear"
+    },
+    **{f"fused_topk, k={k}": ("fused_topk", F32, {"k": k}) for k in (0, 33, V - 1, V)},
+    **{f"top_k, {dtype}": ("top_k", np.dtype(dtype), {"k": 40}) for dtype in (BF16, "int8")},
+    **{f"top_k, sorted={s}": ("top_k", BF16, {"k": 40, "sorted": s} | PLAIN) for s in (True, False)},
+    **{
+        f"{name}, bfloat16": (name, BF16, {"where": None})
+        for name in ("sample", "token_stats", "fused_topk, log")
+    },
+    **{
+        f"{name}, {how}": (name, how if how[-1].isdigit() else F32, {"where": masks().get(how)})
+        for name in ("softmax", "logsumexp, rows", "fused_topk")
+        for how in ("int8", "uint32", "per_column", "per_row")
+    },
+}
+# V / 8 elements of a part are fewer than 33 and 40 winners.
+LOW = np.finfo(F32).min / np.linspace(1, 4, len(NAMES) * V, dtype=F32).reshape(len(NAMES), V)
+OVERFLOWS = {  # x / temperature is -inf in a whole shard, or in the whole row
+    "padded": np.where(np.arange(V) < V // 8, F32.type(0), LOW),
+    "rbg": LOW,
+    "integers": np.full((len(NAMES), V), np.iinfo("int32").min, "int32"),
+}
+for name, x in OVERFLOWS.items():
+    t = np.resize(np.array([0.7, 1e-3, 0], F32), len(NAMES))
+    unfiltered = {"logits": x, "temperature": t, **dict.fromkeys(("where", "top_k", "top_p", "min_p"))}
+    keys = {"key": jax.random.split(jax.random.key(6, impl="rbg"), len(NAMES))} if name == "rbg" else {}
+    ROWS[f"sample, {name}"] = "sample", x.dtype, unfiltered | keys
+
+
+def spec_of(of, a, n, v, spec):
+    """Returns how an array of a call lies: its first axis if it is of n rows, and its last one if it is of a row."""
+    dims = np.shape(a)
+    if v is None and of in ("w", "bias", "teacher_w", "teacher_bias"):  # columns of a projection
+        return P(*[None] * (len(dims) - 1), spec[1])
+    rows = spec[0] if dims[:1] == (n,) and not (of == "key" and a.dtype == np.uint32) else None
+    row = [spec[1] if dims[-1] == v else None] if len(dims) > 1 else []
+    return P(*[rows][: len(dims)], *[None] * (len(dims) - 2), *row)
+
+
+def agrees(name, layout, how):
+    """Results and gradients equal the ones of a single device, and lie like their rows."""
+    call, dtype, changed = ROWS.get(name, (name, F32, {})) if layout else (name, F32, {})
+    function, _, given, held = calls.CALLS[call]
+    at = split(layout or "both", how)
+    arrays = arrays_of(call, dtype, **changed) if layout else given
+    # without a layout, a call of a small batch: a mean over all rows, and one key
+    spec = at.spec if layout or how not in BY_HAND else (None, "v")
+    linear, options = call.startswith("linear"), {of: a for of, a in changed.items() if of not in given}
+    n, v = (len(NAMES), V) if layout else (calls.BATCH[0], calls.V)
+    specs = {of: spec_of(of, a, n, None if linear else v, spec) for of, a in arrays.items()}
+    of_floats = np.dtype(dtype).kind not in "iu"
+    has_kernels = layout and call != "route" or call == "fused_topk"
+    if has_kernels and of_floats and options.get("k") != 0:
+        options["implementation"] = IMPLEMENTATION
+
+    def one(name, **given):
+        results = function(**calls.CALLS[name][1] | options | given)
+        # in any order, which a device chooses
+        return results if options.get("sorted", True) else jax.tree.map(lambda a: jnp.sort(a, -1), results)
+
+    sharded, wide = one, call in ("softmax", "log_softmax", "filter_logits")
+    if how in BY_HAND:
+        first = P(spec[0]) if spec[0] else P()
+        of_result = spec_of("", arrays[calls.logits_of(call)], n, v, spec) if wide else first
+        out = jax.tree.map(lambda _: of_result, jax.eval_shape(functools.partial(one, call), **arrays))
+        on = {"axis_name": at.axis_name} if at.axis_name else {}
+        f = jax.shard_map(
+            lambda given: one(call, **given, **on),
+            **{"mesh": at.mesh, "in_specs": (specs,), "out_specs": out, "check_vma": how == "shard_map"},
+        )
+        sharded = lambda name, **given: f(given)  # noqa: E731
+
+    def program(given, call_it=one):
+        gradient = calls.pullback(call, given, call_it) if held and of_floats else {}
+        return call_it(call, **given), gradient
+
+    laid = dict(zip(arrays, lay(arrays.values(), at.mesh, specs.values())))
+    found, sent = execute(functools.partial(program, call_it=sharded), laid)
+    assert_near(found, jax.jit(program)(arrays), *((0, 0) if call == "top_k" else (1e-4, 1e-5)))
+    for of, a in found[1].items() if how == "explicit" else ():
+        assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, specs[of]), a.ndim), (of, a.sharding)
+    if call.startswith("route"):  # divided experts are gathered
+        assert {c.kind for c in sent if c.group > 1} <= {"all-gather", "all-reduce"}, sent
+    if layout and call in ("top_k", "token_stats"):
+        _, sent = execute(lambda given: sharded(call, **given), laid)
+        parts = at.size(at.row)
+        of_part = 2 * min(options.get("k", 3), V // parts) if call == "top_k" else 9
+        assert_sent(sent, at, (n, V), 0, parts * of_part if parts > 1 else 0)
+        steps = sum(at.mesh.shape[name] > 1 for name in at.row)  # one mesh axis after the other
+        assert call == "top_k" or sum(c.group > 1 for c in sent) == steps, sent
+
+
+PLACES = [*itertools.product(("line", "both", "spread"), HOW), ("batch", "shard_map")]
+PLACES += [(layout, "unchecked") for layout in ("both", "spread")]
+AGREE = [(name, *place) for name, place in covering.in_turn(ROWS, PLACES)]
+AGREE += [(name, "", how) for name, how in covering.in_turn(calls.CALLS, ("auto", *BY_HAND, "explicit"), 2)]
+for name, layout, how in AGREE:
+    no_axis_name = name in ("logsumexp", "verify") or name.startswith("route") and layout != "batch"
+    if not (no_axis_name and how in BY_HAND):
+        CHECKS["-".join(["agrees", name, *[layout] * (layout != ""), how])] = functools.partial(
+            agrees, name, layout, how
+        )
 
 
 # --- Transformations ----------------------------------------------------------------------------------
@@ -823,51 +739,6 @@ def named_kernel_on_the_cpu(op):
     at = split("both", "auto")
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
         jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
-
-
-@each(layout=["both", "spread"], log=[False, True], check_vma=[False, True])
-def temperature_0(layout, log, check_vma):
-    """Ties in several shards, zeros, and differences of subnormal numbers; rows of gradient 0 among others.
-
-    The gradient of a temperature is the same on all devices of a row, and no device counts it again.
-    """
-    at, x, t = split(layout, "shard_map"), np.round(logits()).astype(F32), np.zeros(len(logits()), F32)
-    t[::3] = 2
-    x[1] = -1
-    x[1, [3, V - 2]] = x[2, [0, V // 2]] = 9
-    x[4] = 2.0**-130
-    x[4, [5, V - 3]] = 2.0**-129
-    x[5] = -(2.0**-130)
-    x[5, [7, V - 1]] = 0, -0.0
-
-    def f(x, t, axis_name=None):
-        got = ps.fused_topk(x, 5, temperature=t, log=log, axis_name=axis_name, implementation=IMPLEMENTATION)
-        return tuple(got)
-
-    per_row = P(at.spec[0])
-    sharded = mapped(at, "shard_map", f, (P(*at.spec), per_row), per_row, check_vma=check_vma)
-    args = at.place(x), *lay((t,), at.mesh, (per_row,))
-    values, indices = jax.jit(sharded)(*args)
-    want, best = oracle.fused_topk(x, 5, None, t, log)
-    np.testing.assert_array_equal(indices, best)
-    finite = np.isfinite(want)
-    np.testing.assert_array_equal(np.asarray(values)[~finite], want[~finite])
-    np.testing.assert_allclose(np.asarray(values)[finite], want[finite], rtol=1e-5)
-
-    def total(f):
-        return lambda x, t: jnp.sum(jnp.where(jnp.isfinite(y := f(x, t)[0]), y, 0) ** 2)
-
-    got, want = (jax.jit(jax.grad(total(g), (0, 1)))(*a) for g, a in ((sharded, args), (f, (x, t))))
-    assert_near(got, want, 1e-4, 1e-6)
-    at_limit = (t == 0) & np.isfinite(x).all(-1)
-    assert not np.asarray(got[0])[at_limit].any() and not np.asarray(got[1])[at_limit].any()
-
-
-@each(how=("auto", "explicit"))
-def gradient_of_no_winners(how):
-    x = cases.rows(["normal"] * 8, V)
-    f = jax.jit(jax.grad(lambda x: jnp.sum(ps.fused_topk(x, 0).values) + jnp.sum(x**2)))
-    np.testing.assert_array_equal(f(split("both", how).place(x)), 2 * x)
 
 
 def temperature_of_each_device():

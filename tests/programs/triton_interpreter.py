@@ -30,7 +30,7 @@ from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, oracle, triton_kernels
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.gpu import assert_top_k
-from tests.topk.kernels import ONE, judge_topk
+from tests.topk.kernels import ONE, judge_topk, temperatures
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
@@ -230,10 +230,8 @@ MASKED += [(503, Long(3, 192, 1, 64, 4), *case) for case in OF_PARTS]
 @pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)
 def test_where(op, v, plan, pattern):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, and another row keeps only -inf."""
-    shape = (*cases.BATCH, v)
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v), shape)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    check(op, x, names, cases.broadcast_mask(pattern, shape), plan)
+    x, where, names = cases.broadcast_rows(pattern, v)
+    check(op, x, names, where, plan)
 
 
 @pytest.mark.parametrize("axes", [(0,), (0, 2)], ids=str)
@@ -320,10 +318,7 @@ ONE_PART, PARTS = Slabs(1, 512, 32, 32, 4, 2), Slabs(2, 256, 32, 32, 4, 2)
     ids=str,
 )
 def test_topk_with_temperatures(plan, log, dtype):
-    """One temperature per row, or one for all rows if the values have another dtype than float32."""
-    t = np.geomspace(0.1, 10, len(FEW)).astype(F32) if dtype == F32 else np.full(1, 0.7, F32)
-    t[::3] = 0 if dtype == F32 else 0.7
-    assert_topk(cases.rows(FEW, 503), 5, FEW, plan, None, t, log, dtype)
+    assert_topk(cases.rows(FEW, 503), 5, FEW, plan, None, temperatures(dtype), log, dtype)
 
 
 TOPK_MASKED = [(ONE_PART, pattern, F32) for pattern in ("111v", "bhq1", "1h11")]
@@ -332,22 +327,17 @@ TOPK_MASKED += [(ONE_PART, "bhqv", BF16), (PARTS, "b11v", F32), (PARTS, "1hqv", 
 
 @pytest.mark.parametrize(("plan", "pattern", "dtype"), TOPK_MASKED, ids=str)
 def test_topk_where(plan, pattern, dtype):
-    """Masked elements are NaN or infinite. The mask's first row keeps nothing, so 0, 1, 2, ... win with p = 0."""
-    shape = (*cases.BATCH, 503)
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], 503), shape)
-    where = cases.broadcast_mask(pattern, shape)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    assert_topk(cases.spoil_masked(x.astype(dtype), where), 5, names, plan, where)
+    """The mask's first row keeps nothing, so 0, 1, 2, ... win with p = 0."""
+    x, where, names = cases.broadcast_rows(pattern, 503, dtype)
+    assert_topk(x, 5, names, plan, where)
 
 
 @pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_topk_of_fewer_unmasked_than_winners(plan, log, dtype):
     """A -NaN wins before masked elements. These win in the order of their indices, with p = 0 even in a NaN row."""
-    names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
-    where = np.zeros((4, 503), bool)
-    where[:, 2:40:3] = where[:, -1] = True
-    assert_topk(cases.rows(names, 503, dtype), 20, names, plan, where, log=log)
+    x, where, names = cases.few_unmasked(503, dtype)
+    assert_topk(x, 20, names, plan, where, log=log)
 
 
 @pytest.mark.parametrize("plan", [ONE_PART, PARTS], ids=["one", "parts"])

@@ -367,14 +367,6 @@ def test_min_p_keeps_numbers_that_a_cpu_takes_for_0(dtype):
 
 
 @pytest.mark.slow
-def test_other_orders_are_compositions():
-    """min_p first."""
-    got = filter_logits(filter_logits(X[0], min_p=0.05), top_p=0.9)
-    where = oracle.sample_kept(X[0], min_p=0.05)
-    np.testing.assert_array_equal(got > -jnp.inf, oracle.sample_kept(X[0], where, top_p=0.9))
-
-
-@pytest.mark.slow
 def test_temperatures_whose_quotients_overflow():
     """Logits beyond the range of floats after the division are as at temperature 0."""
     x = np.array([[1, 3, 2, 3], [-3, -1, -2, -1], [0, -1, -1, 0]], F32) * 1e5
@@ -385,24 +377,6 @@ def test_temperatures_whose_quotients_overflow():
 
 
 # --- Derivatives --------------------------------------------------------------------------------------
-
-
-def test_gradients():
-    """They are 0 at temperature 0, and in rows without a draw."""
-    x = np.stack([X[0, 0], X[0, 2], X[0, 0], np.full(300, np.nan, F32), np.full(300, -np.inf, F32)])
-    t = np.array([1, 0.7, 0, 1, 1], F32)
-
-    def total(x, t):
-        drawn = sample(KEY, x, temperature=t)
-        return drawn.log_probs.sum(), drawn.indices
-
-    (dx, dt), indices = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, t)
-    scaled = (x[:2] / t[:2, None]).astype(F64)
-    residue = (np.arange(300) == np.asarray(indices)[:2, None]) - oracle.softmax(scaled)
-    np.testing.assert_allclose(dx[:2], residue / t[:2, None], rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(dt[:2], -np.sum(scaled * residue, -1) / t[:2], rtol=1e-4, atol=1e-7)
-    np.testing.assert_array_equal(dx[2:], 0)
-    np.testing.assert_array_equal(dt[2:], 0)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, slow(lambda f: f), slow(lambda f: jax.vmap(f))])

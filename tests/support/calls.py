@@ -40,6 +40,7 @@ TEACHER = {
     "teacher_w": W[::2] + W[1::2],
     "teacher_bias": BIAS[4 : COLUMNS + 4],
 }
+SEVERAL = np.stack([LABELS, LABELS // 2, LABELS], -1)
 OF_LOSS = {"token_weights": TEMPERATURE - 1, "label_smoothing": TEMPERATURE / 9, "z_loss": TEMPERATURE / 5}
 
 # name: (function, its static arguments, its arrays, those that have a gradient)
@@ -112,9 +113,16 @@ CALLS = FUNCTIONS | {
     "route, shares": (ps.route, {"k": 3, "score": "sigmoid", "renormalize": True}, {"logits": X}, "logits"),
     "linear_cross_entropy, none": (
         ps.linear_cross_entropy,
-        {"reduction": None, "workspace_bytes": 1},  # chunks of one token
+        {"reduction": None, "workspace_bytes": 1, "return_logsumexp": True},  # chunks of one token
         {of: a for of, a in HEAD.items() if of != "temperature"} | {"labels": LABELS} | OF_LOSS,
         "x w bias token_weights",
+    ),
+    "linear_cross_entropy, soft": (
+        ps.linear_cross_entropy,
+        {"reduction": None, "workspace_bytes": 1},
+        HEAD
+        | {"labels": SEVERAL, "label_probs": np.linspace(-0.2, 1, 18, dtype=np.float32).reshape(2, 3, 3)},
+        "x w bias label_probs",
     ),
     "linear_kl_divergence, none": (
         ps.linear_kl_divergence,
@@ -125,7 +133,7 @@ CALLS = FUNCTIONS | {
     "linear_log_probs, several": (
         ps.linear_log_probs,
         {"workspace_bytes": 1},
-        HEAD | {"labels": np.stack([LABELS, LABELS // 2, LABELS], -1)},
+        HEAD | {"labels": SEVERAL},
         "x w bias",
     ),
 }
@@ -147,7 +155,7 @@ def call(name, **changed):
 def plainly(name, **options):
     """Calls a function with the arrays that it needs, so that other options fit."""
     function, static, arrays, _ = CALLS[name]
-    needed = ("key", "w", "labels", "draft_tokens", "teacher_x", "teacher_w", *LOGITS)
+    needed = ("key", "w", "labels", "label_probs", "draft_tokens", "teacher_x", "teacher_w", *LOGITS)
     return function(**{**static, **{of: a for of, a in arrays.items() if of in needed}, **options})
 
 
@@ -170,7 +178,7 @@ def total(name, arguments, call=call):
     def of_held(held):
         floats = with_gradient(call(name, **arguments | held))
         kept = (jnp.where(jnp.isfinite(a), jnp.exp(a / 9), 0).astype(jnp.float32) for a in floats)
-        return sum(jnp.vdot(jnp.cos(1 + jnp.arange(a.size, dtype=a.dtype)), jnp.ravel(a)) for a in kept)
+        return sum(jnp.sum(jnp.cos(1 + jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) * a) for a in kept)
 
     return of_held, {of: arguments[of] for of in CALLS[name][3].split()}
 

@@ -156,6 +156,21 @@ def broadcast_mask(pattern, shape, seed=3):
     return mask
 
 
+def broadcast_rows(pattern, v, dtype=F32):
+    """Returns rows (*BATCH, v) with NaN and infinities where they are masked, their mask, and their names."""
+    shape = (*BATCH, v)
+    where = broadcast_mask(pattern, shape)
+    x = np.resize(rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
+    return spoil_masked(x, where), where, [f"row {at}" for at in np.ndindex(BATCH)]
+
+
+def few_unmasked(v, dtype=F32):
+    """Returns four rows with NaNs of both signs, a mask that keeps few entries of them, and their names."""
+    names, where = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"], np.zeros((4, v), bool)
+    where[:, 2:40:3] = where[:, -1] = True
+    return rows(names, v, dtype), where, names
+
+
 def masks(shape):
     """Returns masks that broadcast to the two-dimensional shape, by name."""
     rng = np.random.default_rng(2)

@@ -151,16 +151,13 @@ def test_where(implementation, v, dtype, k, pattern, log):
     """Masked elements are NaN or infinite; the first row of the mask keeps nothing; one temperature per row."""
     if refused(implementation, v, k):
         return
-    shape = (*cases.BATCH, v)
-    where = cases.broadcast_mask(pattern, shape)
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
-    x = cases.spoil_masked(x, where)
-    t = np.resize(np.array([0.5, 1, 0, 3], F32), shape[:-1])
+    x, where, names = cases.broadcast_rows(pattern, v, dtype)
+    t = np.resize(np.array([0.5, 1, 0, 3], F32), cases.BATCH)
     got = jax.tree.map(lambda a: np.asarray(a).reshape(-1, k), topk(implementation, x, k, t, where, log))
     np.testing.assert_array_equal(got.indices[0], np.arange(k))
     np.testing.assert_array_equal(got.values[0].astype(F32), -np.inf if log else 0)
-    rows, where = x.reshape(-1, v), np.broadcast_to(where, shape).reshape(-1, v)
-    assert_topk(got, rows, k, [f"row {at}" for at in np.ndindex(cases.BATCH)], t.ravel(), where, log)
+    rows, where = x.reshape(-1, v), np.broadcast_to(where, x.shape).reshape(-1, v)
+    assert_topk(got, rows, k, names, t.ravel(), where, log)
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,8 @@ def test_nan_gradients_stay_in_their_rows_interpreted():
 def test_temperatures_interpreted(kind, log, dtype):
     """One temperature per row, or one for all rows if the values have another dtype than float32."""
     x = cases.rows(FEW, length(kind))
-    t = np.geomspace(0.1, 10, len(FEW)).astype(F32) if dtype == F32 else np.full(1, 0.7, F32)
-    t[::3] = 0 if dtype == F32 else 0.7
     plan = KINDS[kind] or short(len(FEW), 100, 5, F32)
-    kernels.assert_topk(x, 5, FEW, plan, None, t, log, dtype)
+    kernels.assert_topk(x, 5, FEW, plan, None, kernels.temperatures(dtype), log, dtype)
 
 
 TOPK_MASKED = [
@@ -135,12 +133,8 @@ TOPK_MASKED += [("tile", pattern, F32) for pattern in ("1h11", "111v", "bhq1", "
 @pytest.mark.parametrize(("kind", "pattern", "dtype"), first(1, TOPK_MASKED), ids=str)
 def test_where_interpreted(kind, pattern, dtype, as_they_are):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, so 0, 1, 2, ... win with p = 0."""
-    shape = (*cases.BATCH, length(kind))
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
-    where = cases.broadcast_mask(pattern, shape)
-    x = cases.spoil_masked(x, where).astype(dtype)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
+    x, where, names = cases.broadcast_rows(pattern, length(kind), dtype)
+    plan = KINDS[kind] or short(len(names), x.shape[-1], 5, dtype)
     if as_they_are:
         kernels.assert_top_k(x, 5, names, plan, where)
         return
@@ -191,13 +185,11 @@ def test_merge_of_parts_of_other_devices_interpreted(parts, k, log, masked):
 )
 def test_fewer_unmasked_elements_than_winners_interpreted(kind, log):
     """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""
-    names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
     v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
     plan = KINDS[kind] or short(4, v, k, dtype)
     plan = dataclasses.replace(plan, vec=8) if kind == "window" else plan
-    where = np.zeros((4, v), bool)
-    where[:, 2:40:3] = where[:, -1] = True
-    kernels.assert_topk(cases.rows(names, v, dtype), k, names, plan, where, log=log)
+    x, where, names = cases.few_unmasked(v, dtype)
+    kernels.assert_topk(x, k, names, plan, where, log=log)
 
 
 # --- Lowered for CUDA ---------------------------------------------------------------------------------
