@@ -6,7 +6,7 @@ This file defines ⊕ in plain jax.numpy: once for two normalizers (`combine`), 
 Plain JAX, the JAX parts of the Mosaic GPU kernels, the exchange between devices, and the public `online` call these
 functions. Other languages restate ⊕; a change must be repeated there:
 
-    inline PTX   softmax/moments_ptx.py       the logits of a thread, and the threads of a part, of token statistics
+    inline PTX   softmax/states_ptx.py        the logits of a thread in token statistics; threads and segments of a row
                  topk/window_kernel.py        `_add_step`: the logits of a thread
                  sample/row_ptx.py            the logits of a thread, and the threads of a part
     Triton       triton/language.py           `combine`
