@@ -208,9 +208,7 @@ PLACES, FEWER_PLACES = (
 )  # how many CTAs an H100 runs at once, if three share a multiprocessor, and if two do
 CLUSTERS = 1, 2, 4, 8, 16
 MAX_SHARES = 16
-CHAINS = (
-    2  # the normalizers of even shares are combined, and those of odd shares, before the two are combined
-)
+CHAINS = 2  # the normalizers of even shares are combined, then of odd shares, then both
 MAX_SLOTS = 4  # with more normalizers of each thread, less shared memory is left for the lists of other CTAs
 # The cost of the start, the end and the low first threshold of a CTA, as a number of elements.
 OVERHEAD = 2**14

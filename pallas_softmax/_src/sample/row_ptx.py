@@ -302,7 +302,7 @@ class LaneNormalizer:
         self.clear()
 
     def clear(self) -> None:
-        """Makes the normalizer that of no elements."""
+        """Removes all elements."""
         for register, number in ((self.m, -INF), (self.d, 0.0), (self._finite_m, LEAST_FINITE)):
             self._p.set(register, number)
 

@@ -9,9 +9,9 @@ for each lane. With four shares, and two warps in a CTA:
     CTA of one      0   0   0   0   0   0   0   0   0   0  ..
     CTA of two      0   0   1   1   0   0   1   1   0   0  ..
 
-A warp takes all of its steps in one share, then those in the next. The normalizers of a lane in the even shares are
-combined in order, then those in the odd ones, then both. So the order of a row's sums does not depend on the number of
-CTAs.
+A warp takes all of its steps in one share, then in the next. A lane has a normalizer in each share. The normalizers in
+the even shares are combined in order, then in the odd ones, then both. So the order of a row's sums does not depend on
+the number of CTAs.
 
 A warp does this with each step:
 

@@ -4,8 +4,9 @@ The functions are the stages, in order:
 
     add_step     counts the elements of a step while the part arrives
     overcount    corrects the vector that holds the label, where elements after the label may have been counted
-    is_inexact   says in which rare rows `add_step` may be wrong: if the label is -inf or -NaN, as masked elements and
-                 fillings were -inf; or if a 16-bit row has a NaN, which may have lost its sign when it became float32
+    is_inexact   tells whether `add_step` may be wrong in this row, which is rare: if the label is -inf or -NaN, as
+                 masked elements and fillings were -inf; or if a 16-bit row has a NaN, which may have lost its sign when
+                 it became float32
     count_again  counts such a segment from shared memory, element by element
 
 `add_step` is inline PTX. The bits of float32 numbers, as signed integers, have this order if they are not negative. If
@@ -61,7 +62,7 @@ def overcount(part: Any):
 
 
 def is_inexact(part: Any, total: Located):
-    """Returns whether the count of the row, of which this is a segment, must be taken again."""
+    """Returns whether the count of the segment's row must be taken again."""
     inexact = _label_from(part, 0).key <= sort_keys.key_of_number(-np.inf, part.job.dtype)
     if part.job.dtype.itemsize == 2:
         inexact |= total.moments.m != total.moments.m

@@ -109,7 +109,7 @@ class Part:
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
         # Number of elements of the body that count here. The last of an uneven segment may belong to the next one.
         self.held = place.owned if job.parts.overlaps else job.parts.body
-        # Number of the first step in the row. The edges count as a step after those of the body.
+        # Number of the first step in the row. The edges count as a step after the body.
         self.first_step = place.index * job.parts.all_steps
 
     # --- Loads

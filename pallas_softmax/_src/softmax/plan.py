@@ -79,7 +79,7 @@ HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 # --- Two launches -------------------------------------------------------------------------------------
 
 # Most bytes of a segment in a cluster, over both arrays of a backward. The softmax backward of (1024, 262144), with
-# 131,072 bytes, takes 869 us in a cluster and 750 us in two launches (H200); that of (1024, 151936) takes 397 and 542.
+# 131,072 bytes, takes 869 us in a cluster and 750 us in two launches (H200). (1024, 151936) takes 397 us and 542 us.
 BACKWARD_SEGMENT_BYTES = 120_000
 SPLIT = 256  # in two launches, the number of segments is a multiple of this: about two per multiprocessor
 
