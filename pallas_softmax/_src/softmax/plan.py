@@ -26,8 +26,8 @@ from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
 
 # 12,288 elements take 96 of a thread's 255 registers. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time. (4000, 4097) reaches 94%,
-# (4000, 4096) 97%.
+# If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time, and longer ones would need too
+# many loads. (4000, 4097) reaches 94%, (4000, 4096) 97%.
 UNALIGNED_TILE_ELEMENTS = 5_120
 
 MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the end cost little
@@ -37,13 +37,8 @@ MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the en
 # With fewer elements, more CTAs share a multiprocessor and overlap loads with arithmetic. With more, they merge less.
 HALF_PART_ELEMENTS = 19_000  # 16-bit rows: their bytes are half as many, and arithmetic also takes time
 HALF_BACKWARD_PART_ELEMENTS = 16_500  # (1024, 151936) takes 172 us in 16 CTAs, 208 us in 8 (H200)
-# Rows that are not aligned to 16 bytes have one segment in each CTA, for few rows and for many. (R, 50257) on an H200:
-#
-#                        R = 1024: 2 CTAs    4 CTAs    8 CTAs      R = 1: 2 CTAs    4 CTAs    8 CTAs
-#     softmax, float32      106.8 us       102.4 us   103.0 us      7.5 us          4.7 us    3.4 us
-#     softmax, bfloat16      53.2 us        53.8 us    59.1 us      5.6 us          3.8 us    2.8 us
-#     logsumexp, float32                    48.9 us    55.9 us                      3.0 us    2.4 us
-#     logsumexp, bfloat16    26.8 us        34.6 us                 3.5 us          2.6 us
+# Bytes, for rows that are not aligned to 16 bytes: each CTA has one segment, for few rows and for many. The float32
+# softmax of (1024, 50257) takes 102 us in 4 CTAs and 103 us in 8, of (1, 50257) 4.7 us and 3.4 us (H200).
 UNALIGNED_PART_BYTES, UNALIGNED_READ_PART_BYTES = 26_000, 52_000
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
@@ -67,12 +62,7 @@ READ_PART_ELEMENTS = 17_000
 # parts, 104 us in 8.
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several parts
-# 16-bit rows of token_stats, with times relative to logsumexp:
-#
-#                          1 part    2 parts    4 parts    8 parts    16 parts
-#     (4000, 25000)         1.07       1.11
-#     (4096, 128256)                               1.02       1.12
-#     (1024, 262144)                                          0.98        1.05
+# 16-bit rows of token_stats. (4096, 128256) takes 1.02 of the time of logsumexp in 4 parts, 1.12 in 8.
 HALF_STATS_ROW_ELEMENTS = 26_000  # in one part
 HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 
@@ -103,14 +93,8 @@ HALF_MASKED_STEP_BLOCKS = 2
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
 # Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
-# a load takes 1 to 2 us when device memory is busy.
-#
-#                       8 registers    32 registers
-#     (1024, 50257)       184 us       166 us (92%)
-#     (1024, 128256)      399 us       393 us (99%)
-#
-# 32 registers hold the mask of a whole part of these shapes. In longer parts, the mask of a later step moves to other
-# registers one step after its load, and the move waits for the load.
+# a load takes 1 to 2 us when device memory is busy. (1024, 50257) takes 166 us (92%) with 32 registers, 184 us with 8.
+# In longer parts, the mask of a later step moves to other registers one step after its load, and waits for the load.
 MASK_REGISTERS = 32
 
 # --- Rows in turns ------------------------------------------------------------------------------------
@@ -132,10 +116,7 @@ TURNS = 8  # most rows of a cluster
 #     (28, 1000000)                    19%       111 us        115 us
 #     (256, 2000000)                   58%       1.81 ms       2.02 ms
 #     (512, 500009), backward          19%       1.14 ms       1.65 ms
-#     (14, 500009), backward           19%        37 us         43 us
-#     rejected:
-#     (30, 1400000)                    41%       191 us        171 us
-#     (28, 1000000), backward          58%       183 us        179 us
+#     (30, 1400000)                    41%       191 us        171 us (rejected)
 READ_AGAIN_COST = 1.25
 
 # --- Alignment ----------------------------------------------------------------------------------------
@@ -215,9 +196,8 @@ class Parts:
         """Number of elements that each segment copies in bulk, a multiple of `vec`."""
         if not self.has_edges:
             return self.length
-        return (
-            (self.length - EDGE - self.vec) // self.vec * self.vec
-        )  # ends in the segment, wherever it starts
+        # It ends in the segment, wherever it starts.
+        return (self.length - EDGE - self.vec) // self.vec * self.vec
 
     def body_start(self, row, start):
         """Returns the element of a segment at which its body starts, aligned to LINE_BYTES of device memory.
@@ -340,19 +320,13 @@ def plan_softmax(
         smem=SMEM_BYTES[major] - RESERVED_SMEM_BYTES,
         max_cluster=MAX_CLUSTER[major],
     )
-    if vocab * problem.arrays <= _tile_elements(problem):
+    if vocab * problem.arrays <= (UNALIGNED_TILE_ELEMENTS if vocab % problem.vec else TILE_ELEMENTS):
         return short_row_tile(vocab, problem.itemsize)
     clustered = _in_cluster(problem)
     backward_bytes = clustered.length * problem.itemsize * 2 if problem.arrays == 2 else 0
     if problem.fits(clustered) and backward_bytes <= BACKWARD_SEGMENT_BYTES:
         return _in_turns_if_alone(problem, clustered)
     return _reading_again(problem, clustered) or _in_two_launches(problem)
-
-
-def _tile_elements(problem: _Problem) -> int:
-    """Returns the most elements of a row, over all arrays, that registers should hold."""
-    # Longer rows that are not aligned would need too many loads.
-    return UNALIGNED_TILE_ELEMENTS if problem.vocab % problem.vec else TILE_ELEMENTS
 
 
 def _in_cluster(problem: _Problem) -> Parts:
