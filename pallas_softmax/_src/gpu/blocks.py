@@ -45,9 +45,9 @@ def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
 
 
-def filled(value, vec: int = 1, dtype=jnp.float32):
-    """Returns a block with all elements equal to `value`."""
-    return laid_out(jnp.full((WARPGROUP * vec,), value, dtype), layout(vec))
+def filled(value):
+    """Returns a float32 block with one element for each thread, equal to `value`."""
+    return laid_out(jnp.full((WARPGROUP,), value, jnp.float32), layout(1))
 
 
 def positions(vec: int = 1):
@@ -100,20 +100,6 @@ def store_in_place(ref, block, layout: Any):
         block.store_untiled(ref, optimized=False)
 
     store_in_place(ref, block)
-
-
-def load_from_ctas(ref, count: int, empty: float):
-    """Returns a block: element i is element i of `ref` in CTA i of the cluster, and `empty` from `count` on.
-
-    `ref` refers to 128 float32 in the shared memory of each of the `count` CTAs, up to 32.
-    """
-
-    @inline(arg_types=(REF,), return_type=_type("float32"))
-    def load_from_ctas(_, ref):
-        register = predicated_ptx.load_from_cta(ref, thread(), thread(), 1, count, empty)
-        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
-
-    return load_from_ctas(ref)
 
 
 @twin

@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
 
 # 12,288 elements take 96 of a thread's 255 registers. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time, and longer ones would need too
+# If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time, so longer ones would need too
 # many loads. (4000, 4097) reaches 94%, (4000, 4096) 97%.
 UNALIGNED_TILE_ELEMENTS = 5_120
 
