@@ -108,8 +108,8 @@ READ_STRIPS = [
     (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
     (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
 ]
-# (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and parts that are not
-# aligned to 16 bytes; parts that overlap, or are all the same; single rows, or rows that together fill a multiple of
+# (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and segments that are not
+# aligned to 16 bytes; segments that overlap, or are all the same; single rows, or rows that together fill a multiple of
 # 16 bytes.
 PARTS = [
     (Parts(1003, 4, 2, 1, True), F32, FEW),
@@ -121,6 +121,9 @@ PARTS = [
     (Parts(5000, 8, 2, 1, True), BF16, FEW),
     (Parts(1003, 4, 2, 1, True), F32, ALL),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+    # several segments of a CTA: they fill blocks, or overlap in their last block
+    (Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW),
+    (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW),
     # rows in turns: slots for one row, for more than one, and for all
     (Parts(1003, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
     (Parts(1024, 8, 1, 1, True, teams=4, slots=3), BF16, FEW),

@@ -45,9 +45,9 @@ def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
 
 
-def filled(value):
-    """Returns a float32 block with one element for each thread, equal to `value`."""
-    return laid_out(jnp.full((WARPGROUP,), value, jnp.float32), layout(1))
+def filled(value, dtype=jnp.float32):
+    """Returns a block with one element for each thread, equal to `value`."""
+    return laid_out(jnp.full((WARPGROUP,), value, dtype), layout(1))
 
 
 def positions(vec: int = 1):
