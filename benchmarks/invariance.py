@@ -31,6 +31,7 @@ FUNCTIONS = {
     "softmax": lambda x, keys, labels, **options: ps.softmax(x, **options),
     "softmax_gradient": lambda x, keys, labels, **options: _gradient(ps.softmax, x, **options),
     "log_softmax": lambda x, keys, labels, **options: ps.log_softmax(x, **options),
+    "log_softmax_gradient": lambda x, keys, labels, **options: _gradient(ps.log_softmax, x, **options),
     "logsumexp": lambda x, keys, labels, **options: ps.logsumexp(x, -1, **options),
     "token_stats": lambda x, keys, labels, **options: ps.token_stats(x, labels, temperature=0.7, **options),
     "fused_topk": lambda x, keys, labels, **options: ps.fused_topk(x, 64, **options),

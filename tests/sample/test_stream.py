@@ -168,7 +168,7 @@ def test_chosen_plans(rows, v, ctas, warpgroups):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_chosen(monkeypatch, rows, v, given, kernel):
-    """Calls without filters and without a mask have this kernel, except for a few long rows."""
+    """Calls without filters and without a mask have this kernel."""
     ran = []
     for module, name in ((stream_kernel, "draw_rows"), (mosaic_gpu, "sample_rows")):
         real = getattr(module, name)

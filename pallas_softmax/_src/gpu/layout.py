@@ -177,9 +177,10 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A row of `vocab` elements, cut into `count` parts, one for each CTA. Their lengths are multiples of `unit`.
+    """A row of `vocab` elements, cut into `count` parts. Each length is a multiple of `unit`.
 
-    The lengths differ by at most one unit, and the longer parts come last. With vocab = 11, unit = 1, count = 4:
+    A CTA has one or several parts. The lengths differ by at most one unit, and the longer parts come last. With
+    vocab = 11, unit = 1, count = 4:
 
         elements   |0 1|2 3 4|5 6 7|8 9 10|
         part         0    1     2     3

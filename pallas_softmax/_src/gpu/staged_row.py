@@ -68,10 +68,10 @@ def part_place(
 
 @dataclasses.dataclass(frozen=True)
 class StagedRow:
-    """Elements of a row that pass through shared memory, in the steps of a `Walk`.
+    """Elements of a segment that pass through shared memory, in the steps of a `Walk`.
 
-    Each step uses a slot of shared memory, and the barrier with the slot's number. By default a step uses the slot with
-    its number in the CTA. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them in
+    Each step uses a slot of shared memory, and the barrier with the slot's number. By default, step i uses slot
+    steps_before + i. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them in
     turn. With 5 slots and 3 steps:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
@@ -100,10 +100,10 @@ class StagedRow:
 
     def _place(self, i):
         """Returns the place of step i in shared memory."""
-        return self.walk.step_size * (self.slot(i) if self.slots else i) + self.start
+        return self.walk.step_size * (i if self.slots is None else self.slot(i)) + self.start
 
     def _position(self, i):
-        """Returns the position of step i in the row."""
+        """Returns the position of step i in the segment's body."""
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def copy_in(self, gmem, smem, arrived, start, i) -> None:

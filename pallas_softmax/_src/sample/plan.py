@@ -234,7 +234,7 @@ class StreamPlan:
 
     @property
     def shares(self) -> int:
-        """Number of shares of a row, a power of two: with more, some would have no step."""
+        """Number of shares of a row, a power of two; some of the last may have no step."""
         return min(power_of_two(self.vocab / SHORT, 1), MAX_SHARES)
 
     @property

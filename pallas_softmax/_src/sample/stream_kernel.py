@@ -3,15 +3,15 @@
 The steps of a row belong to shares in turn, and the CTAs of a cluster take the shares in turn. A step has 16 elements
 for each lane. With four shares, and two warps in a CTA:
 
-    step            0   1   2   3   4   5   6   7   8   9  ..
-    share           0   0   1   1   2   2   3   3   0   0  ..
-    warp            0   1   0   1   0   1   0   1   0   1  ..      of the CTA that has the share
-    CTA of one      0   0   0   0   0   0   0   0   0   0  ..
-    CTA of two      0   0   1   1   0   0   1   1   0   0  ..
+    step                        0   1   2   3   4   5   6   7   8   9  ..
+    share                       0   0   1   1   2   2   3   3   0   0  ..
+    warp of the CTA             0   1   0   1   0   1   0   1   0   1  ..
+    CTA, if there is one        0   0   0   0   0   0   0   0   0   0  ..
+    CTA, if there are two       0   0   1   1   0   0   1   1   0   0  ..
 
-A warp takes all of its steps in one share, then in the next. A lane has a normalizer in each share. The normalizers in
-the even shares are combined in order, then in the odd ones, then both. So the order of a row's sums does not depend on
-the number of CTAs.
+A warp takes all of its steps in one share, then in the next. A lane has a normalizer in each share. They form two
+chains: the even shares, combined in order, and the odd ones. Then both chains are combined. So the order of a row's
+sums does not depend on the number of CTAs, in a row with one `Segment` of noise.
 
 A warp does this with each step:
 
@@ -126,14 +126,16 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
-        if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
+        # The warps' normalizers are combined at once, as in one CTA. This overwrites m and d of `lanes` in shared
+        # memory, which other warps may still load, and which none of them uses.
+        if plan.ctas > 1:
             of_warp = p.word(SCRATCH.warps, p.lane, RECORD_WORDS)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
         top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
         p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
-        share_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
-        p.set(log_mass, p.max(p.select(p.greedy, log(p, share_of_first), 0.0), log_prob))
+        mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
+        p.set(log_mass, p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
         for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
             p.set(result, nothing, when=~drawable)

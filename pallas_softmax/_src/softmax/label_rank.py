@@ -2,7 +2,7 @@
 
 The functions are the stages, in order:
 
-    add_step     counts the elements of a step while the part arrives
+    add_step     counts the elements of a step while the segment arrives
     overcount    corrects the vector that holds the label, where elements after the label may have been counted
     is_inexact   tells whether `add_step` may be wrong in this row, which is rare: if the label is -inf or -NaN, as
                  masked elements and fillings were -inf; or if a 16-bit row has a NaN, which may have lost its sign when
@@ -38,7 +38,7 @@ _SUMS = 4  # independent sums, so that no addition waits for the one before
 
 @twin
 def add_step(part: Any, before, terms: list, i, size: int):
-    """Returns the counts `before` of all threads, with step i of the part's body added. `terms` are its elements."""
+    """Returns the counts `before` of all threads, with step i of the segment's body added. `terms` are its elements."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
     numbers = {f"x{i}": x for i, x in enumerate(terms)} | {"count": before}

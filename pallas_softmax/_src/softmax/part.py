@@ -3,7 +3,7 @@
 `rows_kernel.py` calls these stages in their order. `plan.Parts` draws segments, and `gpu.layout.Walk` draws steps.
 
     load      copy_in (the body, a step at a time), load_edges
-    reduce    keep: each thread reduces its own elements of the segment, and each warp leaves its state
+    reduce    keep: each thread reduces its own elements of the segment, and each warp writes its state to a record
     merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
 """
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def teams(self) -> int:
-        """Number of groups of CTAs. A group has one CTA per part of a row, and takes one row or several in turns."""
+        """Number of teams. A team has the CTAs of a row, and takes one row or several in turns."""
         return self.parts.teams or self.rows
 
 
@@ -83,7 +83,7 @@ class Refs(NamedTuple):
 
     x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
     out_gmem: tuple  # the results
-    # For each array, the body of the CTA's part, or slots. The memory of the last array also stages the output.
+    # For each array, the bodies of the CTA's segments, or slots. The memory of the last array also stages the output.
     x_smem: list
     # For each array, one barrier per step, or per slot. It completes when the step has arrived.
     arrived: list
@@ -92,7 +92,7 @@ class Refs(NamedTuple):
     mask_gmem: Any = None  # the mask, (mask rows, vocab or 1), or None
     scale_gmem: Any = None  # `normalizers.encoded_scale`, (rows,) or (1,), or None
     label_gmem: Any = None  # the `Label` of each row, (rows,), or None
-    reductions_gmem: Any = None  # the reductions of the parts, as references (rows, parts), or None
+    reductions_gmem: Any = None  # the reductions of the segments, as references (rows, segments), or None
     records_smem: Any = None  # the records of this CTA's segments, see `states_ptx`
 
 
@@ -107,9 +107,9 @@ class Part:
         self.body_start = job.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
-        # Number of elements of the body that count here. The last of an uneven segment may belong to the next one.
+        # Number of elements of the body that count here. The last ones of a shorter segment belong to the next one.
         self.held = place.owned if job.parts.overlaps else job.parts.body
-        # Number of the first step in the row. The edges count as a step after the body.
+        # The number of the segment's first step in the row. The edges count as one more step.
         self.first_step = place.index * job.parts.all_steps
 
     # --- Loads
@@ -122,7 +122,7 @@ class Part:
             self.body.copy_in(self.place.in_view(x_gmem), x_smem, arrived, start, i)
 
     def load_edges(self) -> None:
-        """Loads the first and the last EDGE elements of the part, if it has edges."""
+        """Loads the first and the last EDGE elements of the segment, if it has edges."""
         if not self.job.parts.has_edges:
             return
         place, last = self.place, self.job.parts.length - EDGE
@@ -150,7 +150,7 @@ class Part:
         return [self.load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def load_mask(self, at, held, vec: int):
-        """Returns a block of the mask, from element `at` of the part on; 0 after the first `held` elements."""
+        """Returns a block of the mask, from element `at` of the segment on; 0 after the first `held` elements."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
@@ -166,11 +166,6 @@ class Part:
         for arrived in self.refs.arrived:
             for i in range(self.job.parts.walk.steps):
                 plgpu.barrier_wait(arrived.at[i])
-
-    def free_slots(self) -> None:
-        """If rows are taken in turns, lets the next row have the slots of this part, which was only read."""
-        if self.job.parts.slots is not None:
-            lax.fori_loop(0, self.job.parts.walk.steps, lambda i, _: self.body.freed(i), None)
 
     # --- Reduction
 
@@ -241,8 +236,8 @@ class Part:
     def located(self, total: Located) -> Located:
         """Returns the reduction of the row with the position of its largest element, which is in this segment.
 
-        `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
-        shorter, they begin before it.
+        `total.at` is the first step that holds it. Its blocks are read again from shared memory. If the last step has
+        fewer blocks, blocks before it are read too.
         """
         walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
         thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
@@ -281,7 +276,7 @@ class Part:
         return term
 
     def combine_from_device_memory(self):
-        """Returns the merged reductions of the row's parts, which the first launch wrote."""
+        """Returns the merged reductions of the row's segments, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
 
         def load(first: int, gmem, empty):
@@ -296,7 +291,7 @@ class Part:
     # --- Results
 
     def write_reduction(self, total) -> None:
-        """Writes the reduction of the part, for a second launch."""
+        """Writes the reduction of the segment, for a second launch."""
         for gmem, leaf in zip(self.refs.out_gmem, jax.tree.leaves(total), strict=True):
             gmem[self.place.row, self.place.index] = leaf
 
@@ -306,7 +301,7 @@ class Part:
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
     def write(self, total) -> None:
-        """Writes the elements of the part. `reduce` has made the masked elements neutral in shared memory.
+        """Writes the elements of the segment. `keep` has made the masked elements neutral in shared memory.
 
         For a neutral element, the formula gives the masked value, so the mask need not be read again. The exception is
         a NaN or an infinity in the row's reduction.
@@ -323,7 +318,7 @@ class Part:
         )
 
     def write_elements(self, total, *, read_mask: bool) -> None:
-        """Writes the elements of the part: the edges from registers, and the body through shared memory.
+        """Writes the elements of the segment: the edges from registers, and the body through shared memory.
 
         `total` is the reduction of the row. `read_mask` says whether to read the mask for the body.
         """
@@ -350,12 +345,12 @@ class Part:
 
 
 class _Edge(NamedTuple):
-    """The first or the last EDGE elements of a part, in registers, one for each thread."""
+    """The first or the last EDGE elements of a segment, in registers, one for each thread."""
 
-    start: int  # the position of the first of these elements in the part
+    start: int  # the position of the first of these elements in the segment
     arrays: list[jax.Array]  # a block from each array, as loaded: converting it early would wait for the load
     mask: jax.Array | None  # a block of the mask, as int8, or None
-    counted: jax.Array  # which elements count here, and not in the body or in the next part
+    counted: jax.Array  # which elements count here, and not in the body or in the next segment
 
     @property
     def x(self) -> list[jax.Array]:
@@ -371,7 +366,8 @@ class _Edge(NamedTuple):
 def merged_row(job: Job, refs: Refs, reduction: Reduction):
     """Returns the reduction of the row, given the records of its segments.
 
-    All CTAs of a cluster get the same bits. They must call `wait_for_peers` before they exit or write other records.
+    All CTAs of a cluster get the same bits. At the end they arrive at the cluster's barrier once more: they must call
+    `wait_for_peers` before they exit or write other records.
     """
     clustered = job.ctas > 1
     if clustered:

@@ -40,8 +40,8 @@ HALF_BACKWARD_PART_ELEMENTS = 16_500  # (1024, 151936) takes 172 us in 16 CTAs, 
 # Bytes, for rows that are not aligned to 16 bytes: each CTA has one segment, for few rows and for many. The float32
 # softmax of (1024, 50257) takes 102 us in 4 CTAs and 103 us in 8, of (1, 50257) 4.7 us and 3.4 us (H200).
 UNALIGNED_PART_BYTES, UNALIGNED_READ_PART_BYTES = 26_000, 52_000
-PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
-MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
+PART_ELEMENTS = 13_000  # (1024, 16384) in 2 CTAs: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
+MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 CTAs: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 
 # The most elements of a segment. Few rows have a CTA for each segment, and only longer rows are worth 8 or 16 of them:
@@ -52,19 +52,19 @@ MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 #     (10, 100000)                      6.1 us   5.2 us
 SEGMENT_ELEMENTS = {4: 3_100, 2: 6_300}  # in up to 4 segments, by bytes of an element
 SEGMENT_ELEMENTS_OF_8 = 6_200  # in 8 or 16 segments
-# Few rows: so many CTAs have room at once. If rows are written, twice as many are still faster than more segments in
-# each CTA.
+# With few rows, each has more CTAs, up to this number in all: they have room at once. If rows are written, up to twice
+# this number.
 CTAS = 256
 
-# Rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
+# Rows that are only read. (1024, 128256) takes 170 us in 8 CTAs, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
-# 16-bit rows that are only read. (4000, 25000) takes 69 us in 2 parts, 71 us in one. (1024, 128256) takes 88 us in 4
-# parts, 104 us in 8.
-HALF_READ_ROW_ELEMENTS = 17_000  # in one part
-HALF_READ_PART_ELEMENTS = 32_100  # in several parts
-# 16-bit rows of token_stats. (4096, 128256) takes 1.02 of the time of logsumexp in 4 parts, 1.12 in 8.
-HALF_STATS_ROW_ELEMENTS = 26_000  # in one part
-HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
+# 16-bit rows that are only read. (4000, 25000) takes 69 us in 2 CTAs, 71 us in one. (1024, 128256) takes 88 us in 4
+# CTAs, 104 us in 8.
+HALF_READ_ROW_ELEMENTS = 17_000  # in one CTA
+HALF_READ_PART_ELEMENTS = 32_100  # in several CTAs
+# 16-bit rows of token_stats. (4096, 128256) takes 1.02 of the time of logsumexp in 4 CTAs, 1.12 in 8.
+HALF_STATS_ROW_ELEMENTS = 26_000  # in one CTA
+HALF_STATS_PART_ELEMENTS = 33_000  # in several CTAs
 
 # --- Two launches -------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ SPLIT = 256  # in two launches, the number of segments is a multiple of this: ab
 
 # --- Steps --------------------------------------------------------------------------------------------
 
-STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of 16 bytes, so a step has 8 KB
+STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of 16 bytes, 2 KB
 # The same for rows that are only read, and for the longest segments. A backward that reads steps twice is the
 # exception, and has STEP_BLOCKS.
 #
@@ -94,7 +94,7 @@ MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
 # Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
 # a load takes 1 to 2 us when device memory is busy. (1024, 50257) takes 166 us (92%) with 32 registers, 184 us with 8.
-# In longer parts, the mask of a later step moves to other registers one step after its load, and waits for the load.
+# In longer segments, the mask of a later step moves to other registers one step after its load, and waits for the load.
 MASK_REGISTERS = 32
 
 # --- Rows in turns ------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ READ_AGAIN_COST = 1.25
 # A line of device memory; bulk copies start on one. (512, 500009) takes 723 us, with bodies on 16 bytes 874 us.
 LINE_BYTES = 128
 
-EDGE = 128  # elements at each end of a part that is not aligned to 16 bytes, one per thread
+EDGE = 128  # elements at each end of a segment, one per thread, if rows are not aligned to 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Parts:
     # Number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
     # if each row has its own CTAs.
     teams: int | None = None
-    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the row does not
+    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the segment does not
     # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
     # `StagedRow`. None if each row has its own CTAs.
     slots: int | None = None
@@ -275,8 +275,8 @@ class _Problem:
     def parts(self, count: int, *, per_cta: int = 1, cluster: bool = True) -> Parts:
         """Returns the plan with `count` CTAs for each row, and `per_cta` segments for each; it may not fit.
 
-        The steps of a segment are few, and about equally long. Two full steps and a rest are slow: the softmax of
-        (1024, 151936) bfloat16 takes 177 us with steps of 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
+        A step has up to `most` blocks, but three steps become two longer ones. Two full steps and a rest are slow: the
+        softmax of (1024, 151936) bfloat16 takes 177 us with 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
         most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
@@ -337,7 +337,7 @@ def _in_cluster(problem: _Problem) -> Parts:
     count = _smallest_cluster(problem, _part_elements, segments)
     while count < segments and 2 * count * problem.rows <= (CTAS if problem.only_read else 2 * CTAS):
         count *= 2
-    return problem.parts(min(count, segments), per_cta=max(1, segments // count))
+    return problem.parts(count, per_cta=segments // count)
 
 
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
@@ -364,7 +364,7 @@ def _segment_elements(problem: _Problem, count: int) -> int:
 def _part_elements(problem: _Problem, count: int) -> int:
     """Returns the most elements of a CTA, for a row over `count` CTAs; the largest cluster may exceed it.
 
-    If a CTA has one segment, the number of rows does not count.
+    The number of rows counts only where a CTA may hold several segments.
     """
     half, many = problem.itemsize == 2, problem.segmented and problem.rows >= MANY_ROWS
     if problem.vocab % problem.vec:

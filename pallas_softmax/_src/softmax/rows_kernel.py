@@ -1,4 +1,4 @@
-"""Kernels for softmax along the last axis. A row lies in registers, or passes through shared memory in parts.
+"""Kernels for softmax along the last axis. A row lies in registers, or passes through shared memory in steps.
 
 Short rows are in the registers of a few lanes, of a warp, or of all threads of a CTA: load -> reduce -> write.
 
@@ -8,9 +8,9 @@ CTAs of a cluster exchange reductions through shared memory:
     load -> reduce each segment -> merge all segments of the row -> write
 
 With `Parts.slots`, a team (a CTA or a cluster) takes several rows in turns. If shared memory holds only some steps of a
-row, the first steps are read twice.
+segment, the first steps are read twice.
 
-Or many CTAs share a row, in two launches for all rows, each with a segment. In the second launch each CTA merges the
+Or many CTAs share a row, one segment each, in two launches for all rows. In the second launch each CTA merges the
 reductions of all segments of its row. So each element is read twice:
 
     launch 1    load -> reduce -> write the segment's reduction
@@ -160,13 +160,13 @@ def _reduce_merge_write(job: Job, refs: Refs, part_of: Callable[[Any], Part]) ->
     formula = part_of(0).formula
     total = merged_row(job, refs, formula.reduction)
     if formula.value is not None:  # for example softmax: the elements, from shared memory
-        # The last block that a segment stores may reach into the next one, which has been written by then.
+        # The last block of a segment may reach into the next segment, so the last segment is written first. (Masked
+        # elements are stored while a segment is reduced, but then a CTA has one segment.)
         each(lambda number: part_of(job.parts.per_cta - 1 - number).write(total))
     elif formula.locates:
         _write_located(job, refs, part_of, total)
     else:
         part_of(0).write_constants(total)  # for example logsumexp: one number per row
-        part_of(0).free_slots()
     wait_for_peers(job, refs)  # a CTA must not exit, or write other records, before its peers have merged
 
 
@@ -184,19 +184,21 @@ def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) 
 
 
 def _recounted(job: Job, refs: Refs, part_of: Callable[[Any], Part], total):
-    """Returns how many elements of the row come before its label, counted again if the steps may be wrong."""
+    """Returns how many elements of the row come before its label, counted again if the steps may be wrong.
 
-    def count_again():
+    All CTAs of a cluster take the same branch: their m has the same bits. In two launches, this is about a segment.
+    """
+
+    def keep_count(number):
+        part = part_of(number)
+        part.keep_sum(label_rank.count_again(part), number)
+
+    def recount():
         wait_for_peers(job, refs)
-
-        def keep(number):
-            part = part_of(number)
-            part.keep_sum(label_rank.count_again(part), number)
-
-        _for_each(job.parts.per_cta, keep)
+        _for_each(job.parts.per_cta, keep_count)
         return merged_row(job, refs, SUM)
 
-    return lax.cond(label_rank.is_inexact(part_of(0), total), count_again, lambda: total.before)
+    return lax.cond(label_rank.is_inexact(part_of(0), total), recount, lambda: total.before)
 
 
 def compute_rows_in_turns(job: Job, refs: Refs) -> None:
@@ -220,9 +222,11 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def part_of(turn) -> Part:
         place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
         before = turn * steps_of_row
-        freed = lambda i: load_step(before + i + slots)  # noqa: E731
-        body = StagedRow(walk, slots, before, freed=freed, again=job.parts.again)
-        return Part(job, refs, place, body)
+
+        def freed(i) -> None:
+            load_step(before + i + slots)
+
+        return Part(job, refs, place, StagedRow(walk, slots, before, freed=freed, again=job.parts.again))
 
     def load_step(number) -> None:
         """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
@@ -232,9 +236,8 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def take_turn(turn, _) -> None:
         part = part_of(turn)
         part.load_edges()
-        _reduce_merge_write(
-            job, refs, lambda number: part
-        )  # each slot that it frees takes a step of a later row
+        # Each slot that this frees takes a step of a later row.
+        _reduce_merge_write(job, refs, lambda number: part)
 
     lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
     lax.fori_loop(0, turns, take_turn, None)
@@ -243,7 +246,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
 # --- Long rows, in two launches ------------------------------------------------------------------------
 
 
-def reduce_part(job: Job, refs: Refs) -> None:
+def reduce_segment(job: Job, refs: Refs) -> None:
     """The first kernel of two: reduces each segment and writes its reduction."""
     part = _load(job, refs)
     part.keep(0)
@@ -253,7 +256,7 @@ def reduce_part(job: Job, refs: Refs) -> None:
     part.write_reduction(part.located(total) if part.formula.locates else total)
 
 
-def write_part(job: Job, refs: Refs) -> None:
+def write_segment(job: Job, refs: Refs) -> None:
     """The second kernel of two: merges the reductions of the row's segments, then writes the elements.
 
     It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
@@ -318,14 +321,14 @@ def launch(
         return _launch(job, kernel, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
-    part_types = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, _launch(job, reduce_part, f"{name}_reduce", part_types))
+    of_segments = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, _launch(job, reduce_segment, f"{name}_reduce", of_segments))
     if formula.value is None:
         reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
         totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
         constants = formula.scaled(scale).constants(totals)
         return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
-    return _launch(job, write_part, name, results, reductions)
+    return _launch(job, write_segment, name, results, reductions)
 
 
 def _launch(
@@ -333,7 +336,7 @@ def _launch(
 ) -> list[jax.Array]:
     """Launches kernel(job, refs) on all rows, and returns its results.
 
-    `reductions` has the reductions of the parts, arrays (rows, parts), if a launch before made them.
+    `reductions` has the reductions of the segments, (rows, segments), if a launch before made them.
     """
     parts = job.parts
     scratch: dict[str, Any] = {

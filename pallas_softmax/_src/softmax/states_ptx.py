@@ -6,7 +6,8 @@ numbers, and `plan.Parts` draws segments. A row is merged in one order, wherever
     keep      the lanes of each warp merge, once for each segment   → a record of the segment: a state of each warp
     merged    the warps of a segment merge, then all segments       → the state of the row
 
-So the order depends on the segments only, and not on the number of CTAs that hold them.
+So the order depends on the segments only, and not on the number of CTAs that hold them. (In rows that are not aligned
+to 16 bytes, it also follows the address of a segment.)
 
 `add_logits` adds several logits to the moments of each thread. It takes their maximum first, and rescales the old d and
 t once. Then each logit x takes six instructions, or seven with a temperature. Here a = log2(e) / temperature, in two
@@ -171,13 +172,18 @@ def merge_program(form: Form, segments: int, ctas: int) -> CtaProgram:
 
 
 def _record(p: CtaProgram, form: Form, segment: Value) -> Value:
-    """Returns the address of the record of a segment, in this CTA: field by field, a number of each warp."""
+    """Returns the address of the record of a segment, in this CTA.
+
+    result    | m | d | ..  8 words
+    record 0  | m of 4 warps | d of 4 warps | ..
+    record 1  | ..
+    """
     return p.operand("records", "u32") + segment * (4 * WARPS * len(form.fields)) + 4 * _RESULT_WORDS
 
 
 def _combine_lanes(p: CtaProgram, form: Form, state: State) -> State:
     """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
-    m = dict(zip("m", p.over_warp(["max.NaN"], [state["m"]]))) if "m" in state else {}
+    m = {"m": p.over_warp(["max.NaN"], [state["m"]])[0]} if "m" in state else {}
     parts = _relative_to(p, form, state, *m.values())
     sums = p.over_warp([_MERGES[name] for name in parts], [*parts.values()])
     return m | dict(zip(parts, sums))
