@@ -17,7 +17,8 @@ from pallas_softmax import paper
 from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
-from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.sample.plan import StreamPlan, plan_of
+from pallas_softmax._src.sample.stream_kernel import draw_rows
 from pallas_softmax._src.select.plan import SelectPlan
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
@@ -28,7 +29,7 @@ from tests.sample import kernels as sample
 from tests.softmax import kernels as softmax
 from tests.support import bounds, cases, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
-from tests.support.draws import assert_cutoffs, assert_draws
+from tests.support.draws import assert_cutoffs, assert_draws, without_filters
 from tests.topk import kernels as topk
 from tests.topk import select
 
@@ -41,6 +42,7 @@ SHAPES = [
     (3, 1003, "bfloat16", Parts(1003, 8, 2, 1, True), True, oracle.OPERATIONS),
     (2, 1003, "float32", Parts(1003, 4, 1, 2, True), True, oracle.OPERATIONS),
     (2, 2048, "bfloat16", Parts(2048, 8, 1, 4, True), False, TWO),
+    (2, 5000, "bfloat16", Parts(5000, 8, 1, 2, True, per_cta=2), False, oracle.OPERATIONS),
     (2, 1003, "float32", Parts(1003, 4, 1, 2, False), False, TWO),
     (3, 1003, "float32", Parts(1003, 4, 1, 2, True, teams=1, slots=2), True, TWO),
     (3, 1503, "float32", Parts(1503, 4, 1, 2, True, teams=1, slots=2), False, ("softmax", "softmax_grad")),
@@ -83,10 +85,15 @@ SAMPLE = [
     (4, 1501, "float32", 3, 1, True),
 ]
 
-# (V, dtype, plan, whether there are a mask and temperatures) of token_stats: in registers, in clusters.
+# (V, dtype, CTAs) of sample without filters.
+STREAM = [(2003, "float32", 1), (10_000, "bfloat16", 2)]
+
+# (V, dtype, plan, whether there are a mask and temperatures) of token_stats: in registers, in clusters. A CTA has one
+# segment, or two.
 STATS = [
     (1000, "float32", None, True),
     (2048, "bfloat16", Parts(2048, 8, 1, 4, True), False),
+    (5000, "bfloat16", Parts(5000, 8, 1, 2, True, per_cta=2), False),
 ]
 
 # (gate, E, k, dtype) of route and its gradient. By words; by float keys; groups that share lanes, and that span lanes.
@@ -196,6 +203,10 @@ def mosaic_gpu():
             parameters = [np.float32([1]), np.int32([k]), np.float32([p]), np.float32([m])]
             assert_draws(kernel(x, words, parameters, where), x, words, range(rows), parameters, where)
             assert_cutoffs(kernel(x, None, parameters, where), x, range(rows), parameters, where)
+    for v, dtype, count in STREAM:
+        x, words, parameters, labels = without_filters(logits(4, v, dtype, ties=True)[0], step=5)
+        kernel = functools.partial(draw_rows, plan=StreamPlan(v, x.dtype.itemsize, count), stride=1)
+        assert_draws(jax.jit(kernel)(x, parameters[0], words), x, words, labels, parameters)
     for name, experts, k, dtype in ROUTE:
         gate, (x, _) = routing.GATES[name], logits(5, experts, dtype, ties=True)
         run = jax.jit(route.results_and_gradient(k, gate, interpret=None))
@@ -216,7 +227,7 @@ def mosaic_gpu():
         np.testing.assert_array_equal(
             got.argmax, oracle.token_stats(x, labels, given[0], t if options else 1.0)[3]
         )
-    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, ROUTE, STATS, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, STREAM, ROUTE, STATS, PAPER)
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))

@@ -302,6 +302,7 @@ CLUSTERS = [
     (Parts(2003, 8, 4, 4, True), BF16, [*ALL, "normal"]),
     (Parts(2048, 4, 1, 8, True), F32, FEW),
     (Parts(16 * 400, 8, 1, 16, True), F16, FEW),
+    (Parts(5000, 8, 1, 2, True, per_cta=2), BF16, ALL),
     # rows in turns
     (Parts(1003, 4, 1, 2, True, teams=11, slots=3), F32, ALL),
     (Parts(2048, 4, 1, 8, True, teams=1, slots=1), F32, ALL),
@@ -309,7 +310,7 @@ CLUSTERS = [
 ]
 
 EVERY_PLAN = [(*plan, False) for plan in PARTS + CLUSTERS] + [
-    (*plan, True) for plan in [*CLUSTERS[:2], CLUSTERS[4]]
+    (*plan, True) for plan in [*CLUSTERS[:2], CLUSTERS[5]]
 ]
 
 

@@ -126,9 +126,8 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
-        # The warps' normalizers are combined at once, as in one CTA. This overwrites m and d of `lanes` in shared
-        # memory, which other warps may still load, and which none of them uses.
-        if plan.ctas > 1:
+        if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
+            p.barrier()  # other warps may still load `lanes` from the words that this writes
             of_warp = p.word(SCRATCH.warps, p.lane, RECORD_WORDS)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
         top, total, _, winner, x = _combine(p, lanes)

@@ -167,7 +167,8 @@ class Parts:
     # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
     # `StagedRow`. None if each row has its own CTAs.
     slots: int | None = None
-    per_cta: int = 1  # number of segments of a CTA; 1 with edges, with turns, and in two launches
+    # Number of segments of a CTA; one with a mask, with edges, with turns, and in two launches.
+    per_cta: int = 1
 
     @property
     def cut(self) -> Cut:
