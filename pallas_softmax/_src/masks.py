@@ -72,6 +72,8 @@ def is_partly_manual() -> bool:
 
 def at(x, indices, mode="promise_in_bounds", fill_value=None) -> jax.Array:
     """Returns the elements at indices of the last axis. By default all are in bounds: checks take longer on a CPU."""
+    if not indices.shape[-1]:  # jax 0.10 refuses this along an Explicit mesh axis
+        return jnp.zeros_like(indices, dtype=x.dtype)
     if not is_partly_manual():
         return jnp.take_along_axis(x, indices, -1, mode=mode, fill_value=fill_value)
     return _summed_at(jnp.broadcast_to(x, (*indices.shape[:-1], x.shape[-1])), indices, mode, fill_value)

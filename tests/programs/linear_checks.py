@@ -324,6 +324,7 @@ STEPS = {
     "fsdp and columns": ({"data": 2, "model": 4}, P("data"), P("data", "model")),
     "fsdp on V and columns": ({"data": 2, "model": 4}, P("data"), P(None, ("model", "data"))),
     "sequence and columns": ({"data": 2, "model": 4}, P("data", "model"), P(None, "model")),
+    "tokens and columns on one axis": ({"a": 2, "b": 4}, P("b"), P(None, ("a", "b"))),
 }
 
 
@@ -341,6 +342,8 @@ def least_bytes(layout):
         total = min(total, 2 * 7 / 8 * (4 * d + 12) * b * s)
     if layout == "hybrid fsdp":  # w is gathered over b; the sum is scattered over b, then reduced over a
         total = (2 * 3 / 4 + 2 * 1 / 2 / 4) * dw
+    if layout == "tokens and columns on one axis":  # the same of x and dx; every device merges all statistics
+        total = (2 * 3 / 4 + 2 * 1 / 2 / 4) * 4 * b * s * d + 2 * 7 / 8 * 12 * b * s
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
@@ -404,5 +407,5 @@ for how in HOW[:2]:
     register(own_slices, how)
 for parameters in itertools.product(STEPS, HOW[:2]):
     register(few_bytes, *parameters)
-for layout in ("tokens", "hybrid fsdp", "columns"):
+for layout in ("tokens", "hybrid fsdp", "columns", "tokens and columns on one axis"):
     register(one_rounding, layout)

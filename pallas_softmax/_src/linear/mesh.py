@@ -221,12 +221,11 @@ def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
     """Returns a device's rows of the sum of dx over the devices that hold the columns of a row."""
     if not any(layout.dx):
         return dx
-    if others := tuple(axis for axis in layout.columns if axis not in sum(layout.dx, ())):
-        dx = lax.psum(dx, others)
     for i, axes in enumerate(layout.dx):
         if axes:
             dx = lax.psum_scatter(dx, axes, scatter_dimension=i, tiled=True)
-    return dx
+    others = tuple(axis for axis in layout.columns if axis not in sum(layout.dx, ()))
+    return lax.psum(dx, others) if others else dx
 
 
 def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, change: Callable) -> jax.Array:
