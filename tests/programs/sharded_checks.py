@@ -486,7 +486,7 @@ def arrays_of(name, dtype, **changed):
         "temperature": np.geomspace(0.5, 2, n, dtype=F32) * (np.arange(n) % 3 > 0),
         "lengths": rng.integers(-9, V + 9, n, np.int32),
         "labels": rng.integers(-1, V, n, np.int32),
-        "key": jax.random.split(jax.random.key(5), n),
+        "key": jax.random.split(jax.random.key(5, impl=changed.get("impl")), n),
         "top_k": np.resize([100, 0, 5], n),
         "top_p": np.resize(np.array([0.3, 0.9, 1, 0], F32), n),
         "min_p": np.resize(np.array([0.01, 0], F32), n),
@@ -534,8 +534,7 @@ OVERFLOWS = {  # x / temperature is -inf in a whole shard, or in the whole row
 for name, x in OVERFLOWS.items():
     t = np.resize(np.array([0.7, 1e-3, 0], F32), len(NAMES))
     unfiltered = {"logits": x, "temperature": t, **dict.fromkeys(("where", "top_k", "top_p", "min_p"))}
-    keys = {"key": jax.random.split(jax.random.key(6, impl="rbg"), len(NAMES))} if name == "rbg" else {}
-    ROWS[f"sample, {name}"] = "sample", x.dtype, unfiltered | keys
+    ROWS[f"sample, {name}"] = "sample", x.dtype, unfiltered | ({"impl": "rbg"} if name == "rbg" else {})
 
 
 def spec_of(of, a, n, v, spec):
@@ -556,7 +555,10 @@ def agrees(name, layout, how):
     arrays = arrays_of(call, dtype, **changed) if layout else given
     # without a layout, a call of a small batch: a mean over all rows, and one key
     spec = at.spec if layout or how not in BY_HAND else (None, "v")
-    linear, options = call.startswith("linear"), {of: a for of, a in changed.items() if of not in given}
+    linear, options = (
+        call.startswith("linear"),
+        {of: a for of, a in changed.items() if of not in (*given, "impl")},
+    )
     n, v = (len(NAMES), V) if layout else (calls.BATCH[0], calls.V)
     specs = {of: spec_of(of, a, n, None if linear else v, spec) for of, a in arrays.items()}
     of_floats = np.dtype(dtype).kind not in "iu"

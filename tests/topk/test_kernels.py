@@ -294,7 +294,7 @@ def test_lowered_public_topk(call, v, dtype):
     def f(x, where=None):
         return topk(x, where=where, implementation="mosaic_gpu").values
 
-    want = ["softmax_topk"] + ["topk_merge"] * (v == 30000)
+    want = ["softmax_topk"] + ["topk_merge"] * (v == 30000 and dtype == "float32")
     want += ["topk_grad"] * (v <= 1024 and call in ("grad", "vmap of grad"))
     assert kernel_names(lowered(CALLS[call](f), array(5, 3, v, dtype=dtype))) == want
 
