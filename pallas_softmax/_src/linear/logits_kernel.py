@@ -193,7 +193,7 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     """
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     if len(x) < TILE_M:  # a copy of a block that reaches beyond x is slow
-        x = _padded_rows(x, TILE_M)
+        x = jnp.pad(x, ((0, TILE_M - len(x)), (0, 0)))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, w.shape[0 if head.transpose_w else 1], vocab, tiling),
@@ -365,10 +365,6 @@ def _inverse_temperature(tokens: Tokens, tiling: Tiling):
 
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
-
-
-def _padded_rows(x, rows: int):
-    return jnp.pad(x, ((0, rows - len(x)), (0, 0)))
 
 
 def _load_per_row(gmem, place: Place):

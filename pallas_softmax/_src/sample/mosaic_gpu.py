@@ -328,9 +328,8 @@ def _log_mass(p: PartProgram, kept: Kept) -> Value:
 # --- Calls of any rank
 
 
-Plans = tuple[
-    SamplePlan, StreamPlan
-]  # how the rows of a call lie over the GPU with filters or a mask; and without
+# How the rows of a call lie over the GPU with filters or a mask; and without.
+Plans = tuple[SamplePlan, StreamPlan]
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:

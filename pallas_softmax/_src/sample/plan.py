@@ -202,10 +202,8 @@ KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
 # Elements in one step of every warp of two warpgroups. For rows of up to as many, one warpgroup is enough.
 SHORT = LANES * STEP_ELEMENTS * WARPS * WARPGROUPS
-PLACES, FEWER_PLACES = (
-    396,
-    256,
-)  # how many CTAs an H100 runs at once, if three share a multiprocessor, and if two do
+# How many CTAs an H100 runs at once, if three share a multiprocessor, and if two do.
+PLACES, FEWER_PLACES = 396, 256
 CLUSTERS = 1, 2, 4, 8, 16
 MAX_SHARES = 16
 CHAINS = 2  # the normalizers of even shares are combined, then of odd shares, then both

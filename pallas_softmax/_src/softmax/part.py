@@ -180,7 +180,7 @@ class Part:
     def _reduce(self):
         """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
         reduction = self.formula.reduction
-        lanes = jax.tree.map(lambda x: blocks.filled(x), reduction.empty)
+        lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
             lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
         masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
