@@ -22,8 +22,7 @@ from pallas_softmax._src.linear.api import (
     linear_logsumexp,
     linear_token_stats,
 )
-from pallas_softmax._src.linear.sample import linear_sample
-from pallas_softmax._src.linear.topk import linear_topk
+from pallas_softmax._src.linear.decoding import linear_sample, linear_topk
 from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, filter_logits, sample
 from pallas_softmax._src.sample.verify import Verified, verify

@@ -392,16 +392,9 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
         # kernels sort several labels
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
     losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
-    losses = _zero_if_left_out(tokens, differentiable_if_finite(losses[..., None] if one_label else losses))
+    losses = tokens.zero_if_left_out(differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
-    return losses, _zero_if_left_out(tokens, jax.lax.stop_gradient(logsumexp))
-
-
-def _zero_if_left_out(tokens: Tokens, results):
-    """Returns the results, 0 for tokens that are left out."""
-    if tokens.kept is None:
-        return results
-    return jnp.where(formulas.like_labels(tokens.kept, results), results, 0)
+    return losses, tokens.zero_if_left_out(jax.lax.stop_gradient(logsumexp))
 
 
 @at_once("options")
@@ -418,8 +411,8 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
-    log_probs, entropy, logsumexp = (_zero_if_left_out(tokens, differentiable_if_finite(a)) for a in floats)
-    argmax = _zero_if_left_out(tokens, jax.lax.bitcast_convert_type(bits, jnp.int32))
+    log_probs, entropy, logsumexp = (tokens.zero_if_left_out(differentiable_if_finite(a)) for a in floats)
+    argmax = tokens.zero_if_left_out(jax.lax.bitcast_convert_type(bits, jnp.int32))
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
 

@@ -14,7 +14,7 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
-from pallas_softmax._src.dispatch.refusal import constant, reverse_only
+from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear.derivatives import Static
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, is_temperature, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
@@ -29,7 +29,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Options(NamedTuple):
-    """The name and the static arguments of a public function. Only the numbers are checked; the others are not yet."""
+    """The name and the static arguments of a public function. Only the numbers are checked."""
 
     function: str
     softcap: float | None
@@ -47,13 +47,16 @@ _RANGES: dict[str, tuple[float, Callable, str]] = {
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
     "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
-# At temperature 0, a divergence would be infinite wherever the largest logits differ.
-_RANGE_OF_POSITIVE = (1, lambda a: (a >= 1e-37) & (a <= 1e37), "from 1e-37 to 1e37")
+
+
+def _is_positive(a: Any) -> Any:
+    return (a >= 1e-37) & (a <= 1e37)
 
 
 def _range_of(function: str, name: str) -> tuple[float, Callable, str]:
+    # At temperature 0, a divergence would be infinite wherever the largest logits differ.
     is_positive = function == "linear_kl_divergence" and name == "temperature"
-    return _RANGE_OF_POSITIVE if is_positive else _RANGES[name]
+    return (1, _is_positive, "from 1e-37 to 1e37") if is_positive else _RANGES[name]
 
 
 # ---- Before `at_once`: checks of numbers that are known
@@ -70,16 +73,13 @@ def known_options(
 
 
 def known_softcap(function: str, softcap, name: str = "softcap") -> float | None:
-    """Returns a softcap, checked."""
     if softcap is None:
         return None
-    return static_number(
-        function, name, softcap, lambda a: (a >= 1e-37) & (a <= 1e37), "None or from 1e-37 to 1e37"
-    )
+    return static_number(function, name, softcap, _is_positive, "None or from 1e-37 to 1e37")
 
 
 def static_number(function: str, name: str, value, accepted: Callable, wanted: str) -> float:
-    """Returns a number that must be known while tracing. The arguments are as for `arguments.in_range`."""
+    """Returns a number that must be known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(
             f"{function}: {name} must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
@@ -95,18 +95,16 @@ def known_tokens(function: str, labels, **numbers) -> Tokens:
 
     Concrete numbers are checked. A concrete default becomes None, so that the program leaves out its computation.
     """
-    return Tokens(labels, **{name: _known_number(function, name, value) for name, value in numbers.items()})
-
-
-def _known_number(function: str, name: str, value) -> Any:
-    default, accepted, wanted = _range_of(function, name)
-    value = arguments.in_range(function, name, value, accepted, wanted)
-    is_scalar = arguments.is_known(value) and not np.ndim(value)
-    return None if is_scalar and jax.device_get(value) == default else value
+    for name, value in numbers.items():
+        default, accepted, wanted = _range_of(function, name)
+        value = arguments.in_range(function, name, value, accepted, wanted)
+        is_scalar = arguments.is_known(value) and not np.ndim(value)
+        numbers[name] = None if is_scalar and jax.device_get(value) == default else value
+    return Tokens(labels, **numbers)
 
 
 def known_weights(function: str, name: str, weights) -> Any:
-    """Returns token_weights or label_probs, or None. Raises unless they are real numbers."""
+    """Returns token_weights or label_probs; they must be real numbers."""
     if weights is None:
         return None
     weights = arguments.parameter(function, name, weights)
@@ -117,7 +115,6 @@ def known_weights(function: str, name: str, weights) -> Any:
 
 
 def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
-    """Returns the tokens with label_probs, which may be None, checked like `known_weights`."""
     smoothing = tokens.label_smoothing
     if label_probs is None:
         return tokens
@@ -130,13 +127,34 @@ def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
 # ---- While tracing
 
 
+class Checked(NamedTuple):
+    """The checked arguments of a projection."""
+
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    head: Head
+    workspace_bytes: int
+    mesh_axes: tuple[str, ...]
+    vocab: int  # the number of columns on all devices
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of the tokens."""
+        return self.x.shape[:-1]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the arithmetic."""
+        return widen(self.x).dtype
+
+
 def checked_call(
     x, w, bias, where, token_weights, tokens: Tokens, options: Options, gradient: Operation
 ) -> tuple[Static, tuple]:
     """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
 
-    Labels become int32. A label out of range becomes -1. Tokens with weight 0 are left out, as if `where` were False
-    there. Tokens that are left out get weight 0, label 0 and default numbers.
+    Tokens with weight 0 are left out, as if `where` were False there.
 
     Args:
       x, w, bias, where, token_weights, tokens: as users pass them. With a teacher, `Columns` take the place of bias.
@@ -145,22 +163,20 @@ def checked_call(
         round the gradients to float16 before the backward multiplies them by the cotangent. So they could overflow or
         become 0.
     """
-    name = options.function
-    columns = bias
-    x, w, bias, head, workspace_bytes, mesh_axes, vocab = checked_projection(x, w, bias_of(bias), options)
+    name, columns = options.function, bias
+    given = checked_projection(x, w, bias_of(bias), options)
+    x, w, bias, head, workspace_bytes, mesh_axes, vocab = given
     if isinstance(columns, Columns):
-        bias = columns._replace(bias=bias)
-        bias, tokens, head = _with_teacher(x, head.vocab(w), bias, tokens, head, options)
-    batch, dtype = x.shape[:-1], widen(x).dtype
-    where = kept_tokens(name, where, batch)
+        bias, tokens, head = _with_teacher(given, columns, tokens, options)
+    where = kept_tokens(name, where, given.batch)
     weights = token_weights
     if weights is not None:
-        weights = _one_per_token(name, "token_weights", weights, batch, dtype)
+        weights = _one_per_token(name, "token_weights", weights, given)
         # Not jnp.where(weights != 0, weights, 0): on the CPU, it would make 0 of subnormal weights.
         weights = weights if where is None else jnp.where(where, weights, 0)
         where = ~is_zero(weights)
         weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
-    tokens = checked_tokens(name, tokens, where, batch, dtype, vocab)
+    tokens = checked_tokens(name, tokens, where, given)
     per_token = tokens._replace(kept=None)._asdict()
     check_replicated(options, mesh_axes, x=x, where=where, token_weights=weights, **per_token)
     x, w, bias, weights, tokens = lay_out((x, w, bias, weights, tokens), head, mesh_axes)
@@ -180,28 +196,23 @@ def checked_call(
     return static, (x, w, bias, weights, tokens)
 
 
-def _with_teacher(x, vocab: int, columns: Columns, tokens: Tokens, head: Head, options: Options):
+def _with_teacher(student: Checked, columns: Columns, tokens: Tokens, options: Options):
     """Returns the columns, tokens and head with the teacher's arrays, checked and without a gradient."""
     arrays = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     of_teacher = options._replace(softcap=options.teacher_softcap)
-    teacher_x, teacher_w, teacher_bias, teacher, *_ = checked_projection(*arrays, of_teacher, "teacher_")
-    if teacher_x.shape[:-1] != x.shape[:-1] or teacher.vocab(teacher_w) != vocab:
+    teacher = checked_projection(*arrays, of_teacher, "teacher_")
+    if (teacher.batch, teacher.vocab) != (student.batch, student.vocab):
         raise ValueError(
             f"{options.function}: the teacher must have the tokens and columns of the student,"
-            f" {x.shape[:-1]} and V={vocab}, got {teacher_x.shape[:-1]} and V={teacher.vocab(teacher_w)}"
+            f" {student.batch} and V={student.vocab}, got {teacher.batch} and V={teacher.vocab}"
         )
-    teacher_x, teacher_w, teacher_bias = jax.lax.stop_gradient((teacher_x, teacher_w, teacher_bias))
-    head = dataclasses.replace(head, beta=options.beta, teacher=teacher)
-    return Columns(columns.bias, teacher_w, teacher_bias), tokens._replace(teacher_x=teacher_x), head
+    teacher_x, *arrays = jax.lax.stop_gradient(teacher[:3])
+    head = dataclasses.replace(student.head, beta=options.beta, teacher=teacher.head)
+    return Columns(student.bias, *arrays), tokens._replace(teacher_x=teacher_x), head
 
 
-def checked_projection(
-    x, w, bias, options: Options, prefix: str = ""
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int, tuple[str, ...], int]:
-    """Checks and returns x, w, bias, head, workspace_bytes, mesh axes, and the number of columns on all devices.
-
-    `prefix` begins the names of x, w and bias in messages.
-    """
+def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checked:
+    """Returns the checked arguments. `prefix` begins the names of x, w and bias in messages."""
     name = options.function
     x_name, w_name, bias_name = (prefix + argument for argument in ("x", "w", "bias"))
     x, w = arguments.array(name, x_name, x), arguments.array(name, w_name, w)
@@ -233,15 +244,10 @@ def checked_projection(
     if workspace_bytes <= 0:
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
-    vocab = vocab * jax.lax.axis_size(mesh_axes)
-    return x, w, bias, head, workspace_bytes, mesh_axes, vocab
+    return Checked(x, w, bias, head, workspace_bytes, mesh_axes, vocab * jax.lax.axis_size(mesh_axes))
 
 
 def _precision(dtype) -> Any:
-    """Returns the precision of products: None for 16-bit dtypes.
-
-    For others it is `jax.default_matmul_precision`, or "highest" if that is unset.
-    """
     if dtype.itemsize < 4:
         return None
     return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
@@ -262,59 +268,50 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
     return x, *vary_together(w, bias, over=mesh_axes), *per_token
 
 
-def constants(name: str, arrays: tuple) -> Any:
-    """Returns the arrays of a function that has no gradient."""
-    reason = (
-        f"{name}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices as labels"
-        " to pallas_softmax.linear_log_probs, which has one"
-    )
-    return constant(arrays, reason)
-
-
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:
     """Returns which tokens are kept, in the shape of the tokens; None if all are."""
     return None if where is None else jnp.broadcast_to(arguments.mask(name, where, batch), batch)
 
 
-def checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
+def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
     """Returns the labels and numbers of the tokens, broadcast to one per token.
 
+    Labels become int32. A label out of range becomes -1, and another number out of range NaN.
+
     Tokens that `where` leaves out get label 0 and default numbers. They could otherwise make a NaN, which
-    `jax_debug_nans` and checkify would report. A number out of range becomes NaN.
+    `jax_debug_nans` and checkify would report.
     """
     found = tokens._asdict() | {"kept": where}
-    if (labels := found["labels"]) is not None:
-        labels = _labels(name, labels, shape, vocab, several=tokens.label_probs is not None)
+    if (labels := tokens.labels) is not None:
+        labels = _labels(name, labels, given, several=tokens.label_probs is not None)
         found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
-    if (probs := tokens.label_probs) is not None:
-        found["label_probs"] = _label_probs(name, probs, labels, where, dtype)
-    if labels is not None and labels.shape[len(shape) :] == (0,):  # kernels need a label
-        one_more = [(0, 0)] * len(shape) + [(0, 1)]
-        found |= {
-            of: jnp.pad(found[of], one_more) for of in ("labels", "label_probs") if found[of] is not None
-        }
+        if (probs := tokens.label_probs) is not None:
+            found["label_probs"] = _label_probs(name, probs, labels, where, given.dtype)
+        if labels.shape[len(given.batch) :] == (0,):  # kernels need a label
+            one_more = [(0, 0)] * len(given.batch) + [(0, 1)]
+            for of in ("labels", "label_probs"):
+                found[of] = None if found[of] is None else jnp.pad(found[of], one_more)
     for argument in _RANGES:
         default, accepted, _ = _range_of(name, argument)
         if (value := found[argument]) is not None:
-            value = _one_per_token(name, argument, value, shape, dtype)
+            value = _one_per_token(name, argument, value, given)
             value = jnp.where(accepted(value), value, jnp.nan)
             found[argument] = value if where is None else jnp.where(where, value, default)
     return Tokens(**found)
 
 
-def _one_per_token(name: str, argument: str, value, shape: tuple[int, ...], dtype) -> jax.Array:
-    """Returns a number, or one per token, as an array of this shape and dtype."""
+def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array:
     value = arguments.array(name, argument, value)
     try:
-        return jnp.broadcast_to(value.astype(dtype), shape)
+        return jnp.broadcast_to(value.astype(given.dtype), given.batch)
     except ValueError:
         raise ValueError(
-            f"{name}: {argument} must be a scalar or broadcast to the shape of labels {shape}, got {value.shape}"
+            f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch},"
+            f" got {value.shape}"
         ) from None
 
 
 def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
-    """Returns the label_probs in the dtype of the arithmetic, 0 for tokens that `where` leaves out."""
     probs = arguments.array(name, "label_probs", probs)
     if probs.shape != labels.shape:
         raise ValueError(
@@ -324,8 +321,9 @@ def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
     return probs if where is None else jnp.where(where[..., None], probs, 0)
 
 
-def _labels(name: str, labels, shape: tuple[int, ...], vocab: int, *, several: bool) -> jax.Array:
+def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:
     """Returns the labels in int32, and -1 for a label that is not a column. `several`: with label_probs."""
+    shape = given.batch
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
@@ -341,4 +339,4 @@ def _labels(name: str, labels, shape: tuple[int, ...], vocab: int, *, several: b
         )
     if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)
-    return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)
+    return jnp.where((labels >= 0) & (labels < given.vocab), labels, -1).astype(jnp.int32)

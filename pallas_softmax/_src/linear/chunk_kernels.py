@@ -17,11 +17,11 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.gradients import ChunkFunctions
-from pallas_softmax._src.linear.in_place import set_in_place
+from pallas_softmax._src.linear.chunks import set_in_place
 from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N
+from pallas_softmax._src.linear.projection import ChunkFunctions
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 

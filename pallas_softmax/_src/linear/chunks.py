@@ -48,26 +48,18 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: f
 
 
 class Chunk(NamedTuple):
-    """Some consecutive rows.
+    """Some consecutive rows."""
 
-    Attributes:
-      start: the first row; None if the chunk is all rows.
-      rows: the number of rows.
-      seen: how many rows, at the start of this chunk, belong to the chunk before it.
-    """
-
-    start: Any
+    start: Any  # the first row; None if the chunk is all rows
     rows: int
-    seen: Any
+    seen: Any  # how many rows, at the start of this chunk, belong to the chunk before it
 
     def slice(self, arrays):
-        """Returns these rows of each array in a tree; None stays."""
         if self.start is None:
             return arrays
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
 
     def replace_seen(self, part, value=0):
-        """Returns `part`, an array of these rows, with `value` in the rows that were seen before."""
         if self.start is None:
             return part
         index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
@@ -86,8 +78,7 @@ class Chunk(NamedTuple):
 
 
 def is_one_chunk(n: int, rows: int) -> bool:
-    """Returns whether one chunk of `rows` rows holds all n. (In `jax.export` both may be symbolic.)"""
-    return rows is n or rows == n
+    return rows is n or rows == n  # in `jax.export`, both may be symbolic
 
 
 def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
@@ -139,35 +130,36 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
     return lax.switch(too_small, [*map(on_first, sizes), function], rows)
 
 
-def results_of_rows(
-    step: Callable, x, w, tokens, of_row: Any, bytes_per_logit: float, *, head, workspace_bytes, mesh_axes
-) -> Any:
-    """Returns the results of step(x, tokens) for all rows, computed chunk by chunk; 0 for rows that are left out.
+# ---- Changes of large arrays without a copy
 
-    Args:
-      step: (x, tokens) of some rows -> a tree of arrays (rows, ...), the same on all devices that share a row.
-      x, w, tokens, head, workspace_bytes, mesh_axes: as for `gradients.projection`.
-      of_row: the results of one row, as a tree of `jax.ShapeDtypeStruct`.
-      bytes_per_logit: the bytes that a step stores for each logit.
+
+def set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns e with e[i, column[i]] = values[i], for (rows,) or (rows, K). A column beyond e changes nothing.
+
+    XLA makes a copy of an array that a `lax.while_loop` returned, except to change it in another loop. A loop of one
+    step is no loop for XLA.
+    """
+    e, column, values = vary_together(e, column, values.astype(e.dtype))  # a loop carries one type
+    half, one = -(-len(e) // 2), column.ndim == 1
+
+    def step(i, e):
+        rows = i * half + jnp.arange(half)
+        columns = column.at[rows].get(mode="fill", fill_value=e.shape[1])
+        at = e.at[rows if one else rows[:, None], columns]
+        return at.set(
+            values.at[rows].get(mode="clip"), mode="drop", unique_indices=one, indices_are_sorted=one
+        )
+
+    return lax.fori_loop(0, 2, step, e)
+
+
+def changed_if(condition: jax.Array, change: Callable[[Any], Any], arrays: Any) -> Any:
+    """Returns change(arrays) if the condition holds, else the arrays, which are then neither read nor written.
+
+    A loop of at most one turn, because a loop, unlike a branch, does not copy its operands.
     """
 
-    def varying(results):
-        return vary_together(results, x, w, tokens, but=mesh_axes)[0]
+    def once(state):
+        return change(state[0]), jnp.zeros_like(state[1])
 
-    def empty(n):
-        return varying(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), of_row))
-
-    def computed(rows):
-        n = rows[0].shape[0]
-
-        def put(chunk: Chunk, found):
-            return chunk.put(found, varying(step(*chunk.slice(rows))))
-
-        return over_chunks(
-            n, chunk_rows(n, head.vocab(w), bytes_per_logit, workspace_bytes), put, empty(n)
-        ), None
-
-    found, _ = on_kept_rows(computed, tokens.kept, (x, tokens), empty(x.shape[0]))
-    if tokens.kept is None:
-        return found
-    return jax.tree.map(lambda a: jnp.where(tokens.kept.reshape(-1, *(1,) * (a.ndim - 1)), a, 0), found)
+    return lax.while_loop(lambda state: state[1], once, (arrays, condition))[0]

@@ -18,8 +18,7 @@ from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotange
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
-from pallas_softmax._src.linear.mesh import given_specs, lay_out_arrays
-from pallas_softmax._src.linear.vmap import as_tokens
+from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out_arrays
 
 # Any: pyright does not see what the functions return
 _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

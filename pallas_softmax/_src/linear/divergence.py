@@ -16,7 +16,6 @@ A chunk of tokens goes through memory in these passes. The first is two products
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, over_chunks
 from pallas_softmax._src.linear.losses import Divergence, Statistics, Tokens
+from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.normalizers import Normalizer, widen
 from pallas_softmax._src.softmax.mesh import combine_shards
 
@@ -86,38 +86,23 @@ def _times_exp(log_a, factor):
     return jnp.where(log_a == -jnp.inf, 0, jnp.exp(log_a) * factor)
 
 
-# ---- Chunks of tokens. `layer` is a `gradients._Projection`.
+# ---- Chunks of tokens
 
 
-def bytes_per_logit(layer: Any, x) -> int:
+def bytes_per_logit(layer: Projection, x) -> int:
     """Returns the bytes of one z and one u. For 0 < beta < 1, plain JAX stores three more arrays."""
     is_plain = layer.functions.product is None
     return (5 if is_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
 
 
-def statistics(layer: Any, x, tokens: Tokens, empty: Statistics) -> Statistics:
-    """Returns the statistics of whole rows; `empty` has their shapes and types."""
-
-    def step(chunk: Chunk, found: Statistics) -> Statistics:
-        x_rows, token_rows = chunk.slice((x, tokens))
-        return chunk.put(found, _stored_logits(layer, x_rows, token_rows, None)[1])
-
-    return over_chunks(x.shape[0], _rows(layer, x), step, empty)
-
-
-def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, empty: Statistics):
-    """Returns the statistics of whole rows, and dz (rows, columns of w), in the dtype of x.
+def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | None):
+    """Returns the statistics of whole rows, known or computed, and dz (rows, columns of w), in the dtype of x.
 
     dz is the gradient of sum(weights * divergences) in the raw logits. It is stored for all rows, but z and u only for
     as many as fit the workspace.
-
-    Args:
-      layer, x, tokens: as for `statistics`.
-      weights, known: these rows of the arrays of `gradients._Rows`.
-      empty: as for `statistics`.
     """
-    n, size = x.shape[0], _rows(layer, x)
-    dz = None
+    n, dz = x.shape[0], None
+    size = chunk_rows(n, layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
     if not is_one_chunk(n, size):
         columns = layer.w.shape[0 if layer.head.transpose_w else 1]
         dz = vary_together(lax.empty((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
@@ -125,22 +110,19 @@ def gradient(layer: Any, x, tokens: Tokens, weights, known: Statistics | None, e
     def step(chunk: Chunk, carry):
         found, dz = carry
         x_rows, token_rows, weight_rows, known_rows = chunk.slice((x, tokens, weights, known))
-        logits, statistics = _stored_logits(layer, x_rows, token_rows, known_rows)
+        logits, statistics = logits_and_statistics(layer, x_rows, token_rows, known_rows)
         # Otherwise XLA may store arrays that the sums and dz share, such as exponentials in float32.
         logits = lax.optimization_barrier(logits)
         part = _dz(layer, logits, statistics, token_rows, weight_rows).astype(x.dtype)
         dz = part if dz is None else lax.dynamic_update_slice_in_dim(dz, part, chunk.start, 0)
         return chunk.put(found, statistics), dz
 
-    return over_chunks(n, size, step, (empty, dz))
+    return over_chunks(n, size, step, (layer.vary(layer.no_statistics(x, tokens), x, tokens), dz))
 
 
-def _rows(layer: Any, x) -> int:
-    """Returns how many rows have z and u in memory at a time."""
-    return chunk_rows(x.shape[0], layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
-
-
-def _stored_logits(layer: Any, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
+def logits_and_statistics(
+    layer: Projection, x, tokens: Tokens, known: Statistics | None
+) -> tuple[tuple, Statistics]:
     """Returns z and u of some rows, and their statistics, known or computed."""
     head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
@@ -159,7 +141,7 @@ def _stored_logits(layer: Any, x, tokens: Tokens, known: Statistics | None) -> t
     sums = lax.psum(sums, mesh_axes)
     divergence = Divergence(teacher, sums[0], sums[-1])
     found = Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
-    return (z, u), layer.vary_statistics(found, x, tokens)
+    return (z, u), layer.vary(found, x, tokens)
 
 
 def _log_softmax(z, normalizer: Normalizer):
@@ -167,7 +149,7 @@ def _log_softmax(z, normalizer: Normalizer):
     return (z - normalizers.shift(m)[:, None]) - jnp.log(d)[:, None]
 
 
-def _dz(layer: Any, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
+def _dz(layer: Projection, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
     """Returns the gradient of sum(weights * divergences) in the raw logits, 0 in rows of weight 0."""
     (z, u), known = logits, statistics.divergence
     assert known is not None

@@ -8,24 +8,13 @@ One kernel sums the rows for both functions, and both divide z by the temperatur
 log-probabilities have the same bits.
 """
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.dispatch import mesh
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice
-from pallas_softmax._src.linear.chunks import results_of_rows
-from pallas_softmax._src.linear.losses import (
-    Head,
-    Statistics,
-    Tokens,
-    at_columns,
-    is_temperature,
-    token_losses,
-)
+from pallas_softmax._src.linear.losses import Statistics, Tokens, at_columns, is_temperature, token_losses
+from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.masks import positions, stored
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample.operation import SAMPLE
@@ -33,40 +22,39 @@ from pallas_softmax._src.sample.rows import Cutoff, drawn_results
 from pallas_softmax._src.sample.xla import draw
 
 
-def projection_sample(
-    functions, x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, sampler: Choice, mesh_axes=()
-) -> tuple:
+def projection_sample(functions, x, w, bias, tokens: Tokens, *, sampler: Choice, **static) -> tuple:
     """Returns the three results of `linear_sample`, each (n,).
 
     Args:
-      functions, x, w, bias, head, workspace_bytes, mesh_axes: as for `gradients.projection`.
+      functions, x, w, bias, static: as for `gradients.projection`.
       tokens: the temperature of each token as `sample` takes it, its draw, and which tokens are kept.
       sampler: the choice of the operation SAMPLE; or of CUTOFF, if the noise is given element by element.
     """
-    dtype, vocab = widen(x).dtype, head.vocab(w)
+    layer = Projection(functions, w, bias, **static)
+    dtype, vocab, mesh_axes = widen(x).dtype, layer.vocab, layer.mesh_axes
     first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
 
     def drawn(x, tokens: Tokens) -> tuple:
-        no_labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
-        z, normalizer = functions.logits(x, w, bias, tokens._replace(labels=no_labels), head=head)
+        z, normalizer = functions.logits(x, w, bias, layer.with_own_labels(tokens, x), head=layer.head)
         indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
         # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
         label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
         statistics = Statistics(normalizer, label_logit, None).merged(mesh_axes, vocab)
-        columns = vocab * lax.axis_size(mesh_axes)
-        losses = token_losses("linear_log_probs", statistics, tokens._replace(labels=indices), columns)
+        tokens_drawn = tokens._replace(labels=indices)
+        losses = token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)
         log_probs = 0 - losses  # not -0
         if tokens.temperature is not None:  # `sample` takes more temperatures than `linear_log_probs`
             log_probs = jnp.where(is_temperature(tokens.temperature), log_probs, of_sampler)
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
-    number: Any = jax.ShapeDtypeStruct((), dtype)
-    of_row = jax.ShapeDtypeStruct((), jnp.int32), number, number
+    def nothing(x, _) -> tuple:
+        return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
+
     is_plain = functions.product is None
     arrays = 2 if is_plain and tokens.temperature is not None else 1  # plain JAX also stores z / temperature
-    static = {"head": head, "workspace_bytes": workspace_bytes, "mesh_axes": mesh_axes}
-    return results_of_rows(drawn, x, w, tokens, of_row, arrays * dtype.itemsize, **static)
+    results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
+    return tuple(map(tokens.zero_if_left_out, results))
 
 
 def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:

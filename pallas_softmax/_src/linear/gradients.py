@@ -19,7 +19,6 @@ With a teacher, the first three take 2, 4 and 4 products, because its logits are
 In bfloat16 on a GPU, one chunk may hold all rows, so that dw is written once: see `gradient_rows`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,14 +27,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import is_tracked, rounded_sum, vary_together
+from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 from pallas_softmax._src.linear import divergence
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.chunks import (
+    Chunk,
+    changed_if,
+    chunk_rows,
+    is_one_chunk,
+    on_kept_rows,
+    over_chunks,
+    set_in_place,
+)
 from pallas_softmax._src.linear.draws import projection_sample
-from pallas_softmax._src.linear.in_place import changed_if, set_in_place
-from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens, bias_of
-from pallas_softmax._src.normalizers import Normalizer, log_of, widen
+from pallas_softmax._src.linear.losses import Coefficients, Statistics, Tokens, bias_of
+from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
+from pallas_softmax._src.normalizers import log_of, widen
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1
@@ -47,56 +54,33 @@ _LARGEST_RATIO = 2.0**100
 _LARGEST = 2.0**10
 
 
-class ChunkFunctions(NamedTuple):
-    """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
-
-    bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
-
-    Attributes:
-      statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
-        `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
-      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
-        maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
-      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
-        dtype of the arithmetic. A total of None is 0.
-      product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
-        float32 array. None if an implementation has no such function.
-      logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
-        and -inf from column V on.
-      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
-        that the other two store.
-    """
-
-    statistics: Callable[..., Statistics]
-    dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
-    add_product: Callable[..., jax.Array]
-    product: Callable[..., jax.Array] | None
-    logits: Callable[..., tuple[jax.Array, Normalizer]]
-    bytes_per_logit: Callable[[int], tuple[float, float]]
-
-
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
     """Returns the operations of a projection, by name, made of the functions of an implementation."""
     operations = projection, projection_grad, projection_with_grad, projection_sample
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
-def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static):
+def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) -> Statistics:
     """Returns the statistics of whole rows.
 
     Args:
-      functions, w, bias: as for `_Projection`.
+      functions, w, bias: as for `Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
-      **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
+      **static: `head`, `workspace_bytes` and `mesh_axes`, as for `Projection`.
     """
-    layer = _Projection(functions, w, bias, **static)
-    tokens = layer.with_own_labels(tokens, x)
-    empty = layer.vary_statistics(_no_statistics(x, tokens, layer.head), x, tokens)
-    found, _ = on_kept_rows(lambda rows: (_statistics(layer, *rows), None), tokens.kept, (x, tokens), empty)
+    layer = Projection(functions, w, bias, **static)
+    tokens, head = layer.with_own_labels(tokens, x), layer.head
+
+    def statistics(x, tokens: Tokens) -> Statistics:
+        if head.teacher:
+            return divergence.logits_and_statistics(layer, x, tokens, None)[1]
+        return functions.statistics(x, w, bias, tokens, head=head)
+
+    stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
+    stored = divergence.bytes_per_logit(layer, x) if head.teacher else stored
+    merged = head.teacher is not None
+    found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
     return found.merged(layer.mesh_axes, layer.vocab)
 
 
@@ -117,147 +101,32 @@ def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weigh
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
+    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
 
 
 def projection_with_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, **static):
     """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(_Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Projection:
-    """All that is the same for every row of a projection on one device.
-
-    Attributes:
-      functions: the functions of the implementation.
-      w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
-      bias: (V,), None, or `Columns`.
-      head: the static part of the projection and its loss.
-      workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
-      with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
-        may then not exist, so chunks do not count on it.
-      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
-      partial_dw: whether dw and dbias are a device's parts of sums over devices, so that they stay in float32.
-      partial_dx: the same for dx, which is then not summed over `mesh_axes`.
-    """
-
-    functions: ChunkFunctions
-    w: jax.Array
-    bias: Any
-    head: Head
-    workspace_bytes: int
-    with_dw: bool = True
-    mesh_axes: tuple[str, ...] = ()
-    partial_dw: bool = False
-    partial_dx: bool = False
-
-    @property
-    def vocab(self) -> int:
-        """The number of columns on this device."""
-        return self.head.vocab(self.w)
-
-    def with_own_labels(self, tokens: Tokens, x) -> Tokens:
-        """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
-        labels = tokens.labels
-        if labels is None:
-            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
-        elif self.mesh_axes:
-            labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
-        return tokens._replace(labels=labels)
-
-    def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
-        """Returns the coefficients of the gradient of sum(weights * losses)."""
-        devices = lax.axis_size(self.mesh_axes)
-        return formulas.coefficients(statistics, weights, tokens, self.vocab * devices)
-
-    def dx(self, dz, factor) -> jax.Array:
-        """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
-        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
-        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
-
-    def no_dx(self, x) -> jax.Array:
-        """Returns zeros in the shape and dtype of dx."""
-        return vary_together(jnp.zeros_like(x, widen(x).dtype if self.partial_dx else x.dtype), x)[0]
-
-    def vary_statistics(self, statistics: Statistics, x, tokens: Tokens) -> Statistics:
-        """Returns statistics, cast to vary over the mesh axes that the results of `_statistics` vary over."""
-        merged = self.mesh_axes if self.head.teacher else ()
-        return vary_together(statistics, x, self.w, tokens, but=merged)[0]
-
-    def largest(self, a) -> jax.Array:
-        """Returns the maximum over the mesh axes."""
-        return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
-
-
-def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
-    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
-    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
-    return lax.dot_general(
-        a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
-    )
-
-
-# ---- Statistics
-
-
-def _statistics(layer: _Projection, x, tokens: Tokens) -> Statistics:
-    """Returns the statistics of this device's columns."""
-    w, bias, head = layer.w, layer.bias, layer.head
-    empty = layer.vary_statistics(_no_statistics(x, tokens, head), x, tokens)
-    if head.teacher:
-        return divergence.statistics(layer, x, tokens, empty)
-    stored, _ = layer.functions.bytes_per_logit(x.dtype.itemsize)
-    rows = chunk_rows(x.shape[0], layer.vocab, stored, layer.workspace_bytes)
-
-    def step(chunk: Chunk, found: Statistics) -> Statistics:
-        statistics = layer.functions.statistics(chunk.slice(x), w, bias, chunk.slice(tokens), head=head)
-        return chunk.put(found, vary_together(statistics, x, w)[0])
-
-    return over_chunks(x.shape[0], rows, step, empty)
-
-
-def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
-    """Returns harmless statistics, for rows that are left out."""
-    zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
-    at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
-    total = None if tokens.label_smoothing is None else zeros
-    t, argmax = (zeros, zeros.astype(jnp.int32)) if head.entropy else (None, None)
-    normalizer = Normalizer(zeros, jnp.ones_like(zeros))
-    from_teacher = Divergence(normalizer, zeros, zeros) if head.teacher else None
-    return Statistics(normalizer, at_label, total, t, argmax, from_teacher)
-
-
-# ---- Gradients
+    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
 
 
 class _Rows(NamedTuple):
-    """The arrays of a gradient that have a row, or a number, for each token.
-
-    Attributes:
-      x: (n, D).
-      tokens: the numbers of each token, with labels as columns of this device.
-      weights: (n,) or (n, K), divided by the scale; see `_scale`.
-      known: the statistics of whole rows; None if the gradient computes them.
-    """
+    """The arrays of a gradient that have a row, or a number, for each token."""
 
     x: jax.Array
-    tokens: Tokens
-    weights: jax.Array
-    known: Statistics | None
+    tokens: Tokens  # with labels as columns of this device
+    weights: jax.Array  # (n,) or (n, K); divided by the scale once it is known
+    known: Statistics | None  # of whole rows; None if the gradient computes them
 
 
-def _gradients(layer: _Projection, rows: _Rows):
+def _gradients(layer: Projection, rows: _Rows):
     """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
     rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
-    empty = _no_statistics(rows.x, rows.tokens, layer.head), layer.no_dx(rows.x)
-    empty = _vary(empty, layer, rows)
     gradients = functools.partial(_gradients_of_rows, layer)
-    per_row, together = on_kept_rows(gradients, rows.tokens.kept, rows, empty)
+    per_row, together = on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
     return *per_row, *together
 
 
-def _gradients_of_rows(layer: _Projection, rows: _Rows):
+def _gradients_of_rows(layer: Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
     w, bias = layer.w, bias_of(layer.bias)
@@ -266,10 +135,8 @@ def _gradients_of_rows(layer: _Projection, rows: _Rows):
     rows = rows._replace(weights=weights / scale)
     step = functools.partial(_add_chunk, layer, rows, product, scale)
 
-    statistics = known if known is not None else _no_statistics(x, tokens, layer.head)
-    per_row = _vary((statistics, layer.no_dx(x)), layer, rows)
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    carry = *per_row, None, vary_together(dbias, rows, w)[0]
+    carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
     sums: Any = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
     *per_row, dw, dbias = sums
 
@@ -281,14 +148,17 @@ def _gradients_of_rows(layer: _Projection, rows: _Rows):
     return tuple(per_row), (dw, dbias)
 
 
-def _vary(per_row, layer: _Projection, rows: _Rows):
-    """Returns (statistics, dx), cast to vary over the mesh axes that the results of rows vary over."""
-    statistics, dx = vary_together(per_row, rows, layer.w, but=layer.mesh_axes)[0]
+def _no_results(layer: Projection, rows: _Rows) -> tuple[Statistics, jax.Array]:
+    """Returns the known or harmless statistics, and a dx of 0, cast to vary like the results of rows."""
+    x = rows.x
+    statistics = layer.no_statistics(x, rows.tokens) if rows.known is None else rows.known
+    dx = jnp.zeros_like(x, widen(x).dtype if layer.partial_dx else x.dtype)
+    statistics, dx = vary_together((statistics, dx), rows, layer.w, but=layer.mesh_axes)[0]
     differs = layer.partial_dx and is_tracked(layer.mesh_axes)
     return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
 
 
-def _way_to_dw(layer: _Projection, x) -> tuple[Any, Callable | None]:
+def _way_to_dw(layer: Projection, x) -> tuple[Any, Callable | None]:
     """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
 
     The function is None if chunks are added to a float32 dw.
@@ -322,7 +192,7 @@ def gradient_rows(
     return chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
-def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
+def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
     """Returns `carry`, the (statistics, dx, dw, dbias) of the chunks before, with this chunk.
 
     The gradient of the logits is dz * factor * scale, with one factor for each row. So
@@ -357,16 +227,12 @@ def _add_chunk(layer: _Projection, rows: _Rows, product: Callable | None, scale,
     return statistics, chunk.put(dx, dx_rows.astype(dx.dtype)), dw, dbias
 
 
-def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
+def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
     """Returns (statistics, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
 
     The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
 
-    Args:
-      layer: what all rows share.
-      rows: the arrays of all rows.
-      chunk: which rows.
-      x, weights: these rows of the arrays; rows that do not count are 0.
+    `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
     """
     functions, head, w = layer.functions, layer.head, layer.w
     tokens = chunk.slice(rows.tokens)
@@ -376,8 +242,7 @@ def _dz_of_chunk(layer: _Projection, rows: _Rows, chunk: Chunk, x, weights):
     arrays = (x, w, layer.bias, tokens)
     known = chunk.slice(rows.known)
     if head.teacher:
-        empty = layer.vary_statistics(_no_statistics(x, tokens, head), x, tokens)
-        found, dz = divergence.gradient(layer, x, tokens, weights, known, empty)
+        found, dz = divergence.gradient(layer, x, tokens, weights, known)
         return found if known is None else None, vary_together(dz, rows.x, w)[0], None
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
@@ -438,11 +303,6 @@ def _scale(sizes, dtype, *, exact: bool):
     The largest size becomes 1 (1024 in float16), so that the gradient at an improbable label is not rounded. With
     `exact`, the scale is rounded to a power of two, so that x times the scale is not rounded. The largest size then
     becomes a number from 0.75 to 1.5.
-
-    Args:
-      sizes: about how large the elements of each row's dz may be.
-      dtype: the dtype of x.
-      exact: whether x is multiplied by the scale.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(sizes), jnp.abs(sizes), 0), initial=0)
     scale = jnp.where(largest > 0, largest / (_LARGEST if dtype == jnp.float16 else 1.0), 1)

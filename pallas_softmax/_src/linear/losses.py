@@ -146,6 +146,10 @@ class Tokens(NamedTuple):
             return value
         return jnp.where(like_labels(self.temperature == 0, value), limit, value)
 
+    def zero_if_left_out(self, results: jax.Array) -> jax.Array:
+        """Returns results of each token, 0 for tokens that are left out."""
+        return results if self.kept is None else jnp.where(like_labels(self.kept, results), results, 0)
+
 
 class Divergence(NamedTuple):
     """The numbers of a row in addition to its student's normalizer. They belong to whole rows.

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.linear.gradients import ChunkFunctions, dot, operations_of
+from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
+from pallas_softmax._src.linear.projection import ChunkFunctions, dot
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
@@ -124,8 +125,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
-OPERATIONS = operations_of(
-    ChunkFunctions(
-        statistics, dlogits, statistics_and_dlogits, add_product, None, logits_and_normalizer, bytes_per_logit
-    )
+FUNCTIONS = ChunkFunctions(
+    statistics, dlogits, statistics_and_dlogits, add_product, None, logits_and_normalizer, bytes_per_logit
 )
+OPERATIONS = operations_of(FUNCTIONS)

@@ -1,0 +1,160 @@
+"""What all operations of a projection stand on: the functions of an implementation, and what all rows share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
+from pallas_softmax._src.linear import losses as formulas
+from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens
+from pallas_softmax._src.normalizers import Normalizer, widen
+
+
+class ChunkFunctions(NamedTuple):
+    """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
+
+    bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
+
+    Attributes:
+      statistics: (x, w, bias, tokens, *, head) -> Statistics.
+      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
+        `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
+      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
+        maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
+      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
+        dtype of the arithmetic. A total of None is 0.
+      product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
+        float32 array. None if an implementation has no such function.
+      logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
+        and -inf from column V on.
+      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
+        that the other two store.
+    """
+
+    statistics: Callable[..., Statistics]
+    dlogits: Callable[..., jax.Array]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
+    add_product: Callable[..., jax.Array]
+    product: Callable[..., jax.Array] | None
+    logits: Callable[..., tuple[jax.Array, Normalizer]]
+    bytes_per_logit: Callable[[int], tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Projection:
+    """All that is the same for every row of a projection on one device.
+
+    Attributes:
+      functions: the functions of the implementation.
+      w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
+      bias: (V,), None, or `Columns`.
+      head: the static part of the projection and its loss.
+      workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
+      with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
+        may then not exist, so chunks do not count on it.
+      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
+      partial_dw: whether dw and dbias are a device's parts of sums over devices, so that they stay in float32.
+      partial_dx: the same for dx, which is then not summed over `mesh_axes`.
+    """
+
+    functions: ChunkFunctions
+    w: jax.Array
+    bias: Any
+    head: Head
+    workspace_bytes: int
+    with_dw: bool = True
+    mesh_axes: tuple[str, ...] = ()
+    partial_dw: bool = False
+    partial_dx: bool = False
+
+    @property
+    def vocab(self) -> int:
+        """The number of columns on this device."""
+        return self.head.vocab(self.w)
+
+    @property
+    def whole_vocab(self) -> int:
+        """The number of columns on all devices."""
+        return self.vocab * lax.axis_size(self.mesh_axes)
+
+    def results(
+        self,
+        step: Callable,
+        x,
+        tokens: Tokens,
+        empty: Callable,
+        bytes_per_logit: float,
+        *,
+        merged: bool = True,
+    ) -> Any:
+        """Returns step(x, tokens), computed from the kept rows, chunk by chunk.
+
+        Args:
+          step: x and tokens of some rows -> a tree of arrays (rows, ...).
+          x, tokens: all rows.
+          empty: (x, tokens) -> results for rows that are left out. They may have other results.
+          bytes_per_logit: the bytes that `step` stores for each logit.
+          merged: whether the results are the same on all devices that share a row.
+        """
+
+        def computed(rows):
+            n = rows[0].shape[0]
+
+            def put(chunk: Chunk, found):
+                return chunk.put(found, self.vary(step(*chunk.slice(rows)), *rows, merged=merged))
+
+            size = chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
+            return over_chunks(n, size, put, self.vary(empty(*rows), *rows, merged=merged)), None
+
+        left_out = self.vary(empty(x, tokens), x, tokens, merged=merged)
+        return on_kept_rows(computed, tokens.kept, (x, tokens), left_out)[0]
+
+    def vary(self, results, x, tokens: Tokens, *, merged: bool = True) -> Any:
+        """Returns results of rows, cast to vary over the mesh axes that they depend on."""
+        return vary_together(results, x, self.w, tokens, but=self.mesh_axes if merged else ())[0]
+
+    def with_own_labels(self, tokens: Tokens, x) -> Tokens:
+        """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
+        labels = tokens.labels
+        if labels is None:
+            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+        elif self.mesh_axes:
+            labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
+        return tokens._replace(labels=labels)
+
+    def no_statistics(self, x, tokens: Tokens) -> Statistics:
+        """Returns harmless statistics, for rows that are left out."""
+        zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
+        at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
+        total = None if tokens.label_smoothing is None else zeros
+        t, argmax = (zeros, zeros.astype(jnp.int32)) if self.head.entropy else (None, None)
+        normalizer = Normalizer(zeros, jnp.ones_like(zeros))
+        from_teacher = Divergence(normalizer, zeros, zeros) if self.head.teacher else None
+        return Statistics(normalizer, at_label, total, t, argmax, from_teacher)
+
+    def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
+        """Returns the coefficients of the gradient of sum(weights * losses)."""
+        return formulas.coefficients(statistics, weights, tokens, self.whole_vocab)
+
+    def dx(self, dz, factor) -> jax.Array:
+        """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
+        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
+        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
+
+    def largest(self, a) -> jax.Array:
+        """Returns the maximum over the mesh axes."""
+        return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
+
+
+def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
+    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
+    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return lax.dot_general(
+        a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
+    )
