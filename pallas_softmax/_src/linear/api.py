@@ -47,10 +47,9 @@ def linear_logsumexp(
 ) -> jax.Array:
     """Returns logsumexp((x @ w + bias) / temperature) of each token, without storing all logits at once.
 
-    Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
-
-    `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as
-    for `linear_cross_entropy`.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it. `where`,
+    `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_cross_entropy`.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
@@ -58,9 +57,9 @@ def linear_logsumexp(
 
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
-      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument. It
-      is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`. A result that is
-      not finite has the derivative 0.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument,
+      and is accumulated in float32, from derivatives in the logits that are rounded to the dtype of `x`. A result that
+      is not finite has the derivative 0.
 
     Raises:
       TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, `where` is not an array, a
@@ -134,7 +133,6 @@ def linear_cross_entropy(
     The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The loss of a token is
     logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z). With `label_probs` q,
     it is the sum of q[k] (logsumexp(z) - z[labels[k]]) over K labels, for example the K best tokens of a teacher.
-    The source is given in `linear_logsumexp`.
 
     A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
     the forward, in three products, or four by kernels with label smoothing. With reduction=None, or in float16, the
@@ -147,29 +145,27 @@ def linear_cross_entropy(
         of this range makes the loss NaN, unless the token is left out or its q is 0.
       label_probs: real numbers q of the shape of `labels`, (..., K). They need not sum to 1, and "mean" does not divide
         by their sum. A row may repeat a label. With them, label_smoothing must be 0.
-      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its
-        loss is 0, and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most
-        of these tokens.
+      where: boolean, broadcastable to (...). False leaves a token out, whatever its other arguments are: its loss is 0,
+        and so are its gradients. With at least 1,024 tokens on a device, the matrix products skip most of these tokens.
         There is no `ignore_index`: pass `where=labels != -100` instead.
       token_weights: real numbers, broadcastable to (...), that multiply the losses; None for 1. They may be negative.
         A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0.
       temperature: 0, a number from 1e-37 to 1e37, or one per token: an array that broadcasts to (...). It divides the
-        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. It
-        may be traced, and a traced one out of range gives NaN. It has no gradient: asking for one raises
-        NotImplementedError.
+        logits after the softcap. 0 is the limit: the largest logits share the probability, and the gradients are 0. A
+        traced one out of range gives NaN. Asking for its gradient raises NotImplementedError.
       bias: (V,), of a floating dtype. Without softcap and label smoothing, a bias of -inf masks a column.
-      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c). It must be known while tracing.
-      label_smoothing: number s from 0 to 1, or one per token. Traced or not, it is as `temperature`.
+      softcap: number c from 1e-37 to 1e37, known while tracing; the logits are c * tanh((x @ w + bias) / c).
+      label_smoothing: number s from 0 to 1, or one per token, in the forms of `temperature`.
       z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
       reduction: "mean" divides the sum of the weighted losses by the sum of the weights of the tokens that are not left
         out (0 if the sum of the weights is exactly 0). "sum" does not divide. None returns one weighted loss per token.
       return_logsumexp: whether to return logsumexp(z) too, for example to log the z-loss. It takes no product.
-      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
-        transposed copy is made.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. It is not
+        copied.
       workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
-        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V
-        bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
-        to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more: one chunk of 2 D V
+        bytes, the size of that gradient, which is written after the chunk is freed; or all rows as one chunk of up to
+        4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same other arrays. The result is over
         all columns, and is the same on all devices.
@@ -232,10 +228,8 @@ def linear_kl_divergence(
     softmax of (teacher_x @ teacher_w + teacher_bias) / temperature. Source: Agarwal et al., arXiv 2306.13649.
 
     A divergence that is not differentiated takes two matrix products. A differentiated mean or sum takes four. With
-    reduction=None, or in float16, there are six.
-
-    `where`, `token_weights`, `softcap`, `reduction`, `transpose_w` and `axis_name` are as for `linear_cross_entropy`.
-    `transpose_w` and `axis_name` are for `teacher_w` and `teacher_bias` too.
+    reduction=None, or in float16, there are six. `where`, `token_weights`, `softcap`, `reduction`, `transpose_w` and
+    `axis_name` are as for `linear_cross_entropy`; the last two are for `teacher_w` and `teacher_bias` too.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
@@ -246,8 +240,8 @@ def linear_kl_divergence(
         reverse KL. Between them, it is the generalized Jensen-Shannon divergence
         beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
       temperature: number from 1e-37 to 1e37, or one per token. It divides the logits of both, after the softcap. The
-        result is not multiplied by its square. A traced one out of range gives NaN. It has no gradient: asking for one
-        raises NotImplementedError.
+        result is not multiplied by its square. A traced one out of range gives NaN. Asking for its gradient raises
+        NotImplementedError.
       bias: (V,), of a floating dtype, the student's. A bias of -inf masks a column.
       teacher_bias: the same of the teacher.
       teacher_softcap: the softcap of the teacher.
@@ -300,10 +294,9 @@ def linear_log_probs(
 ) -> jax.Array:
     """Returns log softmax(z)[label] of each token, without storing all logits at once.
 
-    The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The source is given in
-    `linear_logsumexp`. A token may have K labels: x (n, D) and labels (n, K) give (n, K). `where`, `temperature`,
-    `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
-    `linear_cross_entropy`.
+    The logits z, `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and
+    `implementation` are as for `linear_cross_entropy`. A token may have K labels: x (n, D) and labels (n, K) give
+    (n, K).
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
@@ -345,9 +338,8 @@ def linear_token_stats(
 ) -> TokenStats:
     """Returns the statistics of `token_stats` for the logits z of each token, without storing all logits at once.
 
-    The logits are z = (x @ w + bias) / temperature, with the softcap if there is one. The statistics take one matrix
-    product, and four with gradients. `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`,
-    `axis_name` and `implementation` are as for `linear_cross_entropy`.
+    The logits z, `where`, `temperature`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and
+    `implementation` are as for `linear_cross_entropy`. The statistics take one matrix product, and four with gradients.
 
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
@@ -384,7 +376,7 @@ def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) 
 
 
 def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
-    """Returns the weighted loss of each token, and its logsumexp. Without labels, the loss is the logsumexp."""
+    """Returns the weighted loss of each token, and its logsumexp."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, one_label = tokens.labels, False

@@ -15,8 +15,9 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
+from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.derivatives import Static
-from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, is_temperature, like_labels
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
@@ -43,20 +44,17 @@ class Options(NamedTuple):
 
 # For each number of a loss: the default, which leaves the loss as it is; which numbers are accepted; the same in words.
 _RANGES: dict[str, tuple[float, Callable, str]] = {
-    "temperature": (1, is_temperature, "0, or from 1e-37 to 1e37"),
+    "temperature": (1, formulas.is_temperature, "0, or from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
     "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
 }
 
 
-def _is_positive(a: Any) -> Any:
-    return (a >= 1e-37) & (a <= 1e37)
-
-
 def _range_of(function: str, name: str) -> tuple[float, Callable, str]:
-    # At temperature 0, a divergence would be infinite wherever the largest logits differ.
-    is_positive = function == "linear_kl_divergence" and name == "temperature"
-    return (1, _is_positive, "from 1e-37 to 1e37") if is_positive else _RANGES[name]
+    if function == "linear_kl_divergence" and name == "temperature":
+        # At temperature 0, a divergence would be infinite wherever the largest logits differ.
+        return 1, formulas.is_positive, "from 1e-37 to 1e37"
+    return _RANGES[name]
 
 
 # ---- Before `at_once`: checks of numbers that are known
@@ -75,7 +73,7 @@ def known_options(
 def known_softcap(function: str, softcap, name: str = "softcap") -> float | None:
     if softcap is None:
         return None
-    return static_number(function, name, softcap, _is_positive, "None or from 1e-37 to 1e37")
+    return static_number(function, name, softcap, formulas.is_positive, "None or from 1e-37 to 1e37")
 
 
 def static_number(function: str, name: str, value, accepted: Callable, wanted: str) -> float:

@@ -1,4 +1,4 @@
-"""The functions of a chunk (`gradients.ChunkFunctions`) by Mosaic GPU kernels, for 16-bit floats.
+"""The `ChunkFunctions` by Mosaic GPU kernels, for 16-bit floats.
 
     statistics               one product; its epilogue reduces
     dlogits                  one product; its epilogue writes the gradients
@@ -18,7 +18,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import set_in_place
-from pallas_softmax._src.linear.logits_kernel import RowSums, logit_gradients, row_sums
+from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N
 from pallas_softmax._src.linear.projection import ChunkFunctions
@@ -32,12 +32,10 @@ _ADDED = 32  # sums of tiles that are added up at once
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """The `statistics` of `ChunkFunctions`."""
     return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
-    """The `dlogits` of `ChunkFunctions`."""
     if tokens.several:
         # No row has a label. The kernel needs arrays (rows,).
         labels = vary_together(jnp.full(tokens.labels.shape[:1], -1, jnp.int32), tokens.labels)[0]
@@ -47,15 +45,14 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Arra
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
-    """The `logits` of `ChunkFunctions`. XLA computes the logits of a teacher of another dtype."""
-    if x.dtype.itemsize != 2 or not x.size:
+    if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
     sums, z = row_sums(x, w, bias, tokens, head=head, stored=jnp.float32)
     return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """The `statistics_and_dlogits` of `ChunkFunctions`.
+    """Returns the statistics, and e and its factors as dz.
 
     Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
     the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
@@ -94,7 +91,7 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
     def exponentials(reference) -> Any:
         return reference, *row_sums(x, w, bias, tokens, reference, head=head)
 
-    def out_of_range(sums: RowSums):
+    def out_of_range(sums: Statistics):
         d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
@@ -112,7 +109,7 @@ def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
 
 
-def _merged_tiles(sums: RowSums, reference, tokens: Tokens, vocab: int) -> Statistics:
+def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     rows, (m, d) = len(tokens.labels), sums.normalizer
     if reference is None:

@@ -66,7 +66,6 @@ class Chunk(NamedTuple):
         return jnp.where(index < self.seen, value, part)
 
     def put(self, arrays, parts):
-        """Returns the arrays with `parts` in these rows, except in rows that were seen before."""
         if self.start is None:
             return parts
 
@@ -82,7 +81,7 @@ def is_one_chunk(n: int, rows: int) -> bool:
 
 
 def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
-    """Returns the last carry of carry = step(chunk, carry), called for each chunk of n rows; it changes in place.
+    """Returns the last carry of carry = step(chunk, carry), for each chunk of n rows; it changes in place.
 
     With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
     """
@@ -107,7 +106,7 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
 
     Args:
       function: (rows) -> (a result for each row, results of all rows together). Rows that are left out do not change
-        the results of all rows together.
+        the latter.
       kept: boolean (n,), or None for all rows.
       rows: a tree of arrays (n, ...).
       empty: the first results, for rows that are left out. They may have other results.

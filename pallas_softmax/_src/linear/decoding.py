@@ -155,7 +155,7 @@ def linear_sample(
     trainer agree. `linear_log_probs` takes temperatures from 1e-37 to 1e37, and 0.
 
     `where`, `bias`, `softcap`, `transpose_w`, `workspace_bytes` and `axis_name` are as for `linear_cross_entropy`. A
-    token where `where` is False has index 0, and log_probs and log_mass of 0. Without a softcap, a bias of -inf masks a
+    token that is left out has index 0, and log_probs and log_mass of 0. Without a softcap, a bias of -inf masks a
     column.
 
     Args:
@@ -165,8 +165,6 @@ def linear_sample(
       temperature: 0 or positive, a scalar or one per token. It divides the logits, after the softcap. 0 takes the
         largest logit.
       top_k: as for `sample`, a scalar or one per token; so are `top_p` and `min_p`.
-      top_p: as for `sample`.
-      min_p: as for `sample`.
       mode: as for `sample`. With a threefry key, the mode "low" and float32 logits, noise is computed where it is
         needed. Otherwise the noise of all logits is stored; `workspace_bytes` does not limit it.
       implementation: None chooses the best implementations (see `explain`); "mosaic_gpu" or "xla" names one, for both

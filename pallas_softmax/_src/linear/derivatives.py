@@ -25,23 +25,14 @@ _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 class Static(NamedTuple):
-    """Everything about a call that is known while tracing; hashable.
+    """Everything about a call that is known while tracing; hashable."""
 
-    Attributes:
-      function: the public function, for messages.
-      forward: the choice for the operation that computes the statistics.
-      gradient: the choice for the operation that computes the gradients.
-      head: the static arguments of the projection.
-      workspace_bytes: the bound on the stored logits.
-      vocab: the number of columns of a whole row.
-    """
-
-    function: str
-    forward: Choice
+    function: str  # the public function
+    forward: Choice  # computes the statistics
     gradient: Choice
     head: Head
     workspace_bytes: int
-    vocab: int
+    vocab: int  # the number of columns of a whole row
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
@@ -49,17 +40,25 @@ class Static(NamedTuple):
         return self.forward.call.mesh_axes
 
     def run(self, choice: Choice, *arrays, **keywords):
-        """Runs `forward` or `gradient`."""
         keywords |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
         return as_tokens(choice, *arrays, **keywords)
 
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
-        """As `losses.token_losses`."""
         return formulas.token_losses(self.function, statistics, tokens, self.vocab)
 
-    def cotangent_of_bias(self, dbias) -> Any:
-        """Returns the cotangent of what takes the place of `bias`. A teacher has none."""
-        return dbias if self.head.teacher is None else Columns(dbias)
+    def share(self, cotangent) -> Any:
+        """Returns a device's share of the cotangent of an argument that is the same on all devices; None stays."""
+        return jax.tree.map(lambda a: share_cotangent(a, self.mesh_axes), cotangent)
+
+    def cotangents(self, dx, dw, dbias, dprobs) -> tuple:
+        """Returns the cotangents of x, w, bias and tokens. A teacher has none."""
+        dbias = dbias if self.head.teacher is None else Columns(dbias)
+        return (
+            self.share(dx),
+            dw,
+            dbias,
+            None if dprobs is None else Tokens(None, label_probs=self.share(dprobs)),
+        )
 
     def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array:
         """Returns the gradient of sum(weights * losses) in label_probs; 0 where it is not finite."""
@@ -97,16 +96,13 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted.
-
-    `given` has the specs of x, w and bias before they were gathered, if types say how they are sharded.
-    """
+    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted."""
 
     arguments: tuple
     statistics: Statistics
     with_dw: bool = dataclasses.field(metadata={"static": True})
     with_dprobs: bool = dataclasses.field(metadata={"static": True})
-    given: Any = dataclasses.field(metadata={"static": True})
+    given: Any = dataclasses.field(metadata={"static": True})  # the `given_specs` of x, w and bias
 
 
 def _per_token_forward(static: Static, *primals):
@@ -136,16 +132,10 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
         weights = jnp.concatenate(each, -1)
     arrays = (*saved.arguments, weights, saved.statistics)
     dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
-    dtokens = None
+    dprobs = None
     if saved.with_dprobs:
-        tokens = saved.arguments[3]
-        dtokens = _only_probs(static, static.label_cotangents(saved.statistics, tokens, weights))
-    return share_cotangent(dx, static.mesh_axes), dw, static.cotangent_of_bias(dbias), dtokens
-
-
-def _only_probs(static: Static, dprobs) -> Tokens:
-    """Returns cotangents of tokens: of label_probs only."""
-    return Tokens(None, label_probs=share_cotangent(dprobs, static.mesh_axes))
+        dprobs = static.label_cotangents(saved.statistics, saved.arguments[3], weights)
+    return static.cotangents(dx, dw, dbias, dprobs)
 
 
 per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
@@ -191,21 +181,14 @@ def _total_backward(static: Static, saved, cotangents):
         return jnp.where(left_out, 0, wide * dtotal.astype(wide.dtype)).astype(g.dtype)
 
     dx, dw, dbias, dweights, dprobs = jax.tree.map(times_dtotal, gradients)
-    dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
-    dtokens = None if dprobs is None else _only_probs(static, dprobs)
-    dbias = static.cotangent_of_bias(dbias)
-    return share_cotangent(dx, static.mesh_axes), dw, dbias, dtokens, dweights
+    return *static.cotangents(dx, dw, dbias, dprobs), static.share(dweights)
 
 
 total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
 
 
 def _arrays(static: Static, *primals) -> tuple[tuple[Any, ...], bool]:
-    """Returns the arrays of a forward's `primals`, trees of `CustomVJPPrimal`s, and whether dw is wanted.
-
-    Raises:
-      NotImplementedError: a gradient in a temperature, label_smoothing or z_loss is wanted.
-    """
+    """Returns the arrays of a forward's `primals`, trees of `CustomVJPPrimal`s, and whether dw is wanted."""
     _, w, _, tokens, *_ = primals
     for name, number in tokens._asdict().items():
         if number is not None and name not in ("labels", "label_probs") and number.perturbed:

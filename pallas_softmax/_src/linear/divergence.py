@@ -104,7 +104,7 @@ def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | 
     n, dz = x.shape[0], None
     size = chunk_rows(n, layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
     if not is_one_chunk(n, size):
-        columns = layer.w.shape[0 if layer.head.transpose_w else 1]
+        columns = layer.head.width(layer.w)
         dz = vary_together(lax.empty((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
 
     def step(chunk: Chunk, carry):
@@ -123,7 +123,7 @@ def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | 
 def logits_and_statistics(
     layer: Projection, x, tokens: Tokens, known: Statistics | None
 ) -> tuple[tuple, Statistics]:
-    """Returns z and u of some rows, and their statistics, known or computed."""
+    """Returns z and u of some rows, and the statistics of whole rows, known or computed."""
     head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)

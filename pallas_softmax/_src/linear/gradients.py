@@ -64,10 +64,9 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) 
     """Returns the statistics of whole rows.
 
     Args:
-      functions, w, bias: as for `Projection`.
+      functions, w, bias, static: as for `Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
-      **static: `head`, `workspace_bytes` and `mesh_axes`, as for `Projection`.
     """
     layer = Projection(functions, w, bias, **static)
     tokens, head = layer.with_own_labels(tokens, x), layer.head
@@ -90,12 +89,11 @@ def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weigh
     dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
 
     Args:
-      functions, x, w, bias, tokens: as for `projection`.
+      functions, x, w, bias, tokens, static: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
         (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
         `losses.coefficients`.
       statistics: the result of `projection`. Only gradients of 16-bit x use it.
-      **static: as for `projection`; and `with_dw`.
     """
     # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
@@ -119,7 +117,6 @@ class _Rows(NamedTuple):
 
 
 def _gradients(layer: Projection, rows: _Rows):
-    """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
     rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
     gradients = functools.partial(_gradients_of_rows, layer)
     per_row, together = on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
@@ -223,14 +220,12 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
     dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
     if dbias is not None:
         dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
-    statistics = statistics if found is None else chunk.put(statistics, found)
+    statistics = chunk.put(statistics, found) if rows.known is None else statistics
     return statistics, chunk.put(dx, dx_rows.astype(dx.dtype)), dw, dbias
 
 
 def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
-    """Returns (statistics, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
-
-    The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
+    """Returns (statistics of whole rows, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
 
     `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
     """
@@ -243,23 +238,21 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
     known = chunk.slice(rows.known)
     if head.teacher:
         found, dz = divergence.gradient(layer, x, tokens, weights, known)
-        return found if known is None else None, vary_together(dz, rows.x, w)[0], None
+        return found, vary_together(dz, rows.x, w)[0], None
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
         found = vary_together(found, rows.x, w)[0].merged(layer.mesh_axes, layer.vocab)
         return found, layer.coefficients(found, weights, tokens)
 
-    found = factor = None
     if known is None:
-        found, dz, factor = functions.statistics_and_dlogits(
-            *arrays, to_coefficients, layer.largest, head=head
-        )
+        dz_of = functions.statistics_and_dlogits
+        found, dz, factor = dz_of(*arrays, to_coefficients, layer.largest, head=head)
     else:
         dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
+        found, factor = known, None
     if tokens.several:
-        statistics: Any = found if known is None else known
-        coefficients = layer.coefficients(statistics, weights, tokens)
-        at_labels = formulas.gradient_at_label(statistics.label_logit, coefficients, tokens, head)
+        coefficients = layer.coefficients(found, weights, tokens)
+        at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, head)
         dz, factor = _put_at_labels(dz, factor, at_labels, tokens.labels, layer.vocab)
     return found, *vary_together(dz, factor, rows.x, w)[:2]
 
@@ -267,8 +260,7 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
 def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: int) -> tuple[Any, Any]:
     """Returns dz (rows, V) with the gradients at several labels replaced by `at_labels` (rows, K), and the factors.
 
-    The label's terms are subtracted in float32 and rounded once, like a single label's. Equal labels of a row have the
-    same element. Labels that are not a column of this device change nothing.
+    So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
     columns = jnp.where((labels >= 0) & (labels < vocab), labels, dz.shape[1])
     if factor is None:

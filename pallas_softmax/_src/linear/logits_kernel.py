@@ -7,7 +7,7 @@ exponentials. For a divergence, it also writes the logits z. `logit_gradients` w
     acc, 64 rows of a tile of x @ w, float32, in the registers of a warpgroup
       │  + bias, softcap, temperature; -inf from column V on
       ▼
-      z ──► per row: the `RowSums`                                          (tiles, rows), merged by ⊕ outside
+      z ──► per row: its `Statistics`                                       (tiles, rows), merged by ⊕ outside
       ├───► z at several labels (`several_labels.py`)                       (rows * K,)
       ├───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit
       └───► z                                                                 (rows, V), float32
@@ -30,7 +30,7 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.kernel import traced_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
-from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
+from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import (
     TILE_M,
     TILE_N,
@@ -51,7 +51,7 @@ def reduce_logits(
     place: Place,
     inputs: "Inputs",
     reference_gmem,
-    sums_gmem: "RowSums",
+    sums_gmem: Statistics,
     stored_gmem,
 ) -> None:
     """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store one array of it.
@@ -108,15 +108,10 @@ def write_gradients(
 
 
 class Labels(NamedTuple):
-    """The labels, and which parts of the product contain any.
+    """The labels, and which parts of the product contain any."""
 
-    Attributes:
-      column: int32 (rows,). A label outside of [0, V) matches no column.
-      in_tile: int32 (groups of 64 rows, tiles): 0 if no row of the group has its label in the tile.
-    """
-
-    column: Any
-    in_tile: Any
+    column: Any  # int32 (rows,). A label outside of [0, V) matches no column
+    in_tile: Any  # int32 (groups of 64 rows, tiles): 0 if no row of the group has its label in the tile
 
 
 class Inputs(NamedTuple):
@@ -127,41 +122,24 @@ class Inputs(NamedTuple):
     inverse_temperature: Any
 
 
-class RowSums(NamedTuple):
-    """Sums over each row's part of each tile: float32 (tiles, rows).
-
-    Attributes:
-      normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
-      label_logit: z at the label, 0 if the label is not in the tile. For several labels, as `pick_logits` writes them.
-      total: the sum of z; None without label smoothing.
-      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
-      argmax: int32, the first column of the tile where z is m; None without `Head.entropy`.
-    """
-
-    normalizer: Normalizer
-    label_logit: Any
-    total: Any
-    t: Any = None
-    argmax: Any = None
-
-
 def row_sums(
     x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None
-) -> tuple[RowSums, Any]:
-    """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
+) -> tuple[Statistics, Any]:
+    """Reduces each row's part of each tile of the logits z. With a reference, also writes exp(z - reference).
 
     The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in, and
-    `head.undivided` says which z. The other arguments are as in `gradients.ChunkFunctions`.
+    `head.undivided` says which z. The other arguments are as in `ChunkFunctions`.
 
     Returns:
-      The sums, and the exponentials, z or None. In the sums, the number of rows is rounded up to a multiple of
-      `Tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
-      multiplied by its slope.
+      The statistics of the parts, float32 (tiles, rows), and the exponentials, z or None. In the statistics, the number
+      of rows is rounded up to a multiple of `Tiling.cluster_rows`. If there is a reference, d is the sum of
+      exp(z - reference). Several labels are as `pick_logits` writes them. The exponentials (rows, columns of w) have
+      the dtype of x, and are 0 from column V on. With a softcap, they are multiplied by its slope.
     """
-    rows, columns = len(x), w.shape[0 if head.transpose_w else 1]
+    rows, columns = len(x), head.width(w)
     padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
     number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
-    sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
+    sums = Statistics(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
         sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     if tokens.several:
@@ -177,36 +155,26 @@ def row_sums(
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
-    """Returns the gradients that `Coefficients` describes, (rows, columns of w), 0 from column V on, in the dtype of x.
-
-    The arguments are as in `gradients.ChunkFunctions`.
-    """
-    dz = jax.ShapeDtypeStruct((len(x), w.shape[0 if head.transpose_w else 1]), x.dtype)
+    """Returns the gradients that `Coefficients` describes: (rows, columns of w), 0 from column V on, in x's dtype."""
+    dz = jax.ShapeDtypeStruct((len(x), head.width(w)), x.dtype)
     static = {"epilogue": write_gradients, "name": "linear_logit_gradients", "results": (dz,), "stored": dz}
     return traced_once(_launch, x, w, bias, tokens, coefficients, head=head, **static)[0]
 
 
 def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head):
-    """Runs the product x @ w. Its epilogue reads the `Inputs` and `per_row`, arrays (rows,), and writes `results`.
-
-    `stored` is the one among them that has an element for each logit, or None.
-    """
+    """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     if len(x) < TILE_M:  # a copy of a block that reaches beyond x is slow
         x = jnp.pad(x, ((0, TILE_M - len(x)), (0, 0)))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(tokens, w.shape[0 if head.transpose_w else 1], vocab, tiling),
+        _labels(tokens, head.width(w), vocab, tiling),
         _inverse_temperature(tokens, tiling),
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
-    options = {
-        "b_transposed": head.transpose_w,
-        "staged": stored and stored.dtype,
-        "tiling": tiling,
-        "name": name,
-    }
+    staged = stored and stored.dtype
+    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
     return product(epilogue, x, w, (inputs, per_row), results, **options)
 
 
@@ -235,7 +203,6 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
 
 
 def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
-    """Returns z at the label of each row, 0 if the label is not in this part."""
     zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     return lax.cond(
         _has_labels(labels_gmem, place),
@@ -246,7 +213,6 @@ def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
 
 @twin
 def _columns(shape: tuple[int, ...]):
-    """Returns the column number of each element of a part."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
@@ -312,9 +278,8 @@ def _tanh(y):
     """Returns tanh(y) within a few float32 ulp. The GPU's own instruction is accurate only to 11 bits."""
     far = 1 - 2 / (1 + jnp.exp(2 * y))
     square = y * y
-    near = y - y * square * (
-        1 / 3 - square * (2 / 15 - square * (17 / 315))
-    )  # Taylor series, relative error 1e-9
+    # Taylor series, relative error 1e-9
+    near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))
     return jnp.where(square < 0.01, near, far)
 
 
@@ -343,12 +308,10 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
 
 
 def _has_labels(labels_gmem: Any, place: Place):
-    """Returns whether any row of this part of the product has its label in this part."""
     return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
 
 
 def _at_label(labels_gmem: Any, place: Place, column):
-    """Returns which elements are at the label of their row."""
     return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
 
 
@@ -368,15 +331,12 @@ def _padded(a, multiple: int, value=0):
 
 
 def _load_per_row(gmem, place: Place):
-    """Returns per-row numbers of the part's 64 rows."""
     return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1)
 
 
 def _load(gmem, reduced: int):
-    """Returns per-row or per-column numbers, in the layout of an accumulator reduced along dimension `reduced`."""
     return load_as(gmem, plgpu.Layout.WGMMA.reduce(reduced))
 
 
 def _broadcast_rows(per_row, like):
-    """Broadcasts per-row numbers to all elements of the rows."""
     return lax.broadcast_in_dim(per_row, like.shape, (0,))

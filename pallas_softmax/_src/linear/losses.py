@@ -28,48 +28,34 @@ from pallas_softmax._src.temperatures import is_zero, times_power
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The static arguments of a projection; hashable.
+    """The static arguments of a projection; hashable."""
 
-    Attributes:
-      transpose_w: whether w is (V, D) instead of (D, V).
-      softcap: the bound of the logits, or None.
-      precision: of the matrix products, as `lax.dot_general` takes it.
-      columns: only this many columns of w count, the first ones; None for all.
-      entropy: whether the statistics include t and the argmax.
-      undivided: whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The
-        normalizer that it returns is always of the quotients.
-      beta: of the divergence from a teacher (`divergence.py`).
-      teacher: the teacher's projection; None without a teacher.
-    """
-
-    transpose_w: bool = False
+    transpose_w: bool = False  # whether w is (V, D) instead of (D, V)
     softcap: float | None = None
-    precision: Any = None
-    columns: int | None = None
-    entropy: bool = False
+    precision: Any = None  # of the matrix products, as `lax.dot_general` takes it
+    columns: int | None = None  # only this many columns of w count, the first ones; None for all
+    entropy: bool = False  # whether the statistics include t and the argmax
+    # Whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The normalizer that it
+    # returns is always of the quotients.
     undivided: bool = False
-    beta: float | None = None
-    teacher: "Head | None" = None
+    beta: float | None = None  # of the divergence from a teacher (`divergence.py`)
+    teacher: "Head | None" = None  # the teacher's projection
+
+    def width(self, w: jax.Array) -> int:
+        """Returns the number of columns of w, with those that do not count."""
+        return w.shape[0 if self.transpose_w else 1]
 
     def vocab(self, w: jax.Array) -> int:
         """Returns V, the number of columns of w; if a mesh divides them, the columns of one device."""
-        if self.columns is not None:
-            return self.columns
-        return w.shape[0 if self.transpose_w else 1]
+        return self.width(w) if self.columns is None else self.columns
 
 
 class Columns(NamedTuple):
-    """The arrays of columns, except w, if there is a teacher. They take the place of `bias` in the arguments.
+    """The arrays of columns, except w, if there is a teacher. They take the place of `bias` in the arguments."""
 
-    Attributes:
-      bias: (V,) or None.
-      teacher_w: (D', V), or (V, D') for head.transpose_w.
-      teacher_bias: (V,) or None.
-    """
-
-    bias: Any = None
-    teacher_w: Any = None
-    teacher_bias: Any = None
+    bias: Any = None  # (V,) or None
+    teacher_w: Any = None  # (D', V), or (V, D') for head.transpose_w
+    teacher_bias: Any = None  # (V,) or None
 
 
 def bias_of(bias: Any) -> Any:
@@ -77,9 +63,13 @@ def bias_of(bias: Any) -> Any:
     return bias.bias if isinstance(bias, Columns) else bias
 
 
+def is_positive(a: Any) -> Any:
+    """Returns which numbers are in the range of softcaps and positive temperatures."""
+    return (a >= 1e-37) & (a <= 1e37)
+
+
 def is_temperature(t: Any) -> Any:
-    """Returns which numbers are temperatures of the losses."""
-    return (t == 0) | (t >= 1e-37) & (t <= 1e37)
+    return (t == 0) | is_positive(t)
 
 
 # Divides the logits where the temperature is 0. A power of two keeps ties. Other logits are then so far below the
@@ -88,12 +78,9 @@ _COLD = 2.0**-80
 
 
 class Draw(NamedTuple):
-    """The arguments of a draw from each token's logits, except the temperature.
+    """The arguments of a draw from each token's logits, except the temperature: (rows,), as `sample/xla.py` takes them.
 
-    Attributes:
-      noise: (rows, 4), the words that the noise is computed from (`sample/noise.py`); or (rows, V of all devices), the
-        noise itself.
-      top_k, top_p, min_p: (rows,), as `sample/xla.py` takes them; or None.
+    The noise is (rows, 4), the words that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
     noise: Any
@@ -103,18 +90,17 @@ class Draw(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The arguments of a loss that have one number per token, each of shape (rows,).
+    """The arguments of a loss that have one number per token, each of shape (rows,). None has no effect.
 
     Attributes:
       labels: int32 columns of the whole w; a label outside [0, V) is no column. (rows, K) for several labels per token.
-      temperature: the divisor of the logits, applied after the softcap; None for 1. 0 stands for the limit.
-      label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
-      z_loss: the weight of the squared logsumexp in the loss; None for 0.
-      label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels. None
-        for one label.
-      kept: boolean, False for a token that is left out; None if all tokens count.
-      teacher_x: (rows, D'); None without a teacher.
-      draw: the arguments of a draw; None without one.
+      temperature: the divisor of the logits, applied after the softcap. 0 stands for the limit.
+      label_smoothing: the part of the target that is spread evenly over all columns.
+      z_loss: the weight of the squared logsumexp in the loss.
+      label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels.
+      kept: boolean, False for a token that is left out.
+      teacher_x: (rows, D').
+      draw: the arguments of a draw.
     """
 
     labels: Any
@@ -124,11 +110,11 @@ class Tokens(NamedTuple):
     label_probs: Any = None
     kept: Any = None
     teacher_x: Any = None
-    draw: "Draw | None" = None
+    draw: Draw | None = None
 
     @property
     def several(self) -> bool:
-        """Whether the labels are (rows, K). Batch dimensions must have become rows."""
+        """Whether rows have several labels each. Batch dimensions must have become rows."""
         return self.labels.ndim == 2
 
     @property
@@ -152,41 +138,25 @@ class Tokens(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The numbers of a row in addition to its student's normalizer. They belong to whole rows.
+    """The numbers of a whole row in addition to its student's normalizer."""
 
-    Attributes:
-      teacher: the normalizer of the teacher's logits.
-      value: the divergence.
-      student: the sum that the gradient needs: KL(q || m) for 0 < beta < 1, else the value.
-    """
-
-    teacher: Normalizer
+    teacher: Normalizer  # of the teacher's logits
     value: jax.Array
-    student: jax.Array
+    student: jax.Array  # the sum that the gradient needs: KL(q || m) for 0 < beta < 1, else the value
 
 
 class Statistics(NamedTuple):
-    """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic.
-
-    Attributes:
-      normalizer: (m, d), the maximum and the sum of exp(z - m).
-      label_logit: z at the label; 0 for a label outside [0, V). (rows, K) for several labels.
-      total: the sum of z over the row; None without label smoothing.
-      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
-      argmax: int32, the first column of the largest z; None without `Head.entropy`.
-      divergence: None without `Head.teacher`.
-    """
+    """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic."""
 
     normalizer: Normalizer
-    label_logit: jax.Array
-    total: jax.Array | None
-    t: jax.Array | None = None
-    argmax: jax.Array | None = None
-    divergence: Divergence | None = None
+    label_logit: jax.Array  # z at the label; 0 for a label outside [0, V). (rows, K) for several labels
+    total: jax.Array | None  # the sum of z over the row; None without label smoothing
+    t: jax.Array | None = None  # the sum of (z - m) exp(z - m); None without `Head.entropy`
+    argmax: jax.Array | None = None  # int32, the first column of the largest z; None without `Head.entropy`
+    divergence: Divergence | None = None  # None without `Head.teacher`
 
     @property
     def moments(self) -> Moments:
-        """The normalizer with t."""
         assert self.t is not None
         return Moments(*self.normalizer, self.t)
 
@@ -228,7 +198,7 @@ class Coefficients(NamedTuple):
     entropy_factor: jax.Array | None = None
 
     def of_exponential(self, z):
-        """Returns the first term, the product with exp(z - m), for numbers that broadcast to the logits z."""
+        """Returns the first term, for numbers that broadcast to the logits z."""
         if self.entropy_factor is None:
             return self.exp_factor * jnp.exp(z - self.m)
         below = normalizers.distance(z, self.m)
@@ -236,11 +206,7 @@ class Coefficients(NamedTuple):
 
 
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
-    """Returns z (rows, V or more) at one or several columns of each row, and 0 for a column outside [0, vocab).
-
-    Args:
-      columns: int32, (rows,) or (rows, K).
-    """
+    """Returns z (rows, V or more) at columns (rows,) or (rows, K), and 0 for a column outside [0, vocab)."""
     own = (columns >= 0) & (columns < vocab)
     index = jnp.where(own, columns, 0).reshape(z.shape[0], math.prod(columns.shape[1:]))
     found = at(z, index).reshape(columns.shape)
@@ -248,7 +214,6 @@ def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
 
 
 def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
-    """Returns logsumexp(z) of each row."""
     m, d = statistics.normalizer
     limit = jnp.where(m > 0, jnp.inf, jnp.where(m < 0, -jnp.inf, jnp.log(d)))
     return tokens.at_0(limit, normalizers.log_of(statistics.normalizer))
@@ -257,12 +222,8 @@ def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
 def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns the loss of each token, NaN for a label out of range; its logsumexp without labels or a teacher.
 
-    With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another function is then NaN, so that
-    its log-prob is NaN, as in `log_softmax`.
-
-    Args:
-      function: the public function.
-      statistics, tokens, vocab: as for `losses`.
+    With a logit of +inf, logsumexp and cross entropy are +inf. The loss of another public function is then NaN, so
+    that its log-prob is NaN, as in `log_softmax`. The other arguments are as for `losses`.
     """
     if statistics.divergence is not None:
         return statistics.divergence.value
@@ -286,10 +247,7 @@ def weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
 def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns logsumexp(z) - z[label] of each row, with label smoothing, label_probs and z_loss.
 
-    Args:
-      statistics: the statistics of whole rows.
-      tokens: the numbers of each token.
-      vocab: the number of columns of a whole row.
+    The statistics are of whole rows, and `vocab` is the number of columns of a whole row.
     """
     (m, d), label_logit, total, *_ = statistics
     several = label_logit.ndim > m.ndim
@@ -350,12 +308,12 @@ def shares(weights: jax.Array) -> jax.Array:
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
     """Returns the coefficients of the gradient of sum(weights * losses), or of sum(weights * logsumexp) without labels.
 
+    The gradient is 0 in a row with no other weight than 0, and at temperature 0.
+
     Args:
-      statistics: the statistics of whole rows.
       weights: one per row, or (rows, K) for several labels without label_probs. With an entropy, (rows, 3): the weights
-        of the losses, the entropies, and logsumexp. The gradient is 0 in a row with no other weight than 0, and at
-        temperature 0.
-      tokens, vocab: as for `losses`.
+        of the losses, the entropies, and logsumexp.
+      statistics, tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
     weightless = tokens.at_0(True, is_weightless(weights))
@@ -382,7 +340,6 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
 
 
 def _coefficients_with_entropy(statistics: Statistics, weights, weightless) -> Coefficients:
-    """Returns the coefficients of the gradient of a weighted sum of loss, entropy and logsumexp."""
     m, d, t = statistics.moments
     loss, entropy, logsumexp = (weights[:, i] for i in range(3))
     exp_factor = (loss + logsumexp + entropy * (t / d)) / d
@@ -394,7 +351,6 @@ def _coefficients_with_entropy(statistics: Statistics, weights, weightless) -> C
 
 
 def is_weightless(weights: jax.Array) -> jax.Array:
-    """Returns which rows have no other weight than 0."""
     return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
 
 
@@ -408,10 +364,7 @@ def times_softcap_slope(dz, z, tokens: Tokens, head: Head):
 
 
 def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
-    """Returns the gradient in the raw logit at the label of each row, without label smoothing.
-
-    With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
-    """
+    """Returns the gradient in the raw logit at each label, without label smoothing. Equal labels of a row have one."""
     m, exp_factor, label_term, *_ = coefficients
     temperature: Any = 1 if tokens.temperature is None else like_labels(tokens.divisor, label_logit)
     if tokens.several:

@@ -15,7 +15,6 @@ Explicit mesh axes go through `jax.shard_map`, Auto ones through XLA's partition
 (`dispatch/mesh.py`).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.chunks import changed_if
-from pallas_softmax._src.linear.losses import Columns, Head, Statistics, bias_of, token_losses, weighted_sum
+from pallas_softmax._src.linear.losses import Head, Statistics, bias_of, token_losses, weighted_sum
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 _ONE_DERIVATIVE = (
@@ -46,16 +45,11 @@ _ONE_DERIVATIVE = (
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs an operation of a projection x @ w.
+    """Runs an operation of a projection on x, w, bias, and arrays with one number per token.
 
     If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
     statistics or winners run slice by slice as well. A mesh divides slices as it divides tokens.
-
-    `arrays` are x, w, bias, and arrays with one number per token.
-
-    Raises:
-      NotImplementedError: a named implementation does not support the call.
     """
     choice.required_cuda()
     with stage_constants():
@@ -107,48 +101,28 @@ def describe(
 def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs an operation of a projection on arrays that may be sharded.
 
-    Args:
-      choice: the call and its implementations.
-      arrays: x, w, bias, and arrays with one number per token, in the shape of the tokens.
-      keywords: the static arguments; and, where given, two of this file:
-        slices: the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
-          array has a leading dimension for the vmap. All results have one.
-        given: the specs of x, w and bias before they were gathered; None if they were not.
+    `keywords` are the static arguments; and, where given, two of this file:
+
+    slices: the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the array
+      has a leading dimension for the vmap. All results have one.
+    given: the specs of x, w and bias before they were gathered; None if they were not.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
         return _on_shard(choice, arrays, keywords, _Layout(columns=choice.call.mesh_axes))
     return divide(_PROJECTION, choice, arrays, keywords)
 
 
-def _whole(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs the operation on whole arrays."""
-    return _on_shard(choice, arrays, keywords, _Layout())
-
-
-def _dimensions(
-    choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any
-) -> "_DimensionsOfProjection":
-    """Returns the dimensions of the arguments and results of a call."""
-    options = keywords.get("slices", ()), keywords.get("given")
-    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
-
-
 def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
     """Returns the arrays with shardings that fit together, if their types say how they are sharded.
 
     x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
-    sharded as an operation takes them.
-
-    Args:
-      arrays: x, w, bias, and arrays with one number per token; None stays.
-      head: the projection.
-      gathered: whether x, w and bias also have the sharding that an operation takes.
+    sharded as an operation takes them. So are all, if `gathered`.
     """
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    dimensions = _DimensionsOfProjection.of(PROJECTION, arrays, head, ())
+    dimensions = _DimensionsOfProjection(PROJECTION, arrays, {"head": head}, ())
     given = [jax.typeof(a).sharding.spec for a in leaves]
     _, as_taken, as_gradients = dimensions.specs(given, mesh.shape, dimensions.arguments)
     specs = as_taken if gathered else as_gradients
@@ -157,30 +131,27 @@ def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tupl
 
 
 def given_specs(*arrays: Any) -> tuple[P, ...] | None:
-    """Returns the specs of arrays, if their types say how they are sharded; None stays out."""
+    """Returns the specs of arrays, if their types say how they are sharded."""
     leaves = jax.tree.leaves(arrays)
     return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
 
 class _Layout(NamedTuple):
-    """The mesh axes of a projection.
+    """The mesh axes of a projection."""
 
-    Attributes:
-      tokens: they divide the tokens.
-      columns: they divide the columns.
-      dx: for each dimension of the tokens, the axes of `columns` that divide dx, but not x.
-      dw: the axes that divide D in dw, but not in w.
-      dv: the axes of `tokens` that divide the columns in dw and dbias, but not in w and bias.
-    """
-
-    tokens: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    dx: tuple[tuple[str, ...], ...] = ()
-    dw: tuple[str, ...] = ()
-    dv: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()  # they divide the tokens
+    columns: tuple[str, ...] = ()  # they divide the columns
+    dx: tuple[
+        tuple[str, ...], ...
+    ] = ()  # for each dimension of the tokens, `columns` that divide dx, but not x
+    dw: tuple[str, ...] = ()  # they divide D in dw, but not in w
+    dv: tuple[str, ...] = ()  # `tokens` that divide the columns in dw and dbias, but not in w and bias
 
 
-def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
+_WHOLE = _Layout()
+
+
+def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout = _WHOLE) -> Any:
     """Runs the operation on one device's shards. Under vmaps, it runs slice by slice."""
     own = {name: value for name, value in keywords.items() if name not in ("slices", "given")}
 
@@ -199,14 +170,7 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
 
 def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
-    """Runs the operation on one device's shards. The implementation is chosen again, for their shapes.
-
-    Args:
-      choice: the choice for the user's call.
-      arrays: the device's shards of x, w, bias and the arrays with one number per token.
-      keywords: the static arguments.
-      layout: the mesh axes.
-    """
+    """Runs the operation on one device's shards. The implementation is chosen again, for their shapes."""
     x, w, bias, *per_token = arrays
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
@@ -227,7 +191,7 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
     # Without statistics, these are the gradients of one loss per token: there is no total.
     finite = _is_finite(call.function, flat, statistics[0], keywords["head"], layout) if statistics else True
-    if layout == _Layout():
+    if layout == _WHOLE:
         gradients = _zeros_unless(finite, (unflattened(dx), dw, dbias))
         return *jax.tree.map(unflattened, statistics), *gradients
 
@@ -284,10 +248,9 @@ def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, cha
 
     Args:
       part: what the device adds to the sum, float32 if there are several devices.
-      dtype: the dtype of w or bias.
-      layout: the mesh axes.
       divided: for each dimension, the mesh axes that divide the sum, but not `part`.
       change: maps each element of the sum, before it is rounded.
+      dtype, layout: the dtype of the result; the mesh axes.
     """
     scattered = set()
     for dimension, axes in divided.items():
@@ -302,7 +265,6 @@ def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, cha
     return rounded_sum(part, dtype, others, change) if others else change(part).astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
 class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
 
@@ -310,70 +272,39 @@ class _DimensionsOfProjection:
     dw along D where it does not divide dx. Several labels or winners per token add "k", and so does a teacher: it is
     D'. Vmaps add "s0", "s1", ...
 
-    Attributes:
-      arguments: for each array, the names of its dimensions.
-      results: for each result, the names of its dimensions.
-      sizes: the size of each dimension, by name.
-      given: as for `over_mesh`.
+    `arguments` and `results` have the names of the dimensions of each array; `sizes` has the size of each dimension.
     """
 
-    arguments: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
-    sizes: dict[str, int]
-    given: tuple[P, ...] | None = None
-
-    @staticmethod
-    def of(
-        op: Operation, arrays: tuple, head: Head, result_shapes: Any, slices: tuple = (), given=None
-    ) -> "_DimensionsOfProjection":
-        """Returns the dimensions of the arguments and results of an operation."""
+    def __init__(self, operation: Operation, arrays: tuple, keywords: dict[str, Any], results: Any):
+        slices, self.given = keywords.get("slices", ()), keywords.get("given")
         leaves, tree = jax.tree.flatten(arrays)
         vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
-        of_slice = [jax.ShapeDtypeStruct(a.shape[len(of) :], a.dtype) for a, of in zip(leaves, vmaps)]
-        x, w, bias, *per_token = tree.unflatten(of_slice)
-        tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
-        w_axes = ("v", "e") if head.transpose_w else ("e", "v")
-        bias_axes = () if bias_of(bias) is None else (("v",),)
-        like_arguments = ((*tokens, "d"), w_axes, *bias_axes)
-        teacher_axes: tuple[tuple[str, ...], ...] = ()
-        if isinstance(bias, Columns):
-            teacher_axes = (("v", "k") if head.transpose_w else ("k", "v"),)
-            teacher_axes += () if bias.teacher_bias is None else (("v",),)
-        gradients = len(like_arguments) if op in GRADIENTS else 0
-        results = jax.tree.leaves(result_shapes)
-        per_token = jax.tree.leaves(per_token)
-        token_results = results[: len(results) - gradients]
-        sizes = dict(zip((*tokens, "d", "v", "e"), (*x.shape, head.vocab(w), x.shape[-1])))
-        for a, n in [(a, 0) for a in per_token] + [(a, len(slices)) for a in token_results]:
-            if a.ndim - n == x.ndim:
-                sizes["k"] = a.shape[-1]
-        for a, names in zip(leaves, vmaps):
-            sizes |= zip(names, a.shape)
+        ranks = [a.ndim - len(of) for a, of in zip(leaves, vmaps)]
+        rank, _, bias, *per_token = tree.unflatten(ranks)
+        tokens = tuple(f"b{i}" for i in range(rank - 1))
+        w, teacher_w = (("v", d) if keywords["head"].transpose_w else (d, "v") for d in "ek")
 
-        def axes_of(arrays: list, n: int) -> tuple[tuple[str, ...], ...]:
-            return tuple((*tokens, "k") if a.ndim - n == x.ndim else tokens for a in arrays)
+        def of_tokens(ranks) -> list[tuple[str, ...]]:
+            return [(*tokens, "k") if n == rank else tokens for n in ranks]
 
-        own = like_arguments + teacher_axes + axes_of(per_token, 0)
-        own_results = axes_of(token_results, len(slices)) + like_arguments[:gradients]
-        return _DimensionsOfProjection(
-            tuple(of + names for of, names in zip(vmaps, own, strict=True)),
-            tuple((*(f"s{i}" for i in range(len(slices))), *names) for names in own_results),
-            sizes,
-            given,
-        )
+        columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(bias)]
+        own = [(*tokens, "d"), w, *columns, *of_tokens(jax.tree.leaves(per_token))]
+        gradients = (2 if bias_of(bias) is None else 3) if operation in GRADIENTS else 0
+        results = jax.tree.leaves(results)
+        of_results = of_tokens(a.ndim - len(slices) for a in results[: len(results) - gradients])
+        of_vmaps = tuple(f"s{i}" for i in range(len(slices)))
+        self.arguments = [of + names for of, names in zip(vmaps, own, strict=True)]
+        self.results = [of_vmaps + names for names in [*of_results, *own[:gradients]]]
+        self.sizes: dict[str, int] = {}
+        for names, a in zip(self.arguments + self.results, leaves + results):
+            self.sizes |= zip(names, a.shape)
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], _Layout]:
-        """As `Dimensions` describes."""
         layout, arguments, results = self.specs(specs, mesh_sizes, self.results)
         return arguments, results, layout
 
     def specs(self, specs, mesh_sizes, results) -> tuple[_Layout, list[P], list[P]]:
-        """Returns the layout, and the specs of the arguments and of `results`.
-
-        Args:
-          specs, mesh_sizes: as for `lay_out`.
-          results: names like `self.results`. An array with D or V is a gradient.
-        """
+        """Returns the layout, and the specs of the arguments and of `results`: an array with D or V is a gradient."""
         if self.given:
             own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
             specs = [*own, *specs[len(own) :]]
@@ -397,8 +328,12 @@ class _DimensionsOfProjection:
         dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv}.union(*(axes[name] for name in slices)))
         gradient_axes = axes | {"e": dw, "v": columns + dv}
         gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
-        arguments = [self._spec(own, axes) for own in self.arguments]
-        results = [self._spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+
+        def spec(own: tuple[str, ...], axes) -> P:
+            return P(*(axes.get(name) or None for name in own))
+
+        arguments = [spec(own, axes) for own in self.arguments]
+        results = [spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
         return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
 
     def _axes(self, specs, mesh_sizes, names: list[str]) -> dict[str, tuple[str, ...]]:
@@ -418,18 +353,13 @@ class _DimensionsOfProjection:
                 return axes
         return ()
 
-    def _spec(self, own: tuple[str, ...], axes: dict[str, tuple[str, ...]]) -> P:
-        return P(*(axes.get(name) or None for name in own))
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """The dimensions that no mesh axis may divide."""
-        return tuple(name for name in ("d", "k") if name in self.sizes)
-
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the rule that `Dimensions` describes: tokens and columns may be divided."""
         sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), self.whole
+        return " -> ".join(sides), tuple(name for name in ("d", "k") if name in self.sizes)
 
 
-_PROJECTION = register(Division("projection", _dimensions, _whole, _on_shard))
+def _dimensions(choice: Choice, *call: Any) -> _DimensionsOfProjection:
+    return _DimensionsOfProjection(choice.call.operation, *call)
+
+
+_PROJECTION = register(Division("projection", _dimensions, _on_shard, _on_shard))

@@ -40,7 +40,8 @@ def _on_whole_atoms(
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
-    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one.
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
+    weight 0, and the numbers of the last row: a temperature is then in range.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)
@@ -51,23 +52,16 @@ def _on_whole_atoms(
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
         return operation(x, w, bias, tokens, *per_token, head=head, **static)
 
-    def extended(a, *shape: int):
-        return jnp.pad(
-            a, [(0, to - size) for to, size in zip(shape, a.shape)] + [(0, 0)] * (a.ndim - len(shape))
-        )
+    def extended(a, *shape: int, mode: str = "constant"):
+        sizes = zip(shape, a.shape)
+        return jnp.pad(a, [(0, to - size) for to, size in sizes] + [(0, 0)] * (a.ndim - len(shape)), mode)
 
     def whole_w(w, deep: int):
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
 
     w = whole_w(w, deep)
-    temperature, draw = tokens.temperature, tokens.draw
-    # The new rows have weight 0. They must not divide by a temperature of 0.
-    tokens, per_token = jax.tree.map(lambda a: extended(a, rows), (tokens, per_token))
-    if draw is not None:  # the new rows draw as the last one
-        draw = jax.tree.map(lambda a: jnp.pad(a, [(0, rows - n)] + [(0, 0)] * (a.ndim - 1), "edge"), draw)
-        tokens = tokens._replace(draw=draw)
-    if temperature is not None:
-        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
+    tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
+    per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
     if head.teacher is not None:
         tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
         biases = jax.tree.map(lambda a: extended(a, wide), bias._replace(teacher_w=None))

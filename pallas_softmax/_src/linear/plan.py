@@ -40,18 +40,15 @@ ROWS_TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a product is divided into tiles.
+    """How a product is divided into tiles."""
 
-    Attributes:
-      cluster: number of CTAs in a cluster. They take tiles one below the other, and share each block of w.
-      rows_together: number of rows of tiles (or of clusters of tiles) that are taken together, column by column, so
-        that their blocks of x stay in the L2 cache.
-      stages: number of blocks of x and of w that shared memory holds.
-    """
-
-    cluster: int = CLUSTER
+    cluster: int = (
+        CLUSTER  # CTAs of a cluster. They take tiles one below the other, and share each block of w
+    )
+    # Rows of tiles (or of clusters of tiles) that are taken together, column by column, so that their blocks of x stay
+    # in the L2 cache.
     rows_together: int = ROWS_TOGETHER
-    stages: int = STAGES
+    stages: int = STAGES  # blocks of x and of w that shared memory holds
 
     @property
     def cluster_rows(self) -> int:
@@ -60,12 +57,10 @@ class Tiling:
 
 
 def plan_projection(rows: int) -> Tiling:
-    """Returns the tiling for x with this number of rows."""
     if rows <= TILE_M:  # a single row of tiles reads w only once: as many loads as fit should be in flight
         return Tiling(cluster=1, rows_together=1, stages=4)
     return Tiling()
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """Returns `number` rounded up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple

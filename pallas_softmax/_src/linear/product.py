@@ -95,19 +95,12 @@ def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None])
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers.
+    """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers."""
 
-    Attributes:
-      row: first row of the part.
-      column: first column of the part.
-      tile: number of the tile along the columns.
-      staging: two buffers (64, columns) in shared memory, which `store` uses; None without `staged`.
-    """
-
-    row: Any
-    column: Any
-    tile: Any
-    staging: Any
+    row: Any  # the first row of the part
+    column: Any  # the first column
+    tile: Any  # the number of the tile along the columns
+    staging: Any  # two buffers (64, columns) in shared memory, which `store` uses; None without `staged`
 
 
 def product(
@@ -131,8 +124,7 @@ def product(
       others: further inputs of the epilogue, pytrees of arrays.
       out_type: shapes and dtypes of the outputs, pytrees.
       staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
-      tiling: sizes of tiles and stages.
-      name: the kernel's name in profiles.
+      tiling, name: the sizes of tiles and stages, and the kernel's name in profiles.
     """
     columns, cluster = b.shape[0 if b_transposed else 1], tiling.cluster
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
@@ -175,51 +167,37 @@ def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
     def smem(shape, dtype) -> Any:
-        """Returns blocks laid out for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
-        atom = plgpu.TilingTransform((ATOM_ROWS, _elements(dtype)))
+        atom = plgpu.TilingTransform((ATOM_ROWS, _elements_of_atom_row(dtype)))
         return plgpu.SMEM(shape, dtype, transforms=(atom, plgpu.SwizzleTransform(SWIZZLE_BYTES)))
 
+    staging = staged and smem((MULTIPLIERS, 2, WARPGROUP_ROWS, _elements_of_atom_row(staged)), staged)
     return (
         smem((stages, TILE_M, TILE_K), dtype),
         smem((stages, *b_block), dtype),
-        None if staged is None else smem((MULTIPLIERS, 2, WARPGROUP_ROWS, _elements(staged)), staged),
+        staging,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
         barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
     )
 
 
-def _elements(dtype) -> int:
-    """Returns the number of elements in a row of an atom."""
+def _elements_of_atom_row(dtype) -> int:
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class _TilesOfCta:
-    """The work of a CTA, and its memory; the drawings at the top of this file show both.
-
-    Attributes:
-      tiling: sizes of tiles and stages.
-      b_transposed: whether b is (N, K).
-      warpgroup: number of this warpgroup. The multipliers come first, then the copier.
-      a_gmem: the first operand.
-      b_gmem: the second operand.
-      a_smem: a block of a for each stage.
-      b_smem: a block of b for each stage.
-      staging_smem: the buffers of `Place.staging`, for each multiplier; None without `staged`.
-      arrived: a barrier for each stage. It completes when both blocks have been copied.
-      consumed: a barrier for each stage. It completes when all multipliers of the cluster have read the stage.
-    """
+    """The work of a CTA, and its memory; the drawings at the top of this file show both."""
 
     tiling: Tiling
-    b_transposed: bool
-    warpgroup: Any
+    b_transposed: bool  # whether b is (N, K)
+    warpgroup: Any  # the number of this warpgroup. The multipliers come first, then the copier
     a_gmem: Any
     b_gmem: Any
-    a_smem: Any
+    a_smem: Any  # a block of a for each stage
     b_smem: Any
-    staging_smem: Any
-    arrived: Any
-    consumed: Any
+    staging_smem: Any  # the buffers of `Place.staging`, for each multiplier; None without `staged`
+    arrived: Any  # a barrier for each stage. It completes when both blocks have been copied
+    consumed: Any  # the same. It completes when all multipliers of the cluster have read the stage
 
     @property
     def tiles(self) -> tuple[int, int]:

@@ -18,23 +18,23 @@ from pallas_softmax._src.normalizers import Normalizer, widen
 class ChunkFunctions(NamedTuple):
     """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
-    bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
+    bias is (V,) or None. dz, the gradient in the raw logits, has the dtype of x and the shape (rows, V). At several
+    labels it may be anything: it is replaced.
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
-        `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
+      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz.
       statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
         to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
         maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
         dtype of the arithmetic. A total of None is 0.
-      product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
-        float32 array. None if an implementation has no such function.
+      product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
+        array; or None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on.
-      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
-        that the other two store.
+      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` stores for each logit, and the bytes that the
+        next two store.
     """
 
     statistics: Callable[..., Statistics]
@@ -51,10 +51,8 @@ class Projection:
     """All that is the same for every row of a projection on one device.
 
     Attributes:
-      functions: the functions of the implementation.
       w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
       bias: (V,), None, or `Columns`.
-      head: the static part of the projection and its loss.
       workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
       with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
         may then not exist, so chunks do not count on it.
@@ -74,13 +72,11 @@ class Projection:
     partial_dx: bool = False
 
     @property
-    def vocab(self) -> int:
-        """The number of columns on this device."""
+    def vocab(self) -> int:  # on this device
         return self.head.vocab(self.w)
 
     @property
-    def whole_vocab(self) -> int:
-        """The number of columns on all devices."""
+    def whole_vocab(self) -> int:  # on all devices
         return self.vocab * lax.axis_size(self.mesh_axes)
 
     def results(
@@ -97,10 +93,10 @@ class Projection:
 
         Args:
           step: x and tokens of some rows -> a tree of arrays (rows, ...).
-          x, tokens: all rows.
-          empty: (x, tokens) -> results for rows that are left out. They may have other results.
+          empty: the same function for rows that are left out. They may have other results.
           bytes_per_logit: the bytes that `step` stores for each logit.
           merged: whether the results are the same on all devices that share a row.
+          x, tokens: all rows.
         """
 
         def computed(rows):
@@ -139,7 +135,6 @@ class Projection:
         return Statistics(normalizer, at_label, total, t, argmax, from_teacher)
 
     def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
-        """Returns the coefficients of the gradient of sum(weights * losses)."""
         return formulas.coefficients(statistics, weights, tokens, self.whole_vocab)
 
     def dx(self, dz, factor) -> jax.Array:
@@ -148,7 +143,6 @@ class Projection:
         return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
 
     def largest(self, a) -> jax.Array:
-        """Returns the maximum over the mesh axes."""
         return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
 
 

@@ -9,6 +9,7 @@ In turn i, a tile picks label first + i of all its rows at once. The row with th
 number of turns. There are one or two turns per tile for K = 64 random labels of 128,256 columns.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,17 +33,11 @@ _NO_COLUMN = 2**30  # after all columns; its int32 distance to a column cannot o
 
 
 class SeveralLabels(NamedTuple):
-    """The sorted labels of each row, and where the labels in a tile begin.
+    """The sorted labels of each row, and where the labels in a tile begin: int32 arrays."""
 
-    Attributes:
-      column: int32 (rows * K,), row by row; _NO_COLUMN for a label that is no column.
-      first: int32 (tiles + 1, rows), the position in `column` of a row's first label in a tile or after it.
-      turns: int32 (groups of 64 rows, tiles), the most labels that a row of the group has in the tile.
-    """
-
-    column: Any
-    first: Any
-    turns: Any
+    column: Any  # (rows * K,), row by row; _NO_COLUMN for a label that is no column
+    first: Any  # (tiles + 1, rows), the position in `column` of a row's first label in a tile or after it
+    turns: Any  # (groups of 64 rows, tiles), the most labels that a row of the group has in the tile
 
 
 def sorted_labels(labels: jax.Array, columns: int, vocab: int, rows: int) -> SeveralLabels:
@@ -95,14 +90,9 @@ def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
 
 
 def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> None:
-    """Writes the logits at all labels that are in this part of the product, (64, TILE_N).
+    """Writes the logits z at all labels that are in this part of the product to `picked_gmem`, like `labels.column`.
 
-    Args:
-      z: the logits of the part.
-      labels: references to the labels.
-      place: where the part is.
-      column: the column number of each element within the part.
-      picked_gmem: float32 (rows * K,), in the order of `labels.column`.
+    `column` is the column number of each element within the part.
     """
     rows = pl.ds(place.row, WARPGROUP_ROWS)
     turns = labels.turns[place.row // WARPGROUP_ROWS, place.tile]
@@ -131,9 +121,7 @@ def _labels_at(gmem, at, end):
     @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT), return_type=result)
     def labels_at(_, gmem, at, end):
         pointer, i32 = utils.memref_ptr(gmem), ir.IntegerType.get_signless(32)
-        found = [
-            predicated.load_vector(pointer, i32, 1, *_offset_and_inside(*pair)) for pair in _pairs(at, end)
-        ]
+        found = [predicated.load_vector(pointer, i32, 1, *offset) for offset in _offsets(at, end)]
         return array(_ROW_LAYOUT.to_mgpu(), at.shape, found)
 
     return labels_at(gmem, at, end)
@@ -145,19 +133,15 @@ def _store(gmem, at, end, values) -> None:
 
     @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT, _ROW_LAYOUT))
     def store(_, gmem, at, end, values):
-        for pair, register in zip(_pairs(at, end), values.registers.flat):
-            predicated.store_vector(utils.memref_ptr(gmem), register, *_offset_and_inside(*pair))
+        for register, offset in zip(values.registers.flat, _offsets(at, end)):
+            predicated.store_vector(utils.memref_ptr(gmem), register, *offset)
 
     store(gmem, at, end, values)
 
 
-def _pairs(at, end):
-    """Yields the registers of two arrays together."""
-    return zip(at.registers.flat, end.registers.flat)
-
-
-def _offset_and_inside(at, end) -> tuple[Any, Any]:
-    """Returns the 64-bit offset of a position, and whether it is before the end."""
-    (at,), (end,) = elements(at), elements(end)
-    inside = arith.cmpi(arith.CmpIPredicate.slt, at, end)
-    return arith.extui(ir.IntegerType.get_signless(64), at), inside
+def _offsets(at, end) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields the 64-bit offset of each position, and whether it is before the end."""
+    for pair in zip(at.registers.flat, end.registers.flat):
+        (position,), (limit,) = map(elements, pair)
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, limit)
+        yield arith.extui(ir.IntegerType.get_signless(64), position), inside

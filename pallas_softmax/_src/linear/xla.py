@@ -1,4 +1,4 @@
-"""Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
+"""Implementation `xla` of a projection and its softmax: `ChunkFunctions` in plain JAX, for every floating dtype."""
 
 from typing import Any
 
@@ -27,7 +27,6 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 
 
 def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
-    """The `logits` of `ChunkFunctions`."""
     z = logits(x, w, bias, Tokens(None) if head.undivided else tokens, head=head)
     if head.columns is not None:
         z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
@@ -37,17 +36,14 @@ def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[ja
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """The `statistics` of `ChunkFunctions`."""
     return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    """The `dlogits` of `ChunkFunctions`."""
     return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """The `statistics_and_dlogits` of `ChunkFunctions`."""
     del largest
     z = logits(x, w, bias, tokens, head=head)
     merged, coefficients = to_coefficients(_reduced(z, tokens, head))
@@ -77,18 +73,13 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """The `add_product` of `ChunkFunctions`.
-
-    On the CPU, where XLA does not add in place, some columns are added at a time.
-    """
-
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
 
     def directly(total, x, dz):
         return total + product(x, dz)
 
-    def by_columns(total, x, dz):
+    def by_columns(total, x, dz):  # some columns at a time, because XLA for CPUs does not add in place
         along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
         depth = x.shape[1]
         if not isinstance(depth, int):  # a symbolic dimension of jax.export
@@ -113,7 +104,7 @@ def add_product(total, x, dz, *, head: Head):
 
 
 def product(x, dz, *, head: Head):
-    """The `product` of `ChunkFunctions`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
+    # for a GPU: cuBLAS sums in float32 and rounds as it writes
     a, b = (dz, x) if head.transpose_w else (x, dz)
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
