@@ -370,11 +370,6 @@ def linear_token_stats(
 # ---- The program of each function
 
 
-@at_once("options")
-def _losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
-    return _weighted_losses(x, w, bias, where, token_weights, tokens, options)
-
-
 def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
     """Returns the weighted loss of each token, and its logsumexp."""
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
@@ -387,6 +382,9 @@ def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: 
     losses = tokens.zero_if_left_out(differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
     return losses, tokens.zero_if_left_out(jax.lax.stop_gradient(logsumexp))
+
+
+_losses = at_once("options")(_weighted_losses)
 
 
 @at_once("options")
@@ -414,8 +412,7 @@ def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, r
     static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays
     if weights is None:
-        weights = jnp.ones(x.shape[:-1], widen(x).dtype)
-        weights = weights if tokens.kept is None else jnp.where(tokens.kept, weights, 0)
+        weights = tokens.zero_if_left_out(jnp.ones(x.shape[:-1], widen(x).dtype))
     if reduction == "mean":
         weights = formulas.shares(weights)
     if x.dtype == jnp.float16:

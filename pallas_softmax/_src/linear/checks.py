@@ -137,13 +137,11 @@ class Checked(NamedTuple):
     vocab: int  # the number of columns on all devices
 
     @property
-    def batch(self) -> tuple[int, ...]:
-        """The shape of the tokens."""
+    def batch(self) -> tuple[int, ...]:  # the shape of the tokens
         return self.x.shape[:-1]
 
     @property
-    def dtype(self) -> Any:
-        """The dtype of the arithmetic."""
+    def dtype(self) -> Any:  # of the arithmetic
         return widen(self.x).dtype
 
 
@@ -152,14 +150,8 @@ def checked_call(
 ) -> tuple[Static, tuple]:
     """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
 
-    Tokens with weight 0 are left out, as if `where` were False there.
-
-    Args:
-      x, w, bias, where, token_weights, tokens: as users pass them. With a teacher, `Columns` take the place of bias.
-      options: as users pass them.
-      gradient: the operation that computes the gradients. In float16, PROJECTION_GRAD replaces it. The forward would
-        round the gradients to float16 before the backward multiplies them by the cotangent. So they could overflow or
-        become 0.
+    The arguments are as users pass them; `gradient` is the operation that computes the gradients. With a teacher,
+    `Columns` take the place of bias. Tokens with weight 0 are left out, as if `where` were False there.
     """
     name, columns = options.function, bias
     given = checked_projection(x, w, bias_of(bias), options)
@@ -189,6 +181,8 @@ def checked_call(
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
+    # PROJECTION_WITH_GRAD would round gradients to float16 before the backward multiplies them by the cotangent. So
+    # they could overflow or become 0.
     gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
     static = Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
     return static, (x, w, bias, weights, tokens)
@@ -219,10 +213,8 @@ def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checke
         if a is not None and a.dtype.name not in _FLOATS:
             raise TypeError(f"{name}: {argument} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
     if x.dtype != w.dtype:
-        raise TypeError(
-            f"{name}: {x_name} and {w_name} must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of"
-            " them"
-        )
+        dtypes = f"{x.dtype.name} and {w.dtype.name}"
+        raise TypeError(f"{name}: {x_name} and {w_name} must have one dtype, got {dtypes}; cast one of them")
     transpose_w = arguments.static_bool(name, "transpose_w", options.transpose_w)
     layout = "(V, D)" if transpose_w else "(D, V)"
     if x.ndim < 1 or w.ndim != 2 or w.shape[1 if transpose_w else 0] != x.shape[-1]:
@@ -310,12 +302,11 @@ def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array
 
 
 def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
-    probs = arguments.array(name, "label_probs", probs)
+    probs = arguments.array(name, "label_probs", probs).astype(dtype)
     if probs.shape != labels.shape:
         raise ValueError(
             f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}"
         )
-    probs = probs.astype(dtype)
     return probs if where is None else jnp.where(where[..., None], probs, 0)
 
 
@@ -325,16 +316,14 @@ def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
-    shapes = [str(shape), str((*shape, "K")).replace("'", "")]
+    wanted = {0: str(shape), 1: str((*shape, "K")).replace("'", "")}  # by the number of further dimensions
     if name != "linear_log_probs":
-        shapes = shapes[several : several + 1]
-    if labels.shape[: len(shape)] != shape or labels.ndim - len(shape) not in range(
-        several, several + len(shapes)
-    ):
+        wanted = {several: wanted[several]}
+    if labels.shape[: len(shape)] != shape or labels.ndim - len(shape) not in wanted:
         raise ValueError(
-            f"{name}: labels must have the shape of x without its last dimension, {' or '.join(shapes)},"
+            f"{name}: labels must have the shape of x without its last dimension, {' or '.join(wanted.values())},"
             f" got {labels.shape}"
         )
     if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)
-    return jnp.where((labels >= 0) & (labels < given.vocab), labels, -1).astype(jnp.int32)
+    return jnp.where(formulas.is_column(labels, given.vocab), labels, -1).astype(jnp.int32)

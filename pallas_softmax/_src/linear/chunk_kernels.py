@@ -19,7 +19,7 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import set_in_place
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label, is_column
 from pallas_softmax._src.linear.plan import TILE_N
 from pallas_softmax._src.linear.projection import ChunkFunctions
 from pallas_softmax._src.linear.several_labels import in_given_order
@@ -77,8 +77,7 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
     if tokens.several:
         return merged, e, factor
     at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
-    own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
-    column = jnp.where(own_label, tokens.labels, e.shape[1])
+    column = jnp.where(is_column(tokens.labels, head.vocab(w)), tokens.labels, e.shape[1])
     return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
 
 

@@ -53,17 +53,15 @@ class Static(NamedTuple):
     def cotangents(self, dx, dw, dbias, dprobs) -> tuple:
         """Returns the cotangents of x, w, bias and tokens. A teacher has none."""
         dbias = dbias if self.head.teacher is None else Columns(dbias)
-        return (
-            self.share(dx),
-            dw,
-            dbias,
-            None if dprobs is None else Tokens(None, label_probs=self.share(dprobs)),
-        )
+        dtokens = None if dprobs is None else Tokens(None, label_probs=self.share(dprobs))
+        return self.share(dx), dw, dbias, dtokens
 
-    def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array:
-        """Returns the gradient of sum(weights * losses) in label_probs; 0 where it is not finite."""
+    def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array | None:
+        """Returns the gradient of sum(weights * losses) in label_probs, if there are any; 0 where it is not finite."""
+        if tokens.label_probs is None:
+            return None
         each = formulas.losses(statistics, tokens._replace(label_probs=None, z_loss=None), self.vocab)
-        valid = (tokens.labels >= 0) & (tokens.labels < self.vocab) & jnp.isfinite(each)
+        valid = formulas.is_column(tokens.labels, self.vocab) & jnp.isfinite(each)
         weights = tokens.at_0(0, weights)[..., None]
         return jnp.where(valid & (weights != 0), each, 0) * weights
 
@@ -96,12 +94,11 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The residuals of `per_token`: the arguments, their statistics, and which gradients are wanted."""
+    """The residuals of `per_token`: the arguments, their statistics, and whether dw is wanted."""
 
     arguments: tuple
     statistics: Statistics
     with_dw: bool = dataclasses.field(metadata={"static": True})
-    with_dprobs: bool = dataclasses.field(metadata={"static": True})
     given: Any = dataclasses.field(metadata={"static": True})  # the `given_specs` of x, w and bias
 
 
@@ -110,12 +107,7 @@ def _per_token_forward(static: Static, *primals):
     given = given_specs(*arrays[:3])
     arrays = lay_out_arrays(arrays, static.head, gathered=True)  # once, for both passes
     tokens, statistics = arrays[3], static.run(static.forward, *arrays)
-    saved = _Saved(arrays, statistics, with_dw, _probs_perturbed(*primals), given)
-    return _values(static, statistics, tokens), saved
-
-
-def _probs_perturbed(x, w, bias, tokens: Tokens, *_) -> bool:
-    return tokens.label_probs is not None and tokens.label_probs.perturbed
+    return _values(static, statistics, tokens), _Saved(arrays, statistics, with_dw, given)
 
 
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
@@ -132,9 +124,7 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
         weights = jnp.concatenate(each, -1)
     arrays = (*saved.arguments, weights, saved.statistics)
     dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
-    dprobs = None
-    if saved.with_dprobs:
-        dprobs = static.label_cotangents(saved.statistics, saved.arguments[3], weights)
+    dprobs = static.label_cotangents(saved.statistics, saved.arguments[3], weights)
     return static.cotangents(dx, dw, dbias, dprobs)
 
 
@@ -161,7 +151,9 @@ def _total_forward(static: Static, *primals):
     statistics, *gradients = static.run(static.gradient, x, w, bias, tokens, weights, with_dw=with_dw)
     losses = static.losses(statistics, tokens)
     dweights = jnp.where(weights == 0, 0, losses) if primals[4].perturbed else None
-    dprobs = static.label_cotangents(statistics, tokens, weights) if _probs_perturbed(*primals) else None
+    probs = primals[3].label_probs
+    is_wanted = probs is not None and probs.perturbed
+    dprobs = static.label_cotangents(statistics, tokens, weights) if is_wanted else None
     value = formulas.weighted_sum(losses, weights)
     finite = jnp.isfinite(value)
     # The operation returned gradients of 0 if the sum is not finite. They are not made 0 in the backward: there, XLA

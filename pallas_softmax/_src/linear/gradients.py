@@ -262,7 +262,7 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: i
 
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
-    columns = jnp.where((labels >= 0) & (labels < vocab), labels, dz.shape[1])
+    columns = jnp.where(formulas.is_column(labels, vocab), labels, dz.shape[1])
     if factor is None:
         dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
         rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)

@@ -205,9 +205,13 @@ class Coefficients(NamedTuple):
         return (self.exp_factor + self.entropy_factor * below) * jnp.exp(below)
 
 
+def is_column(labels: jax.Array, vocab: int) -> jax.Array:
+    return (labels >= 0) & (labels < vocab)
+
+
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
     """Returns z (rows, V or more) at columns (rows,) or (rows, K), and 0 for a column outside [0, vocab)."""
-    own = (columns >= 0) & (columns < vocab)
+    own = is_column(columns, vocab)
     index = jnp.where(own, columns, 0).reshape(z.shape[0], math.prod(columns.shape[1:]))
     found = at(z, index).reshape(columns.shape)
     return jnp.where(own, found, 0)
@@ -230,7 +234,7 @@ def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: i
     if tokens.labels is None:
         return logsumexp(statistics, tokens)
     each = losses(statistics, tokens, vocab)
-    valid = (tokens.labels >= 0) & (tokens.labels < vocab)
+    valid = is_column(tokens.labels, vocab)
     if tokens.label_probs is not None:
         valid = jnp.all(valid | (tokens.label_probs == 0), -1)
     d = statistics.normalizer.d
@@ -319,14 +323,11 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     weightless = tokens.at_0(True, is_weightless(weights))
     if tokens.temperature is not None:
         weights = weights / like_labels(tokens.divisor, weights)
-    if statistics.t is not None:
-        return _coefficients_with_entropy(statistics, weights, weightless)
-
-    def kept(number):
-        return jnp.where(like_labels(weightless, number), 0, number)
-
-    label_term, logsumexp_weight, constant = weights, 1, None
+    label_term, logsumexp_weight, constant, entropy_factor = weights, 1, None, None
     weight = weights if weights.ndim == 1 else jnp.sum(weights, 1)
+    if statistics.t is not None:
+        label_term, entropy, logsumexp = (weights[:, i] for i in range(3))
+        weight, entropy_factor = label_term + logsumexp + entropy * (statistics.t / d), -entropy / d
     if tokens.label_probs is not None:
         label_term, logsumexp_weight = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
     if tokens.z_loss is not None:
@@ -334,20 +335,11 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     exp_factor = weight * logsumexp_weight / d
     if tokens.label_smoothing is not None:
         label_term = weight * (1 - tokens.label_smoothing)
-        constant = kept(weight * tokens.label_smoothing / vocab)
+        constant = weight * tokens.label_smoothing / vocab
+    numbers = exp_factor, label_term, constant, entropy_factor
+    kept = jax.tree.map(lambda a: jnp.where(like_labels(weightless, a), 0, a), numbers)
     m = jnp.where(weightless, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
-    return Coefficients(m, kept(exp_factor), kept(label_term), constant)
-
-
-def _coefficients_with_entropy(statistics: Statistics, weights, weightless) -> Coefficients:
-    m, d, t = statistics.moments
-    loss, entropy, logsumexp = (weights[:, i] for i in range(3))
-    exp_factor = (loss + logsumexp + entropy * (t / d)) / d
-    exp_factor, label_term, entropy_factor = (
-        jnp.where(weightless, 0, a) for a in (exp_factor, loss, -entropy / d)
-    )
-    m = jnp.where(weightless, jnp.inf, normalizers.shift(m))
-    return Coefficients(m, exp_factor, label_term, None, entropy_factor)
+    return Coefficients(m, *kept)
 
 
 def is_weightless(weights: jax.Array) -> jax.Array:

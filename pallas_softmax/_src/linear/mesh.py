@@ -50,6 +50,10 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
     statistics or winners run slice by slice as well. A mesh divides slices as it divides tokens.
+
+    Two static arguments are for this file. `given` is the specs of x, w and bias before they were gathered, or None.
+    `slices` is the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
+    array has a leading dimension for the vmap. All results have one.
     """
     choice.required_cuda()
     with stage_constants():
@@ -60,7 +64,9 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
 def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
     @custom_vmap
     def call(*arrays):
-        return over_mesh(choice, arrays, static)
+        if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
+            return _on_shard(choice, arrays, static, _Layout(columns=choice.call.mesh_axes))
+        return divide(_PROJECTION, choice, arrays, static)
 
     @call.def_vmap
     def _(axis_size, in_batched, *arrays):
@@ -98,20 +104,6 @@ def describe(
     )
 
 
-def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs an operation of a projection on arrays that may be sharded.
-
-    `keywords` are the static arguments; and, where given, two of this file:
-
-    slices: the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the array
-      has a leading dimension for the vmap. All results have one.
-    given: the specs of x, w and bias before they were gathered; None if they were not.
-    """
-    if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
-        return _on_shard(choice, arrays, keywords, _Layout(columns=choice.call.mesh_axes))
-    return divide(_PROJECTION, choice, arrays, keywords)
-
-
 def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
     """Returns the arrays with shardings that fit together, if their types say how they are sharded.
 
@@ -131,7 +123,6 @@ def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tupl
 
 
 def given_specs(*arrays: Any) -> tuple[P, ...] | None:
-    """Returns the specs of arrays, if their types say how they are sharded."""
     leaves = jax.tree.leaves(arrays)
     return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
@@ -141,9 +132,7 @@ class _Layout(NamedTuple):
 
     tokens: tuple[str, ...] = ()  # they divide the tokens
     columns: tuple[str, ...] = ()  # they divide the columns
-    dx: tuple[
-        tuple[str, ...], ...
-    ] = ()  # for each dimension of the tokens, `columns` that divide dx, but not x
+    dx: tuple[tuple[str, ...], ...] = ()  # for each dimension of the tokens, `columns` that divide dx, not x
     dw: tuple[str, ...] = ()  # they divide D in dw, but not in w
     dv: tuple[str, ...] = ()  # `tokens` that divide the columns in dw and dbias, but not in w and bias
 
@@ -191,24 +180,32 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
     # Without statistics, these are the gradients of one loss per token: there is no total.
     finite = _is_finite(call.function, flat, statistics[0], keywords["head"], layout) if statistics else True
+    statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
-        gradients = _zeros_unless(finite, (unflattened(dx), dw, dbias))
-        return *jax.tree.map(unflattened, statistics), *gradients
+        if finite is not True:  # the loop does not read finite gradients
+            gradients = changed_if(~finite, _zeros, gradients)
+        return *statistics, *gradients
 
     # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
     # the pass that rounds.
     def zero_unless_finite(gradient):
-        if finite is True or gradient is None:
+        if finite is True:
             return gradient
         condition, gradient = vary_together(finite, gradient)
         return jnp.where(condition, gradient, 0)
 
-    dx = zero_unless_finite(_sum_dx(unflattened(dx), layout)).astype(x.dtype)
+    def summed(part, like, axes: tuple[str, ...], divided: dict):
+        return None if like is None else _sum_over(part, like.dtype, axes, divided, zero_unless_finite)
+
+    dx, dw, dbias = gradients
     v = 0 if keywords["head"].transpose_w else 1
-    dw = _sum_over_tokens(dw, w.dtype, layout, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
-    if (own_bias := bias_of(bias)) is not None:
-        dbias = _sum_over_tokens(dbias, own_bias.dtype, layout, {0: layout.dv}, zero_unless_finite)
-    return *jax.tree.map(unflattened, statistics), dx, dw, dbias
+    dx = summed(dx, x, layout.columns if any(layout.dx) else (), dict(enumerate(layout.dx)))
+    dw = summed(dw, w, layout.tokens, {1 - v: layout.dw, v: layout.dv})
+    return *statistics, dx, dw, summed(dbias, bias_of(bias), layout.tokens, {0: layout.dv})
+
+
+def _zeros(gradients):
+    return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
 
 
 def _is_finite(
@@ -221,47 +218,25 @@ def _is_finite(
     return jnp.isfinite(lax.psum(total, layout.tokens))
 
 
-def _zeros_unless(finite, gradients: tuple) -> tuple:
-    """Returns the gradients, or zeros: by a loop of at most one turn, which does not read finite gradients."""
-    if finite is True:
-        return gradients
-
-    def zeros(gradients):
-        return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
-
-    return changed_if(~finite, zeros, gradients)
-
-
-def _sum_dx(dx: jax.Array, layout: _Layout) -> jax.Array:
-    """Returns a device's rows of the sum of dx over the devices that hold the columns of a row."""
-    if not any(layout.dx):
-        return dx
-    for i, axes in enumerate(layout.dx):
-        if axes:
-            dx = lax.psum_scatter(dx, axes, scatter_dimension=i, tiled=True)
-    others = tuple(axis for axis in layout.columns if axis not in sum(layout.dx, ()))
-    return lax.psum(dx, others) if others else dx
-
-
-def _sum_over_tokens(part: jax.Array, dtype, layout: _Layout, divided: dict, change: Callable) -> jax.Array:
-    """Returns a device's part of the sum of dw or dbias over the devices that hold tokens, rounded to the dtype.
+def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:
+    """Returns a device's part of the sum of a gradient over mesh axes, rounded to the dtype.
 
     Args:
       part: what the device adds to the sum, float32 if there are several devices.
       divided: for each dimension, the mesh axes that divide the sum, but not `part`.
       change: maps each element of the sum, before it is rounded.
-      dtype, layout: the dtype of the result; the mesh axes.
+      dtype, axes: the dtype of the result; the mesh axes to sum over.
     """
     scattered = set()
-    for dimension, axes in divided.items():
-        for axis in axes:
-            if axis in layout.tokens:
+    for dimension, of_dimension in divided.items():
+        for axis in of_dimension:
+            if axis in axes:
                 part = lax.psum_scatter(part, axis, scatter_dimension=dimension, tiled=True)
                 scattered.add(axis)
             else:
                 size = part.shape[dimension] // lax.axis_size(axis)
                 part = lax.dynamic_slice_in_dim(part, lax.axis_index(axis) * size, size, dimension)
-    others = tuple(axis for axis in layout.tokens if axis not in scattered)
+    others = tuple(axis for axis in axes if axis not in scattered)
     return rounded_sum(part, dtype, others, change) if others else change(part).astype(dtype)
 
 

@@ -26,6 +26,7 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx import predicated
 from pallas_softmax._src.gpu.ptx.inline import REF, array, elements, inline
+from pallas_softmax._src.linear.losses import is_column
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS
 from pallas_softmax._src.linear.product import Place
 
@@ -81,7 +82,7 @@ def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Arra
 
 def _sorted(labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Returns the sorted labels of each row, and their positions before the sort."""
-    labels = jnp.where((labels >= 0) & (labels < vocab), labels, _NO_COLUMN)
+    labels = jnp.where(is_column(labels, vocab), labels, _NO_COLUMN)
     in_order, positions = lax.sort((labels, lax.broadcasted_iota(jnp.int32, labels.shape, 1)), num_keys=1)
     return in_order, positions
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.linear.chunks import Chunk, over_chunks
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
 from pallas_softmax._src.linear.projection import ChunkFunctions, dot
@@ -86,15 +87,15 @@ def add_product(total, x, dz, *, head: Head):
             return directly(total, x, dz)
         width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
 
-        def step(i, total):
-            start = jnp.minimum(i * width, vocab - width)
-            part = lax.dynamic_slice_in_dim(total, start, width, along)
-            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
-            new = columns >= i * width - start  # the last slice overlaps the one before
-            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, start, width, 1), 0)
-            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), start, along)
+        def step(columns: Chunk, total):
+            if columns.start is None:
+                return directly(total, x, dz)
+            part = lax.dynamic_slice_in_dim(total, columns.start, width, along)
+            new = lax.broadcasted_iota(jnp.int32, (1, width), 1) >= columns.seen
+            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, columns.start, width, 1), 0)
+            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), columns.start, along)
 
-        return lax.fori_loop(0, -(-vocab // width), step, total)
+        return over_chunks(vocab, width, step, total)
 
     if total is None:
         return product(x, dz)
