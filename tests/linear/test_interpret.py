@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.linear import chunk_kernels, mosaic_gpu, product
+from pallas_softmax._src.linear import mosaic_gpu, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
@@ -86,7 +86,7 @@ def test_interpreted_gradient_at_the_label(head, numbers):
     def to_coefficients(found):
         return found, coefficients(found, weights, tokens, 320)
 
-    f = functools.partial(chunk_kernels.statistics_and_dlogits, head=head)
+    f = functools.partial(mosaic_gpu.statistics_and_dlogits, head=head)
     run = jax.jit(f, static_argnums=(4, 5))
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
     dz = of_rows[:, None] * e.astype(jnp.float32)
@@ -137,7 +137,7 @@ def test_interpreted_sample(n, depth, vocab, temperature):
     tokens = Tokens(jnp.full(n, -1), temperature=t)
     sizes = {"head": Head(undivided=True), "x": x, "w": w, "bias": None, "tokens": tokens}
     if depth % 64 == 0:  # otherwise `OPERATIONS` pad the arrays
-        z, _ = chunk_kernels.logits(**sizes)
+        z, _ = mosaic_gpu.logits(**sizes)
         np.testing.assert_allclose(z[:, :vocab], linear.logits(x, w)[0], rtol=1e-5, atol=1e-5)
     linear.assert_sample(mosaic_gpu.OPERATIONS, x, w, t)
 
@@ -146,7 +146,7 @@ def test_interpreted_sample(n, depth, vocab, temperature):
 def test_tiles_are_added_in_one_order(tiles):
     """The bits of a row's sum do not depend on the number of rows."""
     a = np.random.default_rng(0).random((tiles, 100)).astype("float32")
-    total = jax.jit(chunk_kernels._total)
+    total = jax.jit(mosaic_gpu._total)
     want = np.asarray(total(a))
     np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
     for row in (0, 99):

@@ -5,7 +5,7 @@
         mesh.on_shard            what devices exchange if a row is spread over them
           platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
 
-The operations on a projection x @ w go the same way through `linear/vmap.py` and `linear/mesh.py`.
+The operations on a projection x @ w go the same way through `linear/mesh.py`.
 
 All steps take a `Choice`, which is the call and its implementations; the positional arguments of the operation
 (`arrays`); and its static arguments (`keywords`). The first array has the full shape.

@@ -1,20 +1,41 @@
-"""Implementation `mosaic_gpu` of a projection and its softmax: which calls it takes, and arrays of any size."""
+"""Implementation `mosaic_gpu` of a projection and its softmax: `ChunkFunctions` by kernels, for 16-bit floats.
+
+    statistics               one product; its epilogue reduces
+    dlogits                  one product; its epilogue writes the gradients
+    statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
+    logits                   one product; its epilogue reduces, and writes the logits in float32
+
+The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
-from pallas_softmax._src.linear.chunk_kernels import FUNCTIONS
+from pallas_softmax._src.linear import xla as xla_projection
+from pallas_softmax._src.linear.chunks import set_in_place
 from pallas_softmax._src.linear.gradients import operations_of
-from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label, is_column
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
+from pallas_softmax._src.linear.projection import ChunkFunctions
+from pallas_softmax._src.linear.several_labels import in_given_order
+from pallas_softmax._src.normalizers import Moments, Normalizer
 
 HOPPER = 9  # major compute capability of the GPUs that have wgmma
+_GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
+# Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
+_LARGEST_SUM = 2.0**64
+_ADDED = 32  # sums of tiles that are added up at once
 
 
 def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
@@ -33,6 +54,138 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
     if call.vocab < TILE_N:
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
+
+
+# ---- The functions of a chunk
+
+
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
+    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
+
+
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
+    if tokens.several:
+        # No row has a label. The kernel needs arrays (rows,).
+        labels = vary_together(jnp.full(tokens.labels.shape[:1], -1, jnp.int32), tokens.labels)[0]
+        tokens = tokens._replace(labels=labels)
+        coefficients = coefficients._replace(label_term=coefficients.exp_factor)
+    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
+
+
+def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
+    if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
+        return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
+    sums, z = row_sums(x, w, bias, tokens, head=head, stored=jnp.float32)
+    return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
+
+
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
+    """Returns the statistics, and e and its factors as dz.
+
+    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
+    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
+    e times a number for each row, if one element of e is changed:
+
+        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
+
+    A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
+    row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
+
+    float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
+    """
+    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
+        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
+
+    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
+    found = _merged_tiles(sums, reference, tokens, head.vocab(w))
+    merged, coefficients = to_coefficients(found)
+    m, exp_factor, *_ = coefficients
+    factor = exp_factor * jnp.exp(reference - m)
+    if tokens.several:
+        return merged, e, factor
+    at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
+    column = jnp.where(is_column(tokens.labels, head.vocab(w)), tokens.labels, e.shape[1])
+    return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
+
+
+def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
+    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
+
+    The reference is the same on all devices that the columns are spread over.
+    """
+
+    def exponentials(reference) -> Any:
+        return reference, *row_sums(x, w, bias, tokens, reference, head=head)
+
+    def out_of_range(sums: Statistics):
+        d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
+        return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
+
+    def once_more(state):
+        (reference, sums, _), _ = state
+        m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
+        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
+
+    columns = min(_GUESS_COLUMNS, head.vocab(w))
+    first_w = w[:columns] if head.transpose_w else w[:, :columns]
+    first_bias = None if bias is None else bias[:columns]
+    guess = jnp.max(xla_projection.logits(x, first_w, first_bias, tokens, head=head), 1)
+    first = exponentials(normalizers.shift(largest(guess)))
+    state = first, jnp.any(out_of_range(first[1]))
+    return lax.while_loop(lambda state: state[1], once_more, state)[0]
+
+
+def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
+    """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
+    rows, (m, d) = len(tokens.labels), sums.normalizer
+    if reference is None:
+        tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
+        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None], total=_total)
+        normalizer = Normalizer(m[:rows], d[:rows])
+    else:
+        m = jnp.max(m, 0)[:rows]
+        d = _total(d)[:rows]
+        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
+    if tokens.several:
+        label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
+    else:
+        label_logit = jnp.sum(sums.label_logit, 0)[:rows]
+    found = Statistics(normalizer, label_logit, None if sums.total is None else _total(sums.total)[:rows])
+    if sums.t is None:
+        return found
+    first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
+    argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
+    return found._replace(t=t[0][:rows], argmax=argmax[:rows])
+
+
+def _total(a, axis: int = 0) -> jax.Array:
+    """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
+    del axis  # always 0
+    while len(a) > 1:
+        groups = -(-len(a) // _ADDED)
+        a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
+        a = lax.optimization_barrier(normalizers.tree_sum(list(a)))  # XLA might compute it again for each use
+    return a[0]
+
+
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+    """Returns the bytes stored for each logit: by `statistics` six numbers per row of a tile, else the gradients."""
+    return 24 / TILE_N, itemsize
+
+
+FUNCTIONS = ChunkFunctions(
+    statistics,
+    dlogits,
+    statistics_and_dlogits,
+    xla_projection.add_product,
+    xla_projection.product,
+    logits,
+    bytes_per_logit,
+)
+
+
+# ---- Arrays of any size
 
 
 def _on_whole_atoms(
