@@ -77,7 +77,6 @@ def known_softcap(function: str, softcap, name: str = "softcap") -> float | None
 
 
 def static_number(function: str, name: str, value, accepted: Callable, wanted: str) -> float:
-    """Returns a number that must be known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(
             f"{function}: {name} must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
@@ -102,7 +101,6 @@ def known_tokens(function: str, labels, **numbers) -> Tokens:
 
 
 def known_weights(function: str, name: str, weights) -> Any:
-    """Returns token_weights or label_probs; they must be real numbers."""
     if weights is None:
         return None
     weights = arguments.parameter(function, name, weights)
@@ -189,7 +187,6 @@ def checked_call(
 
 
 def _with_teacher(student: Checked, columns: Columns, tokens: Tokens, options: Options):
-    """Returns the columns, tokens and head with the teacher's arrays, checked and without a gradient."""
     arrays = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     of_teacher = options._replace(softcap=options.teacher_softcap)
     teacher = checked_projection(*arrays, of_teacher, "teacher_")
@@ -244,7 +241,6 @@ def _precision(dtype) -> Any:
 
 
 def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> None:
-    """Raises if the type of an array says that it differs along `mesh_axes`."""
     for argument, a in arrays.items():
         if a is not None and varies(a, mesh_axes):
             raise ValueError(
@@ -259,7 +255,6 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
 
 
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:
-    """Returns which tokens are kept, in the shape of the tokens; None if all are."""
     return None if where is None else jnp.broadcast_to(arguments.mask(name, where, batch), batch)
 
 

@@ -36,7 +36,6 @@ class Static(NamedTuple):
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the columns are spread over."""
         return self.forward.call.mesh_axes
 
     def run(self, choice: Choice, *arrays, **keywords):

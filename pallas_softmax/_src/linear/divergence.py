@@ -150,7 +150,6 @@ def _log_softmax(z, normalizer: Normalizer):
 
 
 def _dz(layer: Projection, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
-    """Returns the gradient of sum(weights * divergences) in the raw logits, 0 in rows of weight 0."""
     (z, u), known = logits, statistics.divergence
     assert known is not None
     log_p, log_q = _log_softmax(u, known.teacher), _log_softmax(z, statistics.normalizer)

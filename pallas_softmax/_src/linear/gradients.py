@@ -55,7 +55,6 @@ _LARGEST = 2.0**10
 
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
-    """Returns the operations of a projection, by name, made of the functions of an implementation."""
     operations = projection, projection_grad, projection_with_grad, projection_sample
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 

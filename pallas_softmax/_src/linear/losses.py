@@ -127,13 +127,11 @@ class Tokens(NamedTuple):
         return z if self.temperature is None else z * like_labels((1 / self.divisor).astype(z.dtype), z)
 
     def at_0(self, limit: ArrayLike, value: jax.Array) -> jax.Array:
-        """Returns `limit` where the temperature is 0, and `value` elsewhere."""
         if self.temperature is None:
             return value
         return jnp.where(like_labels(self.temperature == 0, value), limit, value)
 
     def zero_if_left_out(self, results: jax.Array) -> jax.Array:
-        """Returns results of each token, 0 for tokens that are left out."""
         return results if self.kept is None else jnp.where(like_labels(self.kept, results), results, 0)
 
 
@@ -244,7 +242,6 @@ def token_losses(function: str, statistics: Statistics, tokens: Tokens, vocab: i
 
 
 def weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the sum of weights * losses without the losses of weight 0."""
     return jnp.sum(product(jnp.where(weights == 0, 0, losses), weights))
 
 

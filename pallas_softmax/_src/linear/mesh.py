@@ -91,7 +91,6 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 def describe(
     operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str
 ) -> Call:
-    """Returns the `Call` of an operation on the rows x @ w, for a user's call of `function`."""
     return Call(
         operation=operation,
         dtype=x.dtype.name,

@@ -40,8 +40,6 @@ ROWS_TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a product is divided into tiles."""
-
     cluster: int = (
         CLUSTER  # CTAs of a cluster. They take tiles one below the other, and share each block of w
     )
@@ -52,7 +50,6 @@ class Tiling:
 
     @property
     def cluster_rows(self) -> int:
-        """Number of rows of all tiles of a cluster."""
         return self.cluster * TILE_M
 
 

@@ -207,7 +207,6 @@ class _TilesOfCta:
 
     @property
     def steps(self) -> int:
-        """The number of blocks along K."""
         return pl.cdiv(self.a_gmem.shape[1], TILE_K)
 
     def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
