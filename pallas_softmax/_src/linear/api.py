@@ -10,19 +10,9 @@ from jax.typing import ArrayLike
 from pallas_softmax._src.arguments import AxisName, known_labels, static_bool
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.linear import derivatives
+from pallas_softmax._src.linear import checks, derivatives
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.checks import (
-    WORKSPACE_BYTES,
-    Options,
-    checked_call,
-    known_options,
-    known_softcap,
-    known_tokens,
-    known_weights,
-    static_number,
-    with_label_probs,
-)
+from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Options
 from pallas_softmax._src.linear.losses import Columns, Tokens
 from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.masks import differentiable_if_finite
@@ -76,8 +66,8 @@ def linear_logsumexp(
       Array([2.408, 2.408], dtype=float32)
     """
     name = "linear_logsumexp"
-    tokens = known_tokens(name, None, temperature=temperature)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    tokens = checks.known_tokens(name, None, temperature=temperature)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _losses(x, w, bias, where, None, tokens, options)[0]
 
 
@@ -189,10 +179,10 @@ def linear_cross_entropy(
     _check_reduction(name, reduction)
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    tokens = known_tokens(name, known_labels(name, labels), **numbers)
-    tokens = with_label_probs(name, tokens, label_probs)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    arrays = (x, w, bias, where, known_weights(name, "token_weights", token_weights), tokens)
+    tokens = checks.known_tokens(name, known_labels(name, labels), **numbers)
+    tokens = checks.with_label_probs(name, tokens, label_probs)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    arrays = (x, w, bias, where, checks.known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
     return losses if return_logsumexp else losses[0]
 
@@ -267,13 +257,13 @@ def linear_kl_divergence(
     """
     name = "linear_kl_divergence"
     _check_reduction(name, reduction)
-    beta = static_number(name, "beta", beta, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
-    teacher_softcap = known_softcap(name, teacher_softcap, "teacher_softcap")
-    tokens = known_tokens(name, None, temperature=temperature)._replace(teacher_x=teacher_x)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    beta = checks.static_number(name, "beta", beta, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
+    teacher_softcap = checks.known_softcap(name, teacher_softcap, "teacher_softcap")
+    tokens = checks.known_tokens(name, None, temperature=temperature)._replace(teacher_x=teacher_x)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     options = options._replace(beta=beta, teacher_softcap=teacher_softcap)
     columns = Columns(bias, teacher_w, teacher_bias)
-    arrays = (x, w, columns, where, known_weights(name, "token_weights", token_weights), tokens)
+    arrays = (x, w, columns, where, checks.known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
     return losses[0]
 
@@ -317,8 +307,8 @@ def linear_log_probs(
       Array([-0.408, -1.408], dtype=float32)
     """
     name = "linear_log_probs"
-    tokens = known_tokens(name, known_labels(name, labels), temperature=temperature)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    tokens = checks.known_tokens(name, known_labels(name, labels), temperature=temperature)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _log_probs(x, w, bias, where, tokens, options)
 
 
@@ -362,8 +352,8 @@ def linear_token_stats(
     """
     name = "linear_token_stats"
     labels = None if labels is None else known_labels(name, labels)
-    tokens = known_tokens(name, labels, temperature=temperature)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    tokens = checks.known_tokens(name, labels, temperature=temperature)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _token_stats(x, w, bias, where, tokens, options)
 
 
@@ -372,7 +362,7 @@ def linear_token_stats(
 
 def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
     """Returns the weighted loss of each token, and its logsumexp."""
-    static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
+    static, arrays = checks.checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, one_label = tokens.labels, False
     if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
@@ -397,7 +387,7 @@ def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
 
 @at_once("options")
 def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenStats:
-    static, arrays = checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
+    static, arrays = checks.checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
@@ -409,7 +399,9 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
 @at_once("options", "reduction")
 def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
     """Returns the weighted sum of the losses, or for "mean" their weighted mean; and the logsumexp of each token."""
-    static, arrays = checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
+    static, arrays = checks.checked_call(
+        x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD
+    )
     x, w, bias, weights, tokens = arrays
     if weights is None:
         weights = tokens.zero_if_left_out(jnp.ones(x.shape[:-1], widen(x).dtype))

@@ -16,19 +16,8 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.refusal import constant
-from pallas_softmax._src.linear import xla
-from pallas_softmax._src.linear.checks import (
-    WORKSPACE_BYTES,
-    Checked,
-    Options,
-    check_replicated,
-    checked_projection,
-    checked_tokens,
-    kept_tokens,
-    known_options,
-    known_tokens,
-    lay_out,
-)
+from pallas_softmax._src.linear import checks, xla
+from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Checked, Options
 from pallas_softmax._src.linear.losses import Draw, Tokens
 from pallas_softmax._src.linear.mesh import as_tokens, describe
 from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
@@ -84,22 +73,22 @@ def linear_topk(
              [0]], dtype=int32)
     """
     name = "linear_topk"
-    tokens = known_tokens(name, None, temperature=temperature)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    tokens = checks.known_tokens(name, None, temperature=temperature)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _topk_of(x, w, bias, where, tokens, k, log, options)
 
 
 @at_once("k", "log", "options")
 def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> TopK:
     name = options.function
-    given = checked_projection(x, w, bias, options)
+    given = checks.checked_projection(x, w, bias, options)
     k = arguments.winners(name, k, given.vocab)
     log = arguments.static_bool(name, "log", log)
-    where = kept_tokens(name, where, given.batch)
+    where = checks.kept_tokens(name, where, given.batch)
     if tokens.temperature is None:
         tokens = tokens._replace(temperature=jnp.ones(given.batch, given.dtype))
-    tokens = checked_tokens(name, tokens, where, given)
-    check_replicated(options, given.mesh_axes, x=given.x, where=where, temperature=tokens.temperature)
+    tokens = checks.checked_tokens(name, tokens, where, given)
+    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, temperature=tokens.temperature)
     topk = _choice_for_logits(TOPK, given, options, k)
     return _without_gradient(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log)
 
@@ -187,16 +176,16 @@ def linear_sample(
     name = "linear_sample"
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     numbers |= known_numbers(numbers | {"key": key, "logits": x}, name)
-    options = known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _sample_of(key, x, w, bias, where, **numbers, mode=mode, options=options)
 
 
 @at_once("mode", "options")
 def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, options: Options) -> Sample:
     name = options.function
-    given = checked_projection(x, w, bias, options)
+    given = checks.checked_projection(x, w, bias, options)
     shape, axis = (*given.batch, given.vocab), len(given.batch)
-    where = kept_tokens(name, where, given.batch)
+    where = checks.kept_tokens(name, where, given.batch)
     numbers: dict = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     is_default = all(a is None for a in numbers.values())
     per_row = parameters(name, jax.ShapeDtypeStruct(shape, given.dtype), axis, **numbers)
@@ -212,7 +201,7 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
         of_key = noise.gumbel_array(key, shape, axis, given.dtype, mode)
     # The temperature also says which tokens have a filter out of range: it is NaN there.
     tokens = Tokens(None, None if is_default else t, kept=where, draw=Draw(of_key, *filters))
-    check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **numbers)
+    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **numbers)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))
     return Sample(*_without_gradient(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))
@@ -235,7 +224,7 @@ def _without_gradient(operation: Operation, given: Checked, tokens: Tokens, opti
         f"{options.function}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices"
         " as labels to pallas_softmax.linear_log_probs, which has one"
     )
-    arrays = lay_out(constant((x, w, bias, tokens), reason), head, mesh_axes)
+    arrays = checks.lay_out(constant((x, w, bias, tokens), reason), head, mesh_axes)
     call = describe(operation, x, w, head, mesh_axes, function=options.function)
     choice = choose(call, options.implementation) if operation.kernels else choose_plain(call)
     return as_tokens(choice, *arrays, head=head, workspace_bytes=workspace_bytes, **static)

@@ -28,17 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
-from pallas_softmax._src.linear import divergence
+from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.chunks import (
-    Chunk,
-    changed_if,
-    chunk_rows,
-    is_one_chunk,
-    on_kept_rows,
-    over_chunks,
-    set_in_place,
-)
+from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
 from pallas_softmax._src.linear.losses import Coefficients, Statistics, Tokens, bias_of
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
@@ -118,7 +110,7 @@ class _Rows(NamedTuple):
 def _gradients(layer: Projection, rows: _Rows):
     rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
     gradients = functools.partial(_gradients_of_rows, layer)
-    per_row, together = on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
+    per_row, together = chunks.on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
     return *per_row, *together
 
 
@@ -133,14 +125,13 @@ def _gradients_of_rows(layer: Projection, rows: _Rows):
 
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
-    sums: Any = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    sums: Any = chunks.over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
     *per_row, dw, dbias = sums
 
     dw = dw * (1 if product else scale)
     dbias = None if bias is None else dbias * scale
     if not layer.partial_dw:
-        dw = dw.astype(w.dtype)
-        dbias = dbias if bias is None or dbias is None else dbias.astype(bias.dtype)
+        dw, dbias = jax.tree.map(lambda a, of: a.astype(of.dtype), (dw, dbias), (w, bias))
     return tuple(per_row), (dw, dbias)
 
 
@@ -167,7 +158,7 @@ def _way_to_dw(layer: Projection, x) -> tuple[Any, Callable | None]:
     if layer.head.teacher and not dw_bytes:  # the workspace holds z, u and dz
         stored = x.dtype.itemsize + divergence.bytes_per_logit(layer, x)
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
-    if product is None or not is_one_chunk(n, rows):
+    if product is None or not chunks.is_one_chunk(n, rows):
         return rows, None
     # `add_product` without a total is the product in float32
     return rows, functools.partial(layer.functions.add_product, None) if layer.partial_dw else product
@@ -185,7 +176,7 @@ def gradient_rows(
     """
     if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
         return rows
-    return chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
+    return chunks.chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
 def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
@@ -269,9 +260,9 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: i
     # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
     apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
     dz, apart, at_labels, columns, factor = vary_together(dz, apart, at_labels, columns, factor)
-    dz = changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
+    dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
     factor = jnp.where(apart, 1, factor)
-    return set_in_place(dz, columns, at_labels / jnp.where(factor == 0, 1, factor)[:, None]), factor
+    return chunks.set_in_place(dz, columns, at_labels / jnp.where(factor == 0, 1, factor)[:, None]), factor
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
