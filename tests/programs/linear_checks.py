@@ -16,7 +16,7 @@ from pallas_softmax._src.dispatch.choose import choose_plain
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.linear import xla
 from pallas_softmax._src.linear.chunks import chunk_rows
-from pallas_softmax._src.linear.losses import Draw, Head, Tokens
+from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from tests.support import covering, linear
@@ -267,7 +267,7 @@ def draws_of_padded_columns(operation):
         of_key = jnp.concatenate(noise.words(key, (N, own * devices), 1), -1)
     else:
         of_key = jax.random.gumbel(key, (N, own * devices))
-    tokens = Tokens(None, draw=Draw(of_key, None, jnp.full(N, 0.9), None))
+    tokens = Tokens(None, draw=(of_key, None, jnp.full(N, 0.9), None))
     static = {"head": Head(columns=own, undivided=True), "workspace_bytes": 2**29}
     static |= {"sampler": choose_plain(call), "mesh_axes": ("model",)}
 

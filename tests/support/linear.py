@@ -25,7 +25,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.choose import choose_plain
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.linear import losses as projection
-from pallas_softmax._src.linear.losses import Draw, Head, Tokens, token_losses
+from pallas_softmax._src.linear.losses import Head, Tokens, token_losses
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import SAMPLE
 from tests.support import oracle
@@ -512,7 +512,7 @@ def assert_sample(operations, x, w, temperature):
         SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample"
     )
     words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
-    tokens = Tokens(None, temperature=temperature, draw=Draw(words, None, jnp.full(n, 0.9), None))
+    tokens = Tokens(None, temperature=temperature, draw=(words, None, jnp.full(n, 0.9), None))
     run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
     indices, log_probs, log_mass = jit(run)(x, w, None, tokens)
     t = 1.0 if temperature is None else temperature

@@ -18,7 +18,7 @@ from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear import checks, xla
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Checked, Options
-from pallas_softmax._src.linear.losses import Draw, Tokens
+from pallas_softmax._src.linear.losses import Tokens
 from pallas_softmax._src.linear.mesh import as_tokens, describe
 from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
 from pallas_softmax._src.linear.projection import Projection
@@ -200,7 +200,7 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
     else:
         of_key = noise.gumbel_array(key, shape, axis, given.dtype, mode)
     # The temperature also says which tokens have a filter out of range: it is NaN there.
-    tokens = Tokens(None, None if is_default else t, kept=where, draw=Draw(of_key, *filters))
+    tokens = Tokens(None, None if is_default else t, kept=where, draw=(of_key, *filters))
     checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **numbers)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))

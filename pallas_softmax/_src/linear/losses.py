@@ -77,18 +77,6 @@ def is_temperature(t: Any) -> Any:
 _COLD = 2.0**-80
 
 
-class Draw(NamedTuple):
-    """The arguments of a draw from each token's logits, except the temperature: (rows,), as `sample/xla.py` takes them.
-
-    The noise is (rows, 4), the words that it is computed from (`sample/noise.py`); or (rows, V of all devices).
-    """
-
-    noise: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-
-
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,). None has no effect.
 
@@ -100,7 +88,8 @@ class Tokens(NamedTuple):
       label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels.
       kept: boolean, False for a token that is left out.
       teacher_x: (rows, D').
-      draw: the arguments of a draw.
+      draw: the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
+        that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
     labels: Any
@@ -110,7 +99,7 @@ class Tokens(NamedTuple):
     label_probs: Any = None
     kept: Any = None
     teacher_x: Any = None
-    draw: Draw | None = None
+    draw: tuple | None = None
 
     @property
     def several(self) -> bool:

@@ -31,7 +31,6 @@ from pallas_softmax._src.linear.projection import ChunkFunctions
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
-HOPPER = 9  # major compute capability of the GPUs that have wgmma
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
 _LARGEST_SUM = 2.0**64
@@ -42,16 +41,14 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
     """Returns why the kernels cannot run the call, or None: each chunk of rows gets a plan of its own."""
     if (reason := checks.unsupported(call, capability)) is not None:
         return Refusal(reason)
-    if capability[0] != HOPPER:
-        return Refusal(
-            f"the matrix product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
-        )
+    if capability[0] != 9:  # only Hopper has wgmma
+        major, minor = capability
+        return Refusal(f"the matrix product needs compute capability 9.0, not {major}.{minor}")
     if jnp.dtype(call.dtype).itemsize != 2:
         return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
     if 0 in (call.rows, call.vocab, call.depth):
         return Refusal("an array is empty")
-    # Most of a tile would be idle.
-    if call.vocab < TILE_N:
+    if call.vocab < TILE_N:  # most of a tile would be idle
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
 

@@ -20,6 +20,7 @@ TILE_K = ATOM_COLUMNS  # columns of a block of x, rows of a block of w
 # output, which are 0, would then overwrite its columns.
 FEWEST_COLUMNS = 2 * ATOM_COLUMNS
 
+
 # Chosen on an H100 80GB HBM3 (jax 0.11.2, 2026-11-22). Times of the statistics of (8192, 4096) @ (4096, 128256)
 # bfloat16:
 #
@@ -33,20 +34,13 @@ FEWEST_COLUMNS = 2 * ATOM_COLUMNS
 #     4 rows together                                11.09 ms
 #     8 rows together                                11.00 ms
 #     16 rows together                               10.99 ms
-CLUSTER = 2
-STAGES = 3
-ROWS_TOGETHER = 8
-
-
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    cluster: int = (
-        CLUSTER  # CTAs of a cluster. They take tiles one below the other, and share each block of w
-    )
+    cluster: int = 2  # CTAs of a cluster. They take tiles one below the other, and share each block of w
     # Rows of tiles (or of clusters of tiles) that are taken together, column by column, so that their blocks of x stay
     # in the L2 cache.
-    rows_together: int = ROWS_TOGETHER
-    stages: int = STAGES  # blocks of x and of w that shared memory holds
+    rows_together: int = 8
+    stages: int = 3  # blocks of x and of w that shared memory holds
 
     @property
     def cluster_rows(self) -> int:

@@ -200,12 +200,6 @@ class _TilesOfCta:
     consumed: Any  # the same. It completes when all multipliers of the cluster have read the stage
 
     @property
-    def tiles(self) -> tuple[int, int]:
-        """The number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile."""
-        columns = self.b_gmem.shape[0 if self.b_transposed else 1]
-        return pl.cdiv(self.a_gmem.shape[0], self.tiling.cluster_rows), pl.cdiv(columns, TILE_N)
-
-    @property
     def steps(self) -> int:
         return pl.cdiv(self.a_gmem.shape[1], TILE_K)
 
@@ -214,7 +208,9 @@ class _TilesOfCta:
 
         Block k of the tile is number count(k) among the CTA's blocks.
         """
-        tiles, cluster = self.tiles, self.tiling.cluster
+        cluster, columns = self.tiling.cluster, self.b_gmem.shape[0 if self.b_transposed else 1]
+        # Along the rows, a cluster counts as one tile.
+        tiles = pl.cdiv(self.a_gmem.shape[0], self.tiling.cluster_rows), pl.cdiv(columns, TILE_N)
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="cta", init_carry=jnp.int32(0))
         def blocks(loop, carry):
