@@ -21,6 +21,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx import predicated
@@ -49,12 +50,27 @@ def sorted_labels(labels: jax.Array, columns: int, vocab: int, rows: int) -> Sev
     column, _ = _sorted(labels, vocab)
     column = jnp.pad(column, ((0, rows - n), (0, 0)), constant_values=_NO_COLUMN)
     tiles = -(-columns // TILE_N)
-    # A binary search. XLA's GPU compiler did not terminate for a sum of comparisons of all labels with all starts.
-    starts = jnp.arange(tiles + 1, dtype=jnp.int32) * TILE_N
-    before = jax.vmap(lambda row: jnp.searchsorted(row, starts))(column)  # the labels of a row before a tile
+    before = _count_before(column, jnp.arange(tiles + 1, dtype=jnp.int32) * TILE_N)
     turns = jnp.max(jnp.diff(before, axis=1).reshape(-1, WARPGROUP_ROWS, tiles), 1)
     first = before + k * jnp.arange(rows, dtype=jnp.int32)[:, None]
     return SeveralLabels(column.ravel(), first.T, turns)
+
+
+def _count_before(labels: jax.Array, starts: jax.Array) -> jax.Array:
+    """Returns how many sorted labels of each row are less than each start: int32 (rows, starts), by binary search.
+
+    XLA's GPU compiler did not terminate for a sum of comparisons. jax 0.12 cannot lower `jnp.searchsorted` here.
+    """
+    k = labels.shape[1]
+    steps = k.bit_length()
+
+    def step(i, count):
+        more = jnp.minimum(count + (2 ** (steps - 1) >> i).astype(jnp.int32), k)
+        last = jnp.take_along_axis(labels, more - 1, 1, mode="promise_in_bounds")
+        return jnp.where(last < starts[None], more, count)
+
+    none = vary_together(jnp.zeros((len(labels), len(starts)), jnp.int32), labels)[0]
+    return lax.fori_loop(0, steps, step, none)
 
 
 def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
