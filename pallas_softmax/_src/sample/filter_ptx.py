@@ -28,7 +28,6 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import (
     DIGIT,
     MAX_V,
-    RECORD_WORDS,
     SCRATCH,
     SECTIONS,
     VALUE_BUCKETS,
@@ -202,7 +201,7 @@ def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     equal = p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
     own = p.over_lanes("add", equal)
-    p.store(p.word(SCRATCH.warps, p.warp, RECORD_WORDS), own, when=p.first_lane)
+    p.store(p.record_of_warp(p.warp), own, when=p.first_lane)
     p.barrier()
     (each,) = p.from_warps(["u32"], [0])
     before, _ = p.before(each)
@@ -441,7 +440,7 @@ def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Va
         near_zero = [p.word(SCRATCH.histogram, p.min(one, _LAST)) for one in _buckets_near_zero(zero)]
         near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])
         sums = p.over_warp(["add"] * 3, [number, mass, equal])
-        p.store(p.gathered(cta), *sums, near_zero, when=p.first_lane)
-    number, mass, equal, near_zero = p.from_gathered(("f32", "f32", "u32", "u32"), (0, 0, 0, 0), p.ctas)
+        p.store(p.record_of_cta(cta), *sums, near_zero, when=p.first_lane)
+    number, mass, equal, near_zero = p.from_records(("f32", "f32", "u32", "u32"), (0, 0, 0, 0), p.ctas)
     number, mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
     return f.measure(mass, number), mass, equal, p.convert(near_zero, "f32")

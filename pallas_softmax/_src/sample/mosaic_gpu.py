@@ -59,9 +59,7 @@ filter, and where the entry is looked for:
 After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -80,18 +78,8 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log
-from pallas_softmax._src.sample.row_ptx import (
-    DRAWN,
-    HIGHEST,
-    INF,
-    KEEP_ALL,
-    LEAST_FINITE,
-    LN2,
-    TINY,
-    PartProgram,
-    row_operands,
-)
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log, log_prob_of
+from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, PartProgram
 from pallas_softmax._src.sample.rows import Cutoff
 
 # The results of a cutoff, by their names in the program.
@@ -161,11 +149,10 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
 def _run_program(
     plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
 ) -> None:
-    """Runs the program in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
-    numbers = params._asdict() | row_operands(part.place.row, part.place.index, params.temperature) | words
-    arguments = plan, refs["x"].dtype
-    program = draw_program(*arguments, stride) if words else cutoff_program(*arguments)
-    insert_ptx(program, refs, numbers | {"origin": jnp.int32(part.origin)})
+    """Runs the program in this CTA. The barrier is for the interpreter, which synchronizes the warpgroups by it."""
+    numbers = row_ptx.row_operands(part.place.row, part.place.index, params.temperature)
+    numbers = params._asdict() | numbers | words | {"origin": jnp.int32(part.origin)}
+    insert_ptx(row_program(plan, refs["x"].dtype, stride if words else None), refs, numbers)
 
 
 def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:
@@ -199,67 +186,51 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
-    """Returns the program that draws from a row; a part is at <x>, where missing and masked elements are -inf.
+def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
+    """Returns the program that draws from a row; if the stride of the noise is None, it finds the cutoff.
 
-    It has the operands of `PartProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
-    memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
+    A part is at <x>, where missing and masked elements are -inf. The other operands are those of `PartProgram`, the
+    number of the row, <row>, and for a draw `NOISE_OPERANDS`. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in
+    device memory.
     """
     p = PartProgram(plan, dtype)
-    with _filtered(p, lambda nan: {"index": p.var(-1, "s32"), "log_prob": nan, "log_mass": nan}) as kept:
-        noise = Noise.of_row(p, stride)
-        if plan.value_buckets:
-            p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
-        _, last_tie, _ = find_last_tie(p, kept)
-        index, x = WinnerSearch(p, noise, kept, last_tie).run()
-        with p.writes(0) as write:
-            log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, kept.total)
-            write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
-    return p
-
-
-@functools.lru_cache(maxsize=16)
-def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
-    """Returns the program that finds the cutoff of a row, with results <key>, <index>, <top>, <log_total>, <log_mass>.
-
-    Otherwise it is like `draw_program`, without noise.
-    """
-    p = PartProgram(plan, dtype)
-
-    def nothing(nan):
-        key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
-        return {"key": key, "index": index, "top": p.top, "log_total": nan, "log_mass": nan}
-
-    with _filtered(p, nothing) as kept:
-        cta, last_tie, is_cut = find_last_tie(p, kept)
-        with p.writes(cta) as write:
-            index = p.select(is_cut, last_tie + p.origin, HIGHEST)
-            key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
-            write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
-    return p
-
-
-@contextlib.contextmanager
-def _filtered(p: PartProgram, nothing: Callable[[Value], dict[str, Value]]) -> Iterator[Kept]:
-    """Opens a block for what follows the filters, and yields what they keep.
-
-    In a row without a draw, the program writes the results nothing(nan) instead.
-    """
-    p.barrier()
     total, small_top_k, bound = row_ptx.arrive(p)
-    p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
-    p.update(p.greedy, "or", p.absolute(p.tempered_top).equals(INF))
-    p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         nan = p.var(_NAN, "f32")
         with p.writes(0) as write:
-            write(**nothing(nan))
+            if stride is None:
+                key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
+                write(key=key, index=index, top=p.top, log_total=nan, log_mass=nan)
+            else:
+                write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, small_top_k, bound)
         _apply_min_p(p, kept)
-        yield kept
+        if stride is None:
+            _write_cutoff(p, kept)
+        else:
+            _draw(p, kept, Noise(p, stride))
+    return p
+
+
+def _write_cutoff(p: PartProgram, kept: Kept) -> None:
+    cta, last_tie, is_cut = find_last_tie(p, kept)
+    with p.writes(cta) as write:
+        index = p.select(is_cut, last_tie + p.origin, HIGHEST)
+        key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
+        write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
+
+
+def _draw(p: PartProgram, kept: Kept, noise: Noise) -> None:
+    if p.plan.value_buckets:
+        p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
+    _, last_tie, _ = find_last_tie(p, kept)
+    index, x = WinnerSearch(p, noise, kept, last_tie).run()
+    with p.writes(0) as write:
+        log_prob = log_prob_of(p, x, p.top, kept.total)
+        write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
 
 
 def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value) -> None:
@@ -267,7 +238,7 @@ def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value)
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
-    bound, zone = p.var(p.max(bound, LEAST_FINITE)), zone_ptx.Zone(p)
+    bound, zone = p.var(p.max(bound, row_ptx.LEAST_FINITE)), zone_ptx.Zone(p)
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)

@@ -25,7 +25,6 @@ the guess nor on the order of the sums.
 """
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -59,28 +58,21 @@ _SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
 _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 
 
-@dataclasses.dataclass(frozen=True)
 class Noise:
     """The noise of a row: the element with index i has counter start + i * stride, modulo 2^64."""
 
-    p: ClusterProgram
-    schedule: list[tuple[Value, Value]]  # `key_schedule`
-    start: Value
-    stride: int
-
-    @staticmethod
-    def of_row(p: ClusterProgram, stride: int) -> "Noise":
-        """Returns the noise of the operands."""
+    def __init__(self, p: ClusterProgram, stride: int):
         key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        return Noise(p, key_schedule(p, key0, key1), p.join(low, high), stride)
+        self.p, self.stride = p, stride
+        self.schedule, self.start = key_schedule(p, key0, key1), p.join(low, high)
 
-    def from_origin(self, origin: Value) -> "Noise":
-        """Returns the same noise, with elements counted from the index `origin`, which may be negative."""
+    def count_from(self, origin: Value) -> None:
+        """Counts elements from the index `origin`, which may be negative."""
         p = self.p
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(origin.bits("u32"), self.stride, self.start)
         excess = p.select(origin < 0, self.stride, 0, "u32")
-        return dataclasses.replace(self, start=start - p.join(p.var(0, "u32"), excess))
+        self.start = start - p.join(p.var(0, "u32"), excess)
 
     def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
         """Returns both halves of the counters of elements, with the first keys added."""
@@ -244,7 +236,8 @@ class WinnerSearch:
         """`last_tie` is the position of the last kept tie: ties have the key `kept.last_key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
         least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
-        self.race = Race(p, noise.from_origin(p.origin), least, self._is_kept, p.origin)
+        noise.count_from(p.origin)
+        self.race = Race(p, noise, least, self._is_kept, p.origin)
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
@@ -349,7 +342,9 @@ class WinnerSearch:
         entries = [p.max(first + 2 * LANES * i, list_) for i in range(NOISE_AT_ONCE)]
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
-        self.race.enter([p.element_at(position) for position in positions], positions, more)
+        self.race.enter(
+            [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions], positions, more
+        )
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))
@@ -363,7 +358,6 @@ class WinnerSearch:
 
 MAX_NOISE = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
 
-_TINY = float(np.finfo(np.float32).tiny)
 _ONE = 0x3F800000  # the bits of 1.0
 # Constants of threefry2x32 (Salmon et al., 2011), as in `jax.random`.
 _PARITY = 0x1BD11BDA
@@ -413,8 +407,13 @@ def one_plus_uniform(p: Program, word: Value) -> Value:
 
 def gumbel(p: Program, one_plus_u: Value) -> Value:
     """Returns the noise of 1 + u."""
-    u = p.max(one_plus_u - 1.0, _TINY)
+    u = p.max(one_plus_u - 1.0, TINY)
     return log(p, log(p, u) * -1.0) * -1.0
+
+
+def log_prob_of(p: ClusterProgram, x: Value, top: Value, total: Value) -> Value:
+    """Returns log softmax of an element x, given the largest element of the row and the mass of the row."""
+    return (x - top) * p.octaves_per_unit * LN2 - log(p, total)
 
 
 def log(p: Program, x: Value) -> Value:
@@ -422,13 +421,9 @@ def log(p: Program, x: Value) -> Value:
     bits = x.bits("u32")
     exponent = (bits - _TWO_THIRDS) & _EXPONENT
     f = (bits - exponent).bits("f32") - 1.0
-    series = p.var(_float(_SERIES[0]), "f32")
-    for bits in _SERIES[1:]:
-        series = p.multiply_add(series, f, _float(bits))
+    first, *others = np.array(_SERIES, np.uint32).view(np.float32).tolist()
+    series = p.var(first, "f32")
+    for coefficient in others:
+        series = p.multiply_add(series, f, coefficient)
     log_of_m = p.multiply_add(f * series, f, f)
     return p.multiply_add(p.convert(exponent.bits("s32"), "f32") * 2.0**-23, _LN2, log_of_m)
-
-
-def _float(bits: int) -> float:
-    """Returns the float32 with these bits."""
-    return float(np.uint32(bits).view(np.float32))

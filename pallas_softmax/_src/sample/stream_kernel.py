@@ -50,17 +50,15 @@ from pallas_softmax._src.sample.plan import (
     KEPT,
     LIST_SIZE,
     NOISE_AT_ONCE,
-    RECORD_WORDS,
     SCRATCH,
     StreamPlan,
 )
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import (
     DRAWN,
     HIGHEST,
     INF,
     LEAST_FINITE,
-    LN2,
     ClusterProgram,
     row_operands,
 )
@@ -118,7 +116,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    segment = Segment(Noise.of_row(p, stride), plan.vocab)
+    segment = Segment(Noise(p, stride), plan.vocab)
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
@@ -128,11 +126,11 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
         if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
             p.barrier()  # other warps may still load `lanes` from the words that this writes
-            of_warp = p.word(SCRATCH.warps, p.lane, RECORD_WORDS)
+            of_warp = p.record_of_warp(p.lane)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
         top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
-        p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
+        p.set(log_prob, log_prob_of(p, x, top, total))
         mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
         p.set(log_mass, p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
@@ -202,7 +200,7 @@ class LaneList:
 
     def __init__(self, p: StreamProgram):
         self._p = p
-        start = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
+        start = p.word(SCRATCH.histogram, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
         for i in range(_PADDING):
             p.store(start, p.var(-INF, "f32"), offset=_LINE * i)
             p.store(start, 0, offset=_LINE * i + _INDICES)

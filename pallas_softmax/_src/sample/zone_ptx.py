@@ -215,7 +215,7 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
         p.sweep_elements(lambda x: p.increase(number, 1, p.key(x).equals(zone.greatest)))
         p.over_cta(["add"], [number], [0], at)
         p.sync_cluster()
-    (greater,) = p.from_ctas(at, ["u32"], [0])
+    (greater,) = p.fetched(at, p.lane, p.ctas, ["u32"], [0])
     number = p.convert(p.over_lanes("add", greater), "f32")
     mass = p.mass(p.from_key(zone.greatest))
     above = zone.above + f.measure(number * mass, number)
@@ -350,8 +350,8 @@ def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value)
             p.increase(units_above, units, key > last)
             p.increase(equal, 1, key.equals(last))
         sums = p.over_warp(["add", "add"], [units_above, equal])
-        p.store(p.gathered(cta), *sums, when=p.first_lane)
-    return p.from_gathered(("u32", "u32"), (0, 0), p.ctas)
+        p.store(p.record_of_cta(cta), *sums, when=p.first_lane)
+    return p.from_records(("u32", "u32"), (0, 0), p.ctas)
 
 
 # --- Where the zone is
