@@ -81,24 +81,24 @@ class Noise:
         return [(high + key0, low + key1) for low, high in map(p.split, counters)]
 
 
-class Segment:
+class Segment(Noise):
     """A stretch of a row with the same upper half of all counters: nearly always the whole row.
 
     `first` and `end` are indices in the row.
     """
 
-    def __init__(self, noise: Noise, vocab: int):
-        p = noise.p
-        self.schedule, self._noise, self._vocab = noise.schedule, noise, vocab
-        low, _ = p.split(noise.start)
-        self._keyed_low = low + noise.schedule[0][1]
+    def __init__(self, p: ClusterProgram, stride: int, vocab: int):
+        super().__init__(p, stride)
+        self._vocab = vocab
+        low, _ = p.split(self.start)
+        self._keyed_low = low + self.schedule[0][1]
         self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
 
     def start_at(self, first: Value | int) -> None:
         """Starts with this element, and goes as far as possible."""
-        p, stride = self._noise.p, self._noise.stride
+        p, stride = self.p, self.stride
         p.set(self.first, first)
-        low, high = p.split(p.multiply_add_wide(self.first, stride, self._noise.start))
+        low, high = p.split(p.multiply_add_wide(self.first, stride, self.start))
         p.set(self._keyed_high, high + self.schedule[0][0])
         room = p.op("not", "u32", low)  # how much the lower half may grow
         room = room if stride == 1 else p.op("div", "u32", room, stride)
@@ -106,9 +106,7 @@ class Segment:
         p.set(self.end, self.first + 1 + p.min(room, last))
 
     def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Does what `Noise.keyed` does, for indices in this stretch."""
-        stride = self._noise.stride
-        scaled = [i.bits("u32") if stride == 1 else i.bits("u32") * stride for i in numbers]
+        scaled = [i.bits("u32") if self.stride == 1 else i.bits("u32") * self.stride for i in numbers]
         return [(self._keyed_high, i + self._keyed_low) for i in scaled]
 
 
@@ -118,7 +116,7 @@ class Race:
     def __init__(
         self,
         p: ClusterProgram,
-        noise: Noise | Segment,
+        noise: Noise,
         least: Value | float = LEAST_FINITE,
         is_kept: Callable[[Value, Value], Value] | None = None,
         origin: Value | int = 0,
@@ -136,16 +134,16 @@ class Race:
     def start(self, threshold: Value | float = -INF, *, silent: Value | None = None) -> None:
         """Starts with this threshold; where `silent` holds, no finite entry takes part, and `low` stays infinite."""
         p = self.p
-        for register, number in ((self.best, -INF), (self.index, HIGHEST), (self.x, -INF)):
-            p.set(register, number)
+        p.set(self.best, -INF)
+        p.set(self.index, HIGHEST)
+        p.set(self.x, -INF)
         self.set_threshold(p.var(threshold, "f32"))
         if silent is not None:
             p.set(self.threshold, INF, when=silent)
             p.set(self.low, INF, when=silent)
 
     def catch_up(self) -> None:
-        """Takes the threshold of the CTA, if it is better."""
-        # No barrier orders this read and the raises of other warps. An old value will do: it is lower.
+        """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is only lower."""
         best = _from_order(self.p.load(self.threshold_of_cta, "u32"))
         with self.p.when(best > self.threshold):
             self.set_threshold(best)
@@ -176,11 +174,7 @@ class Race:
         return [largest, first, p.shuffle(x, "idx", p.first_that(index.equals(first)))]
 
     def set_threshold(self, threshold: Value) -> None:
-        """Sets the threshold and what depends on it.
-
-        `minus_threshold` is -threshold * log2(e), plus a margin for rounding. Elements below `low` do not reach it, or
-        do not take part.
-        """
+        """Sets the threshold and what depends on it, with margins for rounding. `minus_threshold` is times log2(e)."""
         p = self.p
         scale = p.absolute(threshold) + _NOISE_RANGE
         p.set(self.threshold, threshold)
@@ -260,7 +254,6 @@ class WinnerSearch:
         return index, x
 
     def _is_kept(self, x: Value, position: Value) -> Value:
-        """Returns whether the filters keep the element at a position."""
         key = self.p.key(x)
         return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
@@ -299,36 +292,32 @@ class WinnerSearch:
         # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
         may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
         with contextlib.nullcontext() if may_list is None else p.when(may_list):
-            self._list_words(end, p.position_of(at), vectors, remaining)
+            position = p.position_of(at)
+            above_ties = p.from_key(self.kept.last_key + 1)
+            least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
+            inside = p.var(0, "u32")
+            for i, words in enumerate(vectors):  # the last element has the lowest bit
+                outside = p.var(0, "u32")
+                for x in p.floats(words):
+                    outside = p.append_sign(outside, (x - least).bits("u32"))
+                inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+            positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
+            number = p.over_lanes("add", p.count_ones(inside))
+            lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= loads)
+            with p.when(lists_all):
+                for i, here in enumerate(positions):
+                    p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
+                p.increase(end, 2 * LANES * count)
+            with p.when(~lists_all & (number > 0)):
+                before, _ = p.scan(p.count_ones(inside))
+                to = p.var(end + before * 2)
+                for i, here in enumerate(positions):
+                    is_inside = (inside & 1 << count - 1 - i).differs(0)
+                    p.store(to, p.convert(here, "u16"), when=is_inside)
+                    p.increase(to, 2, when=is_inside)
+                p.increase(end, number * 2)
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
-
-    def _list_words(self, end: Value, position: Value, vectors: list[list[Value]], remaining: Value) -> None:
-        """Lists elements of these vectors; the first one has the position. `remaining` of the vectors exist."""
-        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
-        above_ties = p.from_key(self.kept.last_key + 1)
-        least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
-        inside = p.var(0, "u32")
-        for i, words in enumerate(vectors):  # the last element has the lowest bit
-            outside = p.var(0, "u32")
-            for x in p.floats(words):
-                outside = p.append_sign(outside, (x - least).bits("u32"))
-            inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
-        positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
-        number = p.over_lanes("add", p.count_ones(inside))
-        lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= len(vectors))
-        with p.when(lists_all):
-            for i, here in enumerate(positions):
-                p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
-            p.increase(end, 2 * LANES * count)
-        with p.when(~lists_all & (number > 0)):
-            before, _ = p.scan(p.count_ones(inside))
-            to = p.var(end + before * 2)
-            for i, here in enumerate(positions):
-                is_inside = (inside & 1 << count - 1 - i).differs(0)
-                p.store(to, p.convert(here, "u16"), when=is_inside)
-                p.increase(to, 2, when=is_inside)
-            p.increase(end, number * 2)
 
     def _perturb(self, list_: Value, end: Value, more: Value) -> None:
         """Takes the last positions of the list, and enters the elements there in the race.

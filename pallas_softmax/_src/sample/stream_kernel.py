@@ -53,7 +53,7 @@ from pallas_softmax._src.sample.plan import (
     SCRATCH,
     StreamPlan,
 )
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, Segment, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import (
     DRAWN,
     HIGHEST,
@@ -116,7 +116,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    segment = Segment(Noise(p, stride), plan.vocab)
+    segment = Segment(p, stride, plan.vocab)
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
