@@ -74,17 +74,16 @@ class FilterSearch:
         return self.p.select(self.is_mass, mass, number)
 
     def measure_below(self, octaves: Value) -> Value:
-        """Returns the measure of an element that lies so many octaves below the largest."""
         return self.measure(self.p.exp2(octaves * -1), 1.0)
 
     def number_that_reaches(self, rest: Value, mass: Value) -> Value:
-        """Returns how many entries of this mass reach `rest`, a part of the goal; at least 1."""
+        """Returns how many entries of this mass reach `rest`, a part of the goal."""
         p = self.p
         number = self.measure(p.divide(rest, mass), rest)
         return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
 
     def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above the key."""
+        """Keeps as many entries as reach the goal; `above` is the measure above the key."""
         number = self.number_that_reaches(self.goal - above, self.p.mass(self.p.from_key(key)))
         self.kept.down_to(key, number, mass_above, equal)
 
@@ -150,7 +149,6 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
 
 
 def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
-    """Returns the sums over this lane's buckets, in all CTAs; `rest` is above 0."""
     totals = [p.var(0, "f32") for _ in range(_LANE_BUCKETS)]
     # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.
     with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
@@ -321,12 +319,10 @@ def _bucket_of_negative_zero(zero: Value) -> Value:
 
 
 def _buckets_near_zero(zero: Value) -> tuple[Value, Value]:
-    """Returns the buckets of the positive and the negative elements near 0."""
     return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
 
 
 def _count_values(p: PartProgram, zero: Value) -> None:
-    """Counts elements by value, two elements of a word at a time."""
     base = p.word(SCRATCH.histogram)
     negative_zero = _bucket_of_negative_zero(zero)
     offset = negative_zero | (negative_zero << 16)
@@ -378,7 +374,6 @@ def _number_and_mass(p: PartProgram, zero: Value, bucket: Value, numbers: list[V
 
 
 def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
-    """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
     numbers, masses = SCRATCH.sections, SCRATCH.sections + SECTIONS
     section, rest = section_that_reaches(p, f.goal, p.select(f.is_mass, masses, numbers, "u32"))

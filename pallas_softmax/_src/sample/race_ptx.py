@@ -95,7 +95,6 @@ class Segment(Noise):
         self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
 
     def start_at(self, first: Value | int) -> None:
-        """Starts with this element, and goes as far as possible."""
         p, stride = self.p, self.stride
         p.set(self.first, first)
         low, high = p.split(p.multiply_add_wide(self.first, stride, self.start))
@@ -132,7 +131,7 @@ class Race:
         self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
     def start(self, threshold: Value | float = -INF, *, silent: Value | None = None) -> None:
-        """Starts with this threshold; where `silent` holds, no finite entry takes part, and `low` stays infinite."""
+        """Starts with this threshold. Where `silent` holds, no finite entry takes part."""
         p = self.p
         p.set(self.best, -INF)
         p.set(self.index, HIGHEST)
@@ -143,13 +142,13 @@ class Race:
             p.set(self.low, INF, when=silent)
 
     def catch_up(self) -> None:
-        """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is only lower."""
+        """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is lower."""
         best = _from_order(self.p.load(self.threshold_of_cta, "u32"))
         with self.p.when(best > self.threshold):
             self.set_threshold(best)
 
     def enter(self, elements: Sequence[Value], numbers: Sequence[Value], more: Value) -> None:
-        """Adds noise to entries of each lane. `more` is a condition: whether further ones will follow."""
+        """Adds noise to entries of each lane. `more` says whether further ones will follow."""
         p, noise = self.p, self.noise
         words = words_at(p, noise.schedule, noise.keyed(numbers))
         ones_plus_u = [one_plus_uniform(p, word) for word in words]
@@ -184,7 +183,6 @@ class Race:
         p.set(self.low, p.max(low, self.least))
 
     def _compare(self, one_plus_u: Value, x: Value, number: Value) -> None:
-        """Makes an entry the best one of this thread, if it takes part and is better."""
         p = self.p
         z = p.divide_exactly(x, self.temperature) + gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
         index = number if isinstance(self.origin, int) else number + self.origin
@@ -196,7 +194,6 @@ class Race:
             p.set(register, value, when=wins)
 
     def _publish(self) -> None:
-        """Makes the best sum of the warp its threshold, and sends it to all CTAs."""
         p = self.p
         (best,) = p.over_warp(["max"], [self.best])
         with p.when(best > self.threshold):
@@ -227,7 +224,6 @@ class WinnerSearch:
     """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
 
     def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
-        """`last_tie` is the position of the last kept tie: ties have the key `kept.last_key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
         least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
         noise.count_from(p.origin)
@@ -320,10 +316,7 @@ class WinnerSearch:
         p.increase(remaining, -loads)
 
     def _perturb(self, list_: Value, end: Value, more: Value) -> None:
-        """Takes the last positions of the list, and enters the elements there in the race.
-
-        `more` is a condition: whether further positions will be listed.
-        """
+        """Enters the last positions of the list in the race, and removes them from the list."""
         p = self.p
         p.increase(end, -2 * _BATCH)
         first = end + p.lane * 2
@@ -390,18 +383,15 @@ def words_at(
 
 
 def one_plus_uniform(p: Program, word: Value) -> Value:
-    """Returns 1 + u as a float from 1 to 2 - 2^-23: the exponent of 1, then the upper 23 bits of the word."""
     return p.write("shf.l.wrap.b32", "u32", word, _ONE >> 23, 23, of=("b32", "b32", "i32")).bits("f32")
 
 
 def gumbel(p: Program, one_plus_u: Value) -> Value:
-    """Returns the noise of 1 + u."""
     u = p.max(one_plus_u - 1.0, TINY)
     return log(p, log(p, u) * -1.0) * -1.0
 
 
 def log_prob_of(p: ClusterProgram, x: Value, top: Value, total: Value) -> Value:
-    """Returns log softmax of an element x, given the largest element of the row and the mass of the row."""
     return (x - top) * p.octaves_per_unit * LN2 - log(p, total)
 
 

@@ -63,7 +63,7 @@ DRAWN = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
 
 def row_operands(row, part, temperature) -> dict[str, Any]:
-    """Returns the numbers that a `ClusterProgram` takes, by name; the temperature is float32, at least 0."""
+    """Returns the numbers that a `ClusterProgram` takes, by name."""
     before = jnp.where(temperature > 2.0**120, 0.25, 1.0)  # divisors above 2^126 may give 0
     octaves_per_unit = LOG2_E / jnp.maximum(temperature * before, TINY) * before
     place = {"row": jnp.int32(row), "part": jnp.int32(part)}
@@ -95,11 +95,9 @@ class ClusterProgram(CtaProgram):
         return self.scratch + index * (4 * size) + 4 * at
 
     def record_of_warp(self, warp: Value) -> Value:
-        """Returns the address of the words of a warp, which other warps read."""
         return self.word(SCRATCH.warps, warp, RECORD_WORDS)
 
     def record_of_cta(self, cta: Value) -> Value:
-        """Returns the address of the words of a CTA that `from_records` returns."""
         return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
 
     def fetched(
@@ -116,7 +114,7 @@ class ClusterProgram(CtaProgram):
         return self.from_records(kinds, neutral, count)
 
     def from_records(self, kinds: Sequence[str], neutral: Sequence, count: int) -> list[Value]:
-        """Returns what `fetched` returns, once the words are in this CTA. Synchronizes its threads."""
+        """Returns what `fetched` returns, from the records in this CTA. Synchronizes its threads."""
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
         self.load_into(out, self.record_of_cta(self.lane), when=self.lane < count)
@@ -204,7 +202,6 @@ class PartProgram(ClusterProgram):
         self.keep_first(self.greedy)
 
     def keep_first(self, when: Value) -> None:
-        """Makes the filters keep only the first entry, as a temperature of 0 does."""
         for register, number in ((self.top_k, 1), (self.top_p, 1.0), (self.min_p, 0.0)):
             self.set(register, number, when)
 
@@ -241,8 +238,6 @@ class PartProgram(ClusterProgram):
                 self.increase(remaining, -loads)
 
     def sweep_elements(self, take: Callable[[Value], None]) -> None:
-        """Writes a `sweep` with the code of take(x) for each element as a float."""
-
         def take_words(words, _):
             for x in self.floats(words):
                 take(x)
@@ -250,7 +245,6 @@ class PartProgram(ClusterProgram):
         self.sweep(take_words)
 
     def mass(self, x: Value) -> Value:
-        """Returns the mass of an element, relative to the largest element of the row."""
         return self.exp2((x - self.top) * self.octaves_per_unit)
 
     def key(self, x: Value) -> Value:
@@ -291,7 +285,6 @@ class LaneNormalizer:
             self._p.set(register, number)
 
     def raise_to(self, x: Value) -> None:
-        """Raises m to x, if x is greater, or NaN."""
         p = self._p
         p.set(self.m, p.op("max.NaN", "f32", self.m, x))
         finite = p.max(self.m, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
@@ -340,7 +333,6 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     ranks = iter([(share_of_warp, LANES), (rank_in_cta, 1 << (p.warps - 1).bit_length())])
 
     def reduce(values):
-        """Reduces over the lanes of a warp, and then over the warps."""
         m, d, bounds = values
         largest, d = combine(p, m, d)
         bound, (rank, count) = p.var(largest), next(ranks)
@@ -376,7 +368,6 @@ def bound_of_best(p: PartProgram) -> Value:
 
 
 def _divided(p: PartProgram, number: Value, by: int) -> Value:
-    """Returns a small number divided by another one, rounded down."""
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
@@ -390,8 +381,10 @@ def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Val
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
+# Two normalizers of each lane are joined, and the normalizers of all lanes are combined.
+
+
 def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
-    """Combines two normalizers (m, d) of each lane."""
     m = p.op("max.NaN", "f32", a[0], b[0])
     finite = p.max(m, LEAST_FINITE)
     of_a, of_b = (d * _mass(p, p.max(own_m, LEAST_FINITE), finite) for own_m, d in (a, b))
@@ -399,7 +392,6 @@ def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Valu
 
 
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
-    """Combines the (m, d) of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     d = d * _mass(p, p.max(m, LEAST_FINITE), p.max(largest, LEAST_FINITE))
     (d,) = p.over_warp(["add"], [d])

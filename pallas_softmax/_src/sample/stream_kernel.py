@@ -72,8 +72,7 @@ _INDICES = _LINE * LIST_SIZE  # from an element to its index
 def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
     """Draws once from each row of x, (rows, vocab), without filters.
 
-    The temperature is (rows,), or (1,) for all rows; the words of the noise are (rows, 4). Returns the results of
-    `xla.sample`, (rows,).
+    The temperature is (rows,), or (1,) for all rows; the words are (rows, 4). Returns what `xla.sample` does, (rows,).
     """
     rows, _ = x.shape
 
@@ -98,7 +97,6 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
 
 @twin
 def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
-    """Runs `row_program` in this CTA."""
     insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers | words)
 
 
@@ -109,8 +107,7 @@ def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
 def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     """Returns the program for a row of the logits at <x>, an address in device memory.
 
-    `ClusterProgram` has further operands. <row> is the number of the row, and `NOISE_OPERANDS` describe its noise.
-    <index>, <log_prob> and <log_mass> are addresses of results in device memory.
+    <row> is the number of the row, and `NOISE_OPERANDS` describe its noise. The results `DRAWN` are addresses, too.
     """
     p = StreamProgram(plan, dtype)
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
@@ -159,10 +156,7 @@ class StreamProgram(ClusterProgram):
         self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
-        """Returns the lane's elements of a step as floats; its first vector is at `position`.
-
-        Elements outside of the segment are -inf.
-        """
+        """Returns the lane's elements of a step as floats; -inf outside of the segment."""
         p, vec, vectors = self, self.vec, self.plan.vectors
         out = [p.fresh("f32") for _ in range(vec * vectors)]
         at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
@@ -187,7 +181,6 @@ class StreamProgram(ClusterProgram):
         return out
 
     def normalizer_at(self, slot: Value | int) -> Value:
-        """Returns the address of the thread's normalizer in a slot."""
         return self.word(self.plan.normalizers, self.thread + slot * self.plan.threads, 2)
 
     def offset(self, i: int) -> int:
@@ -208,17 +201,13 @@ class LaneList:
         self._end = p.var(self._first)  # the address after the last entry
 
     def append(self, x: Value, index: Value, when: Value) -> None:
-        """Appends an element, where `when` holds."""
         p = self._p
         p.store(self._end, x, when=when)
         p.store(self._end, index, offset=_INDICES, when=when)
         p.increase(self._end, _LINE, when=when)
 
     def enter(self, race: Race, keeps_some: Value, more: Value) -> None:
-        """Enters the last entries in the race, until no lane has more than `KEPT`, or any if `keeps_some` is false.
-
-        `more` is a condition: whether further elements will follow.
-        """
+        """Enters the last entries in the race, until no lane has more than `KEPT`, or any."""
         p = self._p
         until = p.select(keeps_some, self._first + _LINE * KEPT, self._first)
         with p.loop() as enough:
@@ -231,7 +220,6 @@ class LaneList:
 
 
 def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
-    """Combines m, d, and the best sum with its index and its element, of all lanes."""
     m, d, *best = values
     return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
@@ -239,8 +227,7 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
 def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
     """Takes the steps of the warp. Leaves (m, d) of each lane in shared memory, and its best sum in `race`.
 
-    The outer loop has a turn for each segment of the row, nearly always one. The inner loop has a turn for each step,
-    and one more without a step, which enters what the lists still hold.
+    The inner loop has a turn for each step, and one more without a step, which enters what the lists still hold.
     """
     plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
@@ -292,7 +279,7 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
     """Returns (m, d) of each lane in all shares, for the warps of the row that this CTA combines; else (-inf, 0).
 
-    Those of warp i of each CTA are combined by CTA i modulo their number.
+    CTA i modulo their number combines warp i of each CTA.
     """
     plan, join = p.plan, functools.partial(row_ptx.join, p)
     normalizer = [p.var(-INF, "f32"), p.var(0, "f32")]
@@ -310,7 +297,7 @@ def _normalizer_of_row(p: StreamProgram) -> list[Value]:
 
 
 def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:
-    """Makes the first of the elements, in the order of sort keys, the best one of the lane, if it comes before that."""
+    """Makes the first of the elements, in the order of sort keys, the best of the lane, if it comes before that."""
     best = p.var(flip_negative(race.best.bits("s32")))
     for i, x in enumerate(elements):
         key = flip_negative(x.bits("s32"))
