@@ -60,7 +60,7 @@ After the loop, `_apply_min_p` applies min_p where it is stricter than the other
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -68,7 +68,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
-from pallas_softmax._src.folding import Mask, fold_mask
+from pallas_softmax._src.folding import fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
@@ -95,40 +95,39 @@ _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
-class Params(NamedTuple):
-    """The parameters of a row, as float32; top_k as int32. A filter that is off has a value that filters nothing."""
-
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
+_PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 
 
-def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int = 1) -> list:
-    """Draws once from each row of x, (rows, vocab), or finds where the filters cut it.
-
-    Each parameter is an array (rows,), or (1,) if all rows have the same value. The words of the noise are (rows, 4),
-    with their stride, and the results of `xla.sample` are returned, (rows,). If the words are None, the fields of a
-    `Cutoff` are returned.
-    """
-    rows, vocab = x.shape
-    window = plan.window
+def sample_rows(
+    plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride: int | None = None
+) -> list:
+    """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`."""
+    *batch, vocab = logits.shape
+    filters = (top_k, vocab, jnp.int32), (top_p, 1, jnp.float32), (min_p, 0, jnp.float32)
+    numbers = [
+        jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters
+    ]  # `off` filters nothing
+    parameters = [_per_row(a, batch) for a in (temperature, *numbers)]
+    x, mask = logits.reshape(-1, vocab), fold_mask(where, logits.shape, len(batch))
+    rows, window = len(x), plan.window
     view = aligned_view(rows, vocab, window.vec)
     names = _OF_CUTOFF if words is None else DRAWN
 
     def sample(
-        x_gmem, params_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
+        x_gmem, parameters_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
     ):
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        row_params = Params(*(number_of_row(ref, row) for ref in params_gmem))
-        words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
+        parameters = {name: number_of_row(ref, row) for name, ref in zip(_PARAMETERS, parameters_gmem)}
+        words = (
+            {} if words_gmem is None else {name: words_gmem[row, i] for i, name in enumerate(NOISE_OPERANDS)}
+        )
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
-        _run_program(plan, stride, part, refs, row_params, dict(zip(NOISE_OPERANDS, words)), barrier)
+        _run_program(plan, stride, part, refs, parameters, words, barrier)
 
-    return gpu_kernel(
+    results = gpu_kernel(
         sample,
         name="filter_cutoff" if words is None else "sample",
         grid={"row": rows, "part": window.count},
@@ -142,21 +141,26 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
         approximate=True,
-    )(x.reshape(view), params, words, None if mask is None else mask.array)
+    )(x.reshape(view), parameters, words, None if mask is None else mask.array)
+    return [result.reshape(*batch, 1) for result in results]
+
+
+def _per_row(numbers, batch):
+    """Returns one number for each row of the batch, or one for all."""
+    numbers = jnp.asarray(numbers)
+    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
+    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 @twin
-def _run_program(
-    plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
-) -> None:
-    """Runs the program in this CTA. The barrier is for the interpreter, which synchronizes the warpgroups by it."""
-    numbers = row_ptx.row_operands(part.place.row, part.place.index, params.temperature)
-    numbers = params._asdict() | numbers | words | {"origin": jnp.int32(part.origin)}
-    insert_ptx(row_program(plan, refs["x"].dtype, stride if words else None), refs, numbers)
+def _run_program(plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, parameters, words, barrier):
+    del barrier  # the interpreter synchronizes the warpgroups by it
+    numbers = row_ptx.row_operands(part.place.row, part.place.index, parameters["temperature"])
+    numbers = parameters | numbers | words | {"origin": jnp.int32(part.origin)}
+    insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers)
 
 
 def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:
-    """Starts the copies of the part to shared memory. Then each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -189,9 +193,8 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     """Returns the program that draws from a row; if the stride of the noise is None, it finds the cutoff.
 
-    A part is at <x>, where missing and masked elements are -inf. The other operands are those of `PartProgram`, the
-    number of the row, <row>, and for a draw `NOISE_OPERANDS`. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in
-    device memory.
+    A part is at <x>, where missing and masked elements are -inf. Other operands are those of `PartProgram`, <row>, and
+    for a draw `NOISE_OPERANDS`. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in device memory.
     """
     p = PartProgram(plan, dtype)
     total, small_top_k, bound = row_ptx.arrive(p)
@@ -234,7 +237,6 @@ def _draw(p: PartProgram, kept: Kept, noise: Noise) -> None:
 
 
 def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value) -> None:
-    """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
@@ -254,7 +256,7 @@ def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value)
 
 
 def _search_zones(f: FilterSearch, stage: Value, bound: Value, zone: zone_ptx.Zone) -> None:
-    """Runs one turn for float32 or float16, and sets the stage of the next turn; for TOP_K_BEST also a better bound."""
+    """Runs one turn for float32 or float16. Sets the stage of the next turn, and for TOP_K_BEST a better bound."""
     p = f.p
     overflow = p.var(False, "pred")
     with p.when(stage <= TOP_K_BEST):
@@ -292,7 +294,6 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
 
 
 def _log_mass(p: PartProgram, kept: Kept) -> Value:
-    """Returns the log of the kept share of the mass."""
     return p.select(kept.last_key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
 
 
@@ -304,7 +305,6 @@ Plans = tuple[SamplePlan, StreamPlan]
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
-    """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
@@ -316,42 +316,18 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
 
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
-    """Returns what `xla.sample` returns."""
     *batch, vocab = logits.shape
     words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
     general, unfiltered = plans
     if any(a is not None for a in (where, *filters)):
-        return _run(general, logits, where, temperature, *filters, words, stride)
+        return tuple(sample_rows(general, logits, where, temperature, *filters, words, stride))
     x = logits.reshape(-1, vocab)
     results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
-def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
-    """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plans[0], logits, where, temperature, top_k, top_p, min_p))
-
-
-def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):
-    """Folds the arrays to rows, and runs the kernel."""
-    *batch, vocab = logits.shape
-    filters = (
-        (top_k, vocab, jnp.int32),
-        (top_p, 1, jnp.float32),
-        (min_p, 0, jnp.float32),
-    )  # with what filters nothing
-    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
-    params = Params(*(_per_row(a, batch) for a in (temperature, *numbers)))
-    mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
-    return tuple(result.reshape(*batch, 1) for result in results)
-
-
-def _per_row(numbers, batch):
-    """Returns an array with one number for each row of the batch, or one for all."""
-    numbers = jnp.asarray(numbers)
-    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
-    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
+def cutoff(plans: Plans, *arrays):
+    return Cutoff(*sample_rows(plans[0], *arrays))
 
 
 KERNELS = {"sample": Kernel(plan, sample), "filter_cutoff": Kernel(plan, cutoff)}

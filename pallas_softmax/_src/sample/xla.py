@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, stored, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, row_at, stored, sum_over
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.rows import (
     NOWHERE,
     Cutoff,
     Totals,
     as_float,
-    chunk_of,
     chunks_of,
     cutoff_of,
     drawn_results,
@@ -144,7 +143,7 @@ def draw_by_mass(mass, again, noise):
     # One sum for both signs: the negative masses are too faint to matter where there are positive ones.
     sums = of_one_sign(jnp.sum(in_chunks(jnp.where(mass > 0, mass, 2.0**-80 * mass)), -1))
     chunk = winner(sums, noise[..., :count])
-    index = chunk * size + winner(of_one_sign(chunk_of(again, chunk)), noise[..., count:])
+    index = chunk * size + winner(of_one_sign(row_at(in_chunks(again), chunk)), noise[..., count:])
     return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
 
 
