@@ -27,7 +27,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
-    """Returns whether words can describe the noise of these keys, in an array of this shape and dtype."""
+    """Returns whether words can describe the noise of these keys."""
     threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
     static = all(isinstance(n, int) for n in shape)
     return bool(threefry and static and mode == "low" and jnp.dtype(dtype) == jnp.float32)
@@ -36,10 +36,7 @@ def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
 def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
     """Returns the words of each row along an axis: four arrays of the shape of the batch, with an axis of size 1 last.
 
-    Args:
-      key: one key, or one for each row. In the second case, each row has its own array of noise, from counter 0 on.
-      shape: the shape of the array of noise.
-      axis: the axis of a row.
+    `shape` is the shape of the array of noise. With a key for each row, each row has its own array, from counter 0 on.
     """
     batch = shape[:axis] + shape[axis + 1 :]
     data = jnp.broadcast_to(jax.random.key_data(key), (*batch, 2))
@@ -53,7 +50,6 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
 
 
 def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
-    """Returns the stride of the rows along an axis, with the arguments of `words`."""
     return math.prod(shape[axis + 1 :]) if key.ndim == 0 else 1
 
 
@@ -66,7 +62,6 @@ def gumbel_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 
 def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
-    """Returns the words of `jax.random.bits` at these elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     high, low = _counter(start, index.astype(jnp.uint32), stride, np.uint32(0))
     # The keys stay one per row: a CPU would store a key for each element.
@@ -76,17 +71,13 @@ def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 
 def advance(words: jax.Array, index, stride: int) -> jax.Array:
-    """Returns the words of the rows without their first `index` elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     index = jnp.asarray(index).astype(jnp.uint32)
     return jnp.concatenate([key0, key1, *_counter(start, index, stride, np.uint32(0))], -1)
 
 
 def _counter(start, index, stride: int, offset):
-    """Returns the high and the low word of start + index * stride + offset.
-
-    `start` is a pair of words. `index` and `offset` have one word.
-    """
+    """Returns both words of start + index * stride + offset, where start is two words, and the others are one."""
     stride_high, stride_low = (np.uint32(word) for word in divmod(stride, 2**32))
     high, low = start
     high = high + index * stride_high + _high_of_product(index, stride_low)
@@ -107,7 +98,7 @@ def _high_of_product(a, b: np.uint32):
 
 
 def gumbel_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str | None = None) -> jax.Array:
-    """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
+    """Returns the noise of the whole array, with the axis of a row last."""
     if key.ndim == 0:
         return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)
     of_row = functools.partial(jax.random.gumbel, shape=(shape[axis],), dtype=dtype, mode=mode)
