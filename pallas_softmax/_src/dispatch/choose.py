@@ -19,13 +19,7 @@ _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for a user's call: the named implementation or, if None, the first that takes the call.
-
-    `explain` lists it.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
+    """Returns the choice for a user's call, which `explain` lists. Raises if the name is unknown."""
     check_name(call.function, implementation)
     choice = choose_unlisted(call, implementation)
     record(choice)
@@ -33,7 +27,6 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 
 def check_name(function: str, implementation: str | None) -> None:
-    """Raises ValueError if the name that a user passed to this function is unknown."""
     if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         return
     if isinstance(implementation, Tracer):
@@ -47,32 +40,29 @@ def check_name(function: str, implementation: str | None) -> None:
 
 
 def record(choice: Choice) -> None:
-    """Adds the choice to what `explain` lists."""
+    """Adds the choice to what `explain` lists, if it is running."""
     if (choices := _recorder.get()) is not None:
         choices.append(choice)
 
 
 def choose_unlisted(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
+    """Returns the named implementation or, if None, the first that takes the call. `explain` does not list it."""
     shard_call, operation = call, call.operation
     if call.mesh_axes and isinstance(operation, RowOperation):  # other kernels take mesh_axes= themselves
         if operation.on_mesh is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
         shard_call = call.of(operation.shard_step or operation)
+    elsewhere = "xla" if implementation in (None, "xla") else None
     reasons = []
-    cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
         plan = _plan(name, shard_call, automatic=implementation is None)
         if not isinstance(plan, Refusal):
-            cuda = name
-            break
+            return Choice(call, name, elsewhere, tuple(reasons), implementation, plan)
         reasons.append((name, plan.reason))
-    elsewhere = "xla" if implementation in (None, "xla") else None
-    return Choice(call, cuda, elsewhere, tuple(reasons), implementation, plan)
+    return Choice(call, None, elsewhere, tuple(reasons), implementation)
 
 
 def choose_plain(call: Call) -> Choice:
-    """Returns the choice of `xla`, for an operation that no other implementation has."""
     return Choice(call, "xla", "xla", requested="xla")
 
 
@@ -101,15 +91,7 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
     return plan
 
 
-def stays_plain(choice: Choice) -> bool:
-    """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
-    if choice.requested is not None:
-        return choice.requested == "xla"
-    return choice.call.objection is not None or choice.call.dtype not in choice.call.operation.kernel_dtypes
-
-
-def recording() -> bool:
-    """Returns whether `explain` is listing the calls."""
+def is_recording() -> bool:
     return _recorder.get() is not None
 
 

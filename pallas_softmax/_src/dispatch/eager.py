@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.choose import recording
+from pallas_softmax._src.dispatch.choose import is_recording
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.misfits import misfit
 
@@ -25,13 +25,12 @@ F = TypeVar("F", bound=Callable)
 def at_once(
     *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that jits a function. The program has the function's name.
+    """Returns a decorator that jits a function.
 
     Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
 
     Args:
-      *static: the names of the static arguments. Each combination of them has its own program. The other arguments are
-        arrays, scalars, None, or named tuples of them.
+      *static: the names of the static arguments. The others are arrays, scalars, None, or named tuples of them.
       known: checks numbers before JAX traces or truncates them. It takes all arguments by name, as the user passed
         them, and returns those that it replaces.
     """
@@ -57,7 +56,7 @@ def at_once(
             given |= zip(static, options)
             args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
             leaves = _leaves([given[name] for name in arrays])
-            if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
+            if not all(map(_accepted, leaves)) or not _hashable(options) or is_recording():
                 return function(*args, **kwargs)
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
@@ -75,7 +74,6 @@ def at_once(
 def _program(
     function: Callable, static: tuple[str, ...], types: tuple, settings: tuple[tuple[int, int], bool]
 ) -> Callable:
-    """Returns the jitted function, one for each combination of the arguments."""
     # jax.jit caches by the function that it is given, so each program needs its own partial
     return jax.jit(functools.partial(function), static_argnames=static)
 

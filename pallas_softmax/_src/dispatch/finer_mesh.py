@@ -25,12 +25,7 @@ def decode(
     """Returns a mesh, and how each array is sharded on it.
 
     An array is replicated if no mesh can express its sharding together with the shardings of the arrays before it.
-
-    Args:
-      devices: the number of devices.
-      arrays: for each array, the index of each device's tile along each dimension, [dimension][device]; None if the
-        array is whole on each device.
-      ranks: the number of dimensions of each array.
+    `arrays` are the results of `jax_internals.tiles`.
     """
     tiles = [np.array(of or np.zeros((rank, devices)), int) for of, rank in zip(arrays, ranks)]
     sizes, axes = common_axes((devices,), tiles)
@@ -44,11 +39,8 @@ def common_axes(
 ) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
     """Returns the axis sizes of a mesh that expresses all tilings, and the mesh axes of each dimension of each array.
 
-    Mesh axes are numbers. The mesh splits no axis that need not be split. An array that does not fit has no mesh axes.
-
-    Args:
-      sizes: the axis sizes of the program's mesh.
-      arrays: for each array, the index of each device's tile along each dimension: (dimensions, devices).
+    Mesh axes are numbers. The mesh splits no axis of `sizes` that need not be split. `arrays` hold the index of each
+    device's tile, (dimensions, devices). An array that does not fit has no mesh axes.
     """
     finer, fitting = sizes, {}
     for i, tiles in enumerate(arrays):

@@ -22,7 +22,7 @@ from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
 from pallas_softmax._src.dispatch.partitioner import Division, over_auto_axes, register
 from pallas_softmax._src.dispatch.platform import by_platform, row_axes, run_shard
-from pallas_softmax._src.dispatch.refusal import placeholder
+from pallas_softmax._src.dispatch.refusal import only_types
 
 
 def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
@@ -39,10 +39,9 @@ def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """Runs a call on one device's shard of the arrays, where mesh axes are bound. `choice` is for the whole call.
+    """Runs a call on one device's shard of the arrays. `choice` is for the whole call.
 
-    `mesh_axes` are the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
-    `lax.axis_index`.
+    `mesh_axes` are the bound mesh axes that a row is spread over, in the order of `lax.axis_index`.
     """
     operation = choice.call.row_operation
     if not mesh_axes:
@@ -57,7 +56,6 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
 
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on arrays that a mesh may divide. `division` says how a mesh divides such calls."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
@@ -77,7 +75,6 @@ class _DimensionsOfRows:
         shape, axes = jax.tree.leaves(arrays)[0].shape, row_axes(arrays, keywords)
 
         def full(kinds, tree) -> list[list[bool]]:
-            """Returns, for each array, which of its dimensions belong to the full shape."""
             kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
             return [
                 [
@@ -91,7 +88,6 @@ class _DimensionsOfRows:
         self.arguments, self.results = full(operation.arguments, arrays), full(operation.results, results)
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        """Implements `Dimensions.lay_out`. The third result is the mesh axes along the row."""
         axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
         arguments, results = (
             [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
@@ -99,7 +95,6 @@ class _DimensionsOfRows:
         return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Implements `Dimensions.sharding_rule`. Only the dimensions of the full shape may be divided."""
         others = []
 
         def factors(full: list[bool]) -> str:
@@ -120,7 +115,6 @@ _ROWS = register(Division("rows", _DimensionsOfRows, by_platform, on_shard))
 def _over_explicit_axes(
     division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh
 ) -> Any:
-    """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
@@ -131,7 +125,7 @@ def _over_explicit_axes(
     results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
         typed = [s.update(sharding=NamedSharding(mesh, spec)) for s, spec in zip(results, out_specs)]
-        return result_tree.unflatten(placeholder(typed, "mesh axes that a vmap has taken"))
+        return result_tree.unflatten(only_types(typed))
     mapped = jax.shard_map(
         lambda *leaves: jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes)),
         mesh=mesh,

@@ -1,13 +1,10 @@
 """The vocabulary of the dispatch: an operation, its kernels, a call of it, and the choice of an implementation.
 
-An operation is a function of rows: softmax is one, its gradient is another. Each operation is an object in the file
-`operation.py` of its folder. Three words say what its arrays are:
+An operation is a function of rows: softmax is one, its gradient is another. Three words say what its arrays are:
 
     ROW      one element per element of a row, (..., V)
     MASK     a boolean that broadcasts to that, or None
     PER_ROW  one number, or a few, per row: (..., 1) or (..., k)
-
-Nothing here computes anything.
 """
 
 import dataclasses
@@ -30,23 +27,19 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def _never(call: "Call") -> None:
-    """Returns no reason, for any call."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One implementation of one operation, other than plain JAX.
 
     Attributes:
-      plan: (call, compute capability) -> a plan, which says how the call lies over the GPU, or a `Refusal`.
+      plan: (call, compute capability) -> a plan or a `Refusal`.
       run: (plan, *arrays, **static) -> the results. It takes the arrays and static arguments of the plain function.
       slower: call -> why another implementation is faster at a call that this one can run, or None.
     """
 
     plan: Callable[["Call", tuple[int, int]], Any]
     run: Callable[..., Any]
-    slower: Callable[["Call"], str | None] = _never
+    slower: Callable[["Call"], str | None] = lambda call: None
 
 
 Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
@@ -60,7 +53,7 @@ class Operation:
     """An operation with implementations.
 
     Attributes:
-      name: the name in profiles and in `explain`.
+      name: the name in profiles; a backward ends in "_grad".
       plain: the function in plain JAX: the reference for arguments and results.
       kernels: for the name of an implementation, a function that imports and returns its kernels, by operation.
       kernel_dtypes: the dtypes of x that some kernel takes.
@@ -74,8 +67,11 @@ class Operation:
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
+    @property
+    def is_gradient(self) -> bool:
+        return self.name.endswith("_grad")
+
     def kernel(self, implementation: str) -> Kernel:
-        """Returns the kernel of an implementation that this operation has."""
         return self.kernels[implementation]()[self.name]
 
     def __repr__(self) -> str:
@@ -93,13 +89,13 @@ class RowOperation(Operation):
       variables: the names of the arguments that the results have derivatives in.
       differentiable: the names of the results that have derivatives. The others are constants.
       saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
-      plain_gradient: the backward in plain JAX: cotangents of the differentiable results to cotangents of the
-        variables; or None. Static arguments of this operation that a derivative accepts are passed to it.
-      plain_tangent: its transpose: tangents of the variables to tangents of the differentiable results; or None.
+      plain_gradient: the backward in plain JAX: (*saved, *cotangents of the differentiable results) -> cotangents of
+        the variables. It gets those static arguments of this operation that it accepts.
+      plain_tangent: its transpose: (*saved, *tangents of the variables) -> tangents of the differentiable results.
       gradient_kernels: the kernels of the gradient, like `kernels`.
       elementwise_derivatives: whether XLA divides the derivatives equally well, even if not the operation.
-      gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
-        plain JAX computes that gradient.
+      gradient_needs_kernel: whether a named implementation must have a kernel for the gradient. If not, plain JAX may
+        compute that gradient.
       on_mesh: what each device computes where a row is spread over devices:
         (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
         kernel on a shard; None stands for the shard step. If `on_mesh` is None, each device runs
@@ -109,8 +105,7 @@ class RowOperation(Operation):
       divided_by_xla: whether XLA divides the plain form over a mesh equally well.
       vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
         of its conditions.
-      gradient: the operation of `plain_gradient`; None without derivatives.
-      tangent: the operation of `plain_tangent`; None without derivatives.
+      gradient, tangent: the operations of `plain_gradient` and `plain_tangent`; None without derivatives.
     """
 
     arguments: tuple[Any, ...]
@@ -133,16 +128,14 @@ class RowOperation(Operation):
     tangent: "RowOperation | None" = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Makes the operations `gradient` and `tangent` of the plain functions; one if these are the same."""
         super().__post_init__()
         if self.plain_gradient is None or self.plain_tangent is None:
             return
         kind_of = dict.fromkeys(self.result_names, self.results) | dict(
             zip(self.argument_names, self.arguments)
         )
-        saved = jax.tree.map(kind_of.get, self.saved)
-        inputs, outputs = (
-            [kind_of[name] for name in names] for names in (self.variables, self.differentiable)
+        saved, inputs, outputs = (
+            jax.tree.map(kind_of.get, names) for names in (self.saved, self.variables, self.differentiable)
         )
         derivative = functools.partial(
             RowOperation,
@@ -154,7 +147,7 @@ class RowOperation(Operation):
             plain=self.plain_gradient,
             kernels=self.gradient_kernels,
             arguments=(*saved, *outputs),
-            results=tuple(inputs) if len(inputs) > 1 else inputs[0],
+            results=inputs if len(inputs) > 1 else inputs[0],
         )
         if self.plain_tangent is not self.plain_gradient:
             tangent = derivative(
@@ -166,14 +159,8 @@ class RowOperation(Operation):
         object.__setattr__(self, "gradient", gradient)
         object.__setattr__(self, "tangent", tangent)
 
-    @property
-    def is_gradient(self) -> bool:
-        """Whether this is the backward of an operation on logits."""
-        return self.name.endswith("_grad")
-
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the positional arguments."""
         return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
 
 
@@ -218,17 +205,14 @@ class Call:
 
     @property
     def op(self) -> str:
-        """The name of the operation."""
         return self.operation.name
 
     @property
     def row_operation(self) -> RowOperation:
-        """The operation, which is one on rows."""
         assert isinstance(self.operation, RowOperation)
         return self.operation
 
     def of(self, operation: Operation) -> "Call":
-        """Returns the call of another operation on the same rows."""
         return dataclasses.replace(self, operation=operation)
 
     def __repr__(self) -> str:
@@ -237,7 +221,7 @@ class Call:
         logits = f"[{self.rows}, {self.vocab}]"
         if self.depth is not None:
             logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
-        gradient = "gradient of " if self.op.endswith("_grad") else ""
+        gradient = "gradient of " if self.operation.is_gradient else ""
         return f"{gradient}{self.function} {self.dtype}{logits}{k}{over}"
 
 
@@ -251,7 +235,6 @@ def describe(
     *,
     function: str,
 ) -> Call:
-    """Returns the `Call` of an operation on the rows of `x` along `axes`, for a user's call of `function`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
         operation=operation,
@@ -275,7 +258,7 @@ def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
 
 
 def symbolic(shape: tuple, k: int | None = None) -> str | None:
-    """Returns why a shape or a number of winners is refused that is unknown while tracing; None if it is known."""
+    """Returns why kernels refuse a shape or a number of winners that is unknown while tracing, or None."""
     if not all(isinstance(d, int) for d in shape):
         return f"the shape {shape} is symbolic"
     return None if k is None or isinstance(k, int) else f"k={k} is symbolic"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -39,14 +38,9 @@ class Dimensions(Protocol):
     """The dimensions of a call's arrays: which of them must be divided over the same mesh axes."""
 
     def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns how to divide arguments and results, given how XLA has sharded the arguments.
+        """Returns the specs of arguments and results, and the mesh axes for `Division.on_shard`.
 
-        Args:
-          specs: how each argument is sharded.
-          mesh_sizes: the number of devices along each mesh axis.
-
-        Returns:
-          The specs of the arguments, the specs of the results, and the mesh axes that `Division.on_shard` needs.
+        `specs` say how XLA has sharded the arguments.
         """
         ...
 
@@ -63,11 +57,9 @@ class Division(NamedTuple):
 
     Attributes:
       name: the name in texts.
-      dimensions: returns the `Dimensions` of the call. Its fourth argument is a tree of `jax.ShapeDtypeStruct`s, the
-        results of the call.
+      dimensions: its fourth argument is a tree of `jax.ShapeDtypeStruct`s, the results of the call.
       whole: computes the call on whole arrays.
-      on_shard: computes the call on a device's shards. Its fourth argument is the third result of
-        `Dimensions.lay_out`.
+      on_shard: computes it on a device's shards. Its fourth argument is the third result of `Dimensions.lay_out`.
     """
 
     name: str
@@ -80,7 +72,6 @@ _divisions: dict[str, Division] = {}
 
 
 def register(division: Division) -> Division:
-    """Registers a division under its name, so that `_partition` finds it. Returns the division."""
     _divisions[division.name] = division
     return division
 
@@ -94,29 +85,19 @@ _SETTINGS: dict[str, Callable] = {
 
 
 class _Divided(NamedTuple):
-    """The description of a call, as tracing knows it.
-
-    Attributes:
-      division: the name of its `Division`.
-      call: the call.
-      requested: the implementation that the user named, or None.
-      keywords: the static arguments of the operation, sorted by name.
-      arrays: the tree of its array arguments. Array i is replaced by the number i.
-      results: the tree of its results. Result i is replaced by the number i.
-      result_types: the shape and the dtype of each result.
-      settings: the values of `_SETTINGS`.
-      gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.
-    """
+    """The description of a call, as tracing knows it."""
 
     division: str
     call: Call
     requested: str | None
-    keywords: tuple[tuple[str, Any], ...]
-    arrays: Any
-    results: Any
-    result_types: tuple[tuple[tuple[int, ...], Any], ...]
-    settings: tuple[Any, ...]
-    gpu: tuple[str, str, int | None] | None
+    keywords: tuple[tuple[str, Any], ...]  # the static arguments, sorted by name
+    arrays: Any  # the tree of arguments; array i is replaced by the number i
+    results: Any  # the tree of results, likewise
+    result_types: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
+    settings: tuple[Any, ...]  # the values of `_SETTINGS`
+    gpu: (
+        tuple[str, str, int | None] | None
+    )  # kind, platform and cores of the abstract device, if there is one
 
 
 def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
@@ -174,8 +155,7 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 def _versions() -> tuple[str, str]:
     """Returns the version of JAX, and a digest of this package.
 
-    Nothing reads them in a text. Without them, the persistent compilation cache would return what an older source
-    compiled.
+    Without them in the text, the persistent compilation cache would return what an older source compiled.
     """
     return jax.__version__, digest(Path(__file__).parents[2])
 
@@ -192,10 +172,9 @@ def digest(folder: Path) -> str:
 # XLA asks for each call of a program. Those of equal layers are equal.
 @functools.lru_cache(256)
 def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
-    """Returns the program of one device, and the shardings of arguments and results.
+    """Returns the program of one device, and the shardings of arguments and results, for `register_partitioner`.
 
-    XLA calls it, possibly in another process and without the context of the call. `description` is the text that
-    `_lower` makes. `register_partitioner` documents the other arguments.
+    XLA calls it, possibly in another process and without the context of the call.
     """
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
@@ -215,11 +194,16 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
         def on_shard(*leaves):
             return jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes))
 
-        shards = [_shard(leaf, sharding) for leaf, sharding in zip(leaves, arguments)]
-        jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*shards)
-        _check_results([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
+        jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*map(_shard, leaves, arguments))
+        expected = map(_shard, wholes, results)
+        if [(a.shape, a.dtype) for a in jaxpr.out_avals] != [(a.shape, a.dtype) for a in expected]:
+            raise ValueError(f"a device's program returns {jaxpr.out_avals}")  # XLA would read beyond them
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
     return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]
+
+
+def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
 
 
 @contextlib.contextmanager
@@ -236,18 +220,6 @@ def _context_of(divided: _Divided):
         contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
         contexts.enter_context(jax_internals.stage_constants())
         yield
-
-
-def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a device's shard."""
-    return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
-
-
-def _check_results(expected: list, found: list) -> None:
-    """Raises if a device's program does not return its shards. XLA would read beyond them."""
-    want, got = ([(a.shape, jnp.dtype(a.dtype)) for a in each] for each in (expected, found))
-    if want != got:
-        raise ValueError(f"a device's program returns {got}, expected {want}")
 
 
 jax_internals.register_partitioner(TARGET, _partition)

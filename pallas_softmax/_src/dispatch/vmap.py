@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_softmax._src.dispatch.choose import choose_unlisted, stays_plain
+from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import over_mesh
 from pallas_softmax._src.dispatch.mesh_types import explicit_mesh
 from pallas_softmax._src.dispatch.operation import Choice, symbolic
@@ -28,11 +28,7 @@ from pallas_softmax._src.jax_internals import stage_constants
 
 
 def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
-
-    Raises:
-      NotImplementedError: a named implementation does not support the call.
-    """
+    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard."""
     choice.required_cuda()
     with stage_constants():
         if is_visible(choice, arrays):
@@ -61,8 +57,12 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
 
     Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
     """
-    op = choice.call.row_operation
-    if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:
+    call, op = choice.call, choice.call.row_operation
+    if choice.requested is None:
+        stays_plain = call.objection is not None or call.dtype not in op.kernel_dtypes
+    else:
+        stays_plain = choice.requested == "xla"
+    if not stays_plain or call.mesh_axes or op.vmap_adds_rows:
         return False
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:
         return op.divided_by_xla and choice.requested == "xla"
