@@ -17,9 +17,7 @@ from pallas_softmax._src.normalizers import widen
 
 
 def sum_over(x, axes, mesh_axes):
-    """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
-    part = jnp.sum(x, axes, keepdims=True)
-    return lax.psum(part, tuple(mesh_axes))
+    return lax.psum(jnp.sum(x, axes, keepdims=True), tuple(mesh_axes))
 
 
 def positions(x, mesh_axes=()):
@@ -98,7 +96,6 @@ def _(mode, fill_value, primals, tangents):
 
 
 def _bits(x):
-    """Returns the bits of floats, as integers; other arrays as they are."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}") if is_float else x
 
@@ -127,12 +124,11 @@ def row_at(x, position):
 
 
 def mask_at(where, x, indices) -> Any:
-    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis; False beyond it."""
+    """Returns the elements of the mask at indices of the last axis of `x`; False beyond it."""
     return None if where is None else at(jnp.broadcast_to(where, x.shape), indices, "fill", False)
 
 
 def masked(x, where, value):
-    """Returns x, with `value` where the mask is False."""
     return x if where is None else jnp.where(where, x, value)
 
 

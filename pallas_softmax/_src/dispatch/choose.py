@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
+from pallas_softmax._src.misfits import traced
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -27,16 +28,12 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 
 def check_name(function: str, implementation: str | None) -> None:
-    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
-        return
+    accepted = f"None or one of {IMPLEMENTATIONS}"
     if isinstance(implementation, Tracer):
-        raise TypeError(
-            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got a traced value; "
-            "pass it through static_argnames='implementation' of jax.jit, or close over it"
-        )
-    raise ValueError(
-        f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
-    )
+        raise TypeError(traced(function, "implementation", accepted, implementation))
+    is_name = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not is_name:
+        raise ValueError(f"{function}: implementation must be {accepted}, got {implementation!r}")
 
 
 def record(choice: Choice) -> None:

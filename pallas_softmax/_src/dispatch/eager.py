@@ -17,7 +17,7 @@ from jax.core import Tracer
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.choose import is_recording
 from pallas_softmax._src.jax_internals import stage_constants
-from pallas_softmax._src.misfits import misfit
+from pallas_softmax._src.misfits import is_jet, misfit
 
 F = TypeVar("F", bound=Callable)
 
@@ -100,11 +100,6 @@ def _plain(option) -> Any:
         parts = map(_plain, option)
         return option._make(parts) if hasattr(option, "_make") else tuple(parts)  # pyright: ignore[reportAttributeAccessIssue]
     return option
-
-
-def is_jet(x) -> bool:
-    """Returns whether `jax.experimental.jet` traces `x`."""
-    return isinstance(x, Tracer) and type(x).__name__ == "JetTracer"
 
 
 def _hashable(options: tuple) -> bool:
