@@ -25,9 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_softmax._src.dispatch import linear_map
 from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.linear_map import LinearMap
+from pallas_softmax._src.dispatch.mesh import as_rows, is_visible
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
-from pallas_softmax._src.dispatch.vmap import as_rows, is_visible
 from pallas_softmax._src.temperatures import is_zero
 
 

@@ -54,7 +54,7 @@ class LinearMap:
         levels = tuple(_Level(level.saved, level.outputs, level.inputs) for level in self.levels)
         return dataclasses.replace(self, tangent=self.cotangent, cotangent=self.tangent, levels=levels)
 
-    def split(self, args: Sequence) -> tuple[Sequence, Sequence]:
+    def split(self, args: Sequence) -> tuple[Any, Any]:
         """Returns the leaves of `saved`, and the linear arrays."""
         count = self.saved_tree.num_leaves
         return args[:count], args[count:]
@@ -126,7 +126,8 @@ def _transpose(cotangents, *args, jaxpr, function):
 def _batch(args, dims, *, jaxpr, function):
     batched = tuple(d is not None for d in dims)
     args = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
-    level = _Level(*function.split(batched), (True,) * len(jaxpr.out_avals))
+    of_saved, of_inputs = function.split(batched)
+    level = _Level(of_saved, of_inputs, (True,) * len(jaxpr.out_avals))
     outputs = apply(dataclasses.replace(function, levels=(*function.levels, level)), *function.split(args))
     return outputs, [0] * len(outputs)
 

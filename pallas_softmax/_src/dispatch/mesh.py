@@ -1,4 +1,13 @@
-"""How a call is divided over the devices of a mesh.
+"""How a batch of `jax.vmap` becomes more rows, and how a call is divided over the devices of a mesh.
+
+    as_rows                  a batch becomes more rows
+      _over_mesh               each device takes its shard of sharded arrays
+        on_shard                 what devices exchange if a row is spread over them
+          platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
+
+All steps take a `Choice`, which is the call and its implementations; the positional arguments of the operation
+(`arrays`); and its static arguments (`keywords`). The first array has the full shape. The operations on a projection
+x @ w go the same way through `linear/mesh.py`.
 
 Each device takes the rows it holds, or its shard of each row. Nothing is gathered. There are three cases:
 
@@ -9,23 +18,68 @@ Each device takes the rows it holds, or its shard of each row. Nothing is gather
 Arrays that no mesh divides go to `platform.by_platform`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import choose_plain
+from pallas_softmax._src.dispatch.choose import choose_plain, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
-from pallas_softmax._src.dispatch.partitioner import Division, over_auto_axes, register
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
 from pallas_softmax._src.dispatch.platform import by_platform, row_axes, run_shard
 from pallas_softmax._src.dispatch.refusal import only_types
+from pallas_softmax._src.jax_internals import stage_constants
 
 
-def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
+def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
+    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard."""
+    choice.required_cuda()
+    with stage_constants():
+        if is_visible(choice, arrays):
+            return by_platform(choice, arrays, static)
+        call = custom_vmap(functools.partial(_over_mesh, choice, static))
+
+        @call.def_vmap
+        def _(axis_size, in_batched, *arrays):
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+            full = leaves[0].shape[batched[0] :]
+            leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+            leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+            objection = choice.call.objection or symbolic((axis_size,))
+            batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+            shifted = {"axes": tuple(a + 1 for a in static["axes"])} if "axes" in static else {}
+            batch_choice = choose_unlisted(batch, choice.requested)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), **static | shifted)
+            return out, jax.tree.map(lambda _: True, out)
+
+        return call(*arrays)
+
+
+def is_visible(choice: Choice, arrays: Any) -> bool:
+    """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
+
+    Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
+    """
+    call, op = choice.call, choice.call.row_operation
+    if choice.requested is None:
+        stays_plain = call.objection is not None or call.dtype not in op.kernel_dtypes
+    else:
+        stays_plain = choice.requested == "xla"
+    if not stays_plain or call.mesh_axes or op.vmap_adds_rows:
+        return False
+    if explicit_mesh(jax.tree.leaves(arrays)) is not None:
+        return op.divided_by_xla and choice.requested == "xla"
+    return op.divided_by_xla or jax.device_count() == 1
+
+
+def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     """Runs a call on arrays of one rank that may be sharded."""
     operation = choice.call.row_operation
     if choice.call.mesh_axes:
@@ -64,52 +118,38 @@ def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str
     return _over_explicit_axes(division, choice, arrays, keywords, mesh)
 
 
-class _DimensionsOfRows:
-    """`Dimensions` of an operation on rows. The dimensions of the full shape, the shape of the logits, share mesh axes.
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
+    """Returns the dimensions of an operation on rows: "x0", "x1", ... of the full shape, the shape of the logits.
 
     PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one.
     """
+    operation, shape = choice.call.row_operation, jax.tree.leaves(arrays)[0].shape
+    axes_of_row, whole = row_axes(arrays, keywords), []
 
-    def __init__(self, choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any):
-        operation = choice.call.row_operation
-        shape, axes = jax.tree.leaves(arrays)[0].shape, row_axes(arrays, keywords)
+    def name(i: int, n: int, kind: str) -> str:
+        is_whole = i in axes_of_row and (kind == PER_ROW or operation.whole_rows)
+        if n == shape[i] and not is_whole:
+            return f"x{i}"
+        whole.append(f"w{len(whole)}")
+        return whole[-1]
 
-        def full(kinds, tree) -> list[list[bool]]:
-            kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
-            return [
-                [
-                    n == size and (i not in axes or not (kind == PER_ROW or operation.whole_rows))
-                    for i, (n, size) in enumerate(zip(a.shape, shape))
-                ]
-                for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
-            ]
+    def names(kinds, tree) -> list[list[str]]:
+        kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
+        each = zip(jax.tree.leaves(tree), kinds, strict=True)
+        return [[name(i, n, kind) for i, n in enumerate(a.shape)] for a, kind in each]
 
-        self.shape, self.row_axes = shape, axes
-        self.arguments, self.results = full(operation.arguments, arrays), full(operation.results, results)
+    of_arguments, of_results = names(operation.arguments, arrays), names(operation.results, results)
 
-    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
-        arguments, results = (
-            [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
-        )
-        return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
+    def lay_out(specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        sizes = {f"x{i}": n for i, n in enumerate(shape)}
+        axes = shared_axes(sizes, [*zip(specs, of_arguments)], mesh_sizes)
+        in_specs, out_specs = ([spec_of(own, axes) for own in each] for each in (of_arguments, of_results))
+        return in_specs, out_specs, tuple(axis for a in axes_of_row for axis in axes[f"x{a}"])
 
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        others = []
-
-        def factors(full: list[bool]) -> str:
-            names = []
-            for i, is_full in enumerate(full):
-                if not is_full:
-                    others.append(f"w{len(others)}")
-                names.append(f"x{i}" if is_full else others[-1])
-            return " ".join(names)
-
-        sides = (", ".join(factors(full) for full in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), tuple(others)
+    return Dimensions(of_arguments, of_results, whole, lay_out)
 
 
-_ROWS = register(Division("rows", _DimensionsOfRows, by_platform, on_shard))
+_ROWS = register(Division("rows", _dimensions, by_platform, on_shard))
 
 
 def _over_explicit_axes(

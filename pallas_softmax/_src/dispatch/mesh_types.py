@@ -9,7 +9,7 @@ types say nothing: each device holds a copy of a replicated value, and each copy
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,36 +38,48 @@ def share_sharding(x: jax.Array, *others: Any) -> list:
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return [x, *others]
 
-    def full(a) -> list[bool]:
-        return [n == size for n, size in zip(a.shape, x.shape)]
+    def full(a) -> list[int | None]:
+        return [i if n == x.shape[i] else None for i, n in enumerate(a.shape)]
 
-    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full(a)) for a in arrays], mesh.shape)
+    specs = [(jax.typeof(a).sharding.spec, full(a)) for a in arrays]
+    axes = shared_axes(dict(enumerate(x.shape)), specs, mesh.shape)
 
     def lay(a):
-        spec = spec_of(axes, full(a))
+        spec = spec_of(full(a), axes)
         is_laid = jax.typeof(a).sharding.spec == spec
         return a if is_laid else jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
     return jax.tree.map(lay, [x, *others])
 
 
-def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension, taken from the first array that is sharded there and divides evenly.
+def shared_axes(
+    sizes: Mapping[Any, int],
+    arrays: Sequence[tuple],
+    mesh_sizes: Mapping[str, int],
+    taken: Iterable[str] = (),
+) -> dict[Any, tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, from the first array that is sharded there and divides evenly.
 
-    `arrays` are pairs: a `PartitionSpec`, and which dimensions of the array belong to the full `shape`. `sizes` are the
-    numbers of devices along each mesh axis.
+    Earlier dimensions keep the mesh axes that they share with later ones.
+
+    Args:
+      sizes: the dimensions by name.
+      arrays: pairs of a `PartitionSpec` and the names of the array's dimensions.
+      mesh_sizes: the numbers of devices along the mesh axes.
+      taken: mesh axes that no dimension gets.
     """
-    spec, used = [], set()
-    for a, n in enumerate(shape):
-        entries = [axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
-        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
-        spec.append(fit[0] if fit else ())
-        used |= {*spec[-1]}
-    return spec
+    axes, used = {}, {*taken}
+    for name, n in sizes.items():
+        entries = [axes_of_entry(dict(zip(names, spec)).get(name)) for spec, names in arrays]
+        free = [tuple(axis for axis in entry if axis not in used) for entry in entries]
+        fit = [of for of in free if of and n % math.prod(mesh_sizes[axis] for axis in of) == 0]
+        axes[name] = fit[0] if fit else ()
+        used |= {*axes[name]}
+    return axes
 
 
-def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
-    return P(*(of or None if carries else None for of, carries in zip(axes, full)))
+def spec_of(names: Sequence[Any], axes: Mapping[Any, tuple[str, ...]]) -> P:
+    return P(*(axes.get(name) or None for name in names))
 
 
 def reshard_along(x: jax.Array, dimension: int, entry: Any) -> jax.Array:

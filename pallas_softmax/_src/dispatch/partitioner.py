@@ -14,7 +14,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,22 +34,20 @@ from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
 TARGET = "pallas_softmax_divided"
 
 
-class Dimensions(Protocol):
-    """The dimensions of a call's arrays: which of them must be divided over the same mesh axes."""
+class Dimensions(NamedTuple):
+    """The dimensions of a call's arrays, by name. Dimensions with the same name are divided alike.
 
-    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns the specs of arguments and results, and the mesh axes for `Division.on_shard`.
+    Attributes:
+      arguments, results: the names of each array's dimensions.
+      whole: the names of the dimensions that no mesh axis may divide.
+      lay_out: (specs of the arguments, as XLA has sharded them; the number of devices along each mesh axis) -> the
+        specs to use for arguments and results, and the mesh axes for `Division.on_shard`.
+    """
 
-        `specs` say how XLA has sharded the arguments.
-        """
-        ...
-
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns Shardy's rule, and the factors of the rule that no mesh axis may divide.
-
-        The rule names a factor for each dimension. Shardy divides dimensions with the same factor alike.
-        """
-        ...
+    arguments: Sequence[Sequence[str]]
+    results: Sequence[Sequence[str]]
+    whole: Sequence[str]
+    lay_out: Callable[[Sequence[P], Mapping[str, int]], tuple[list[P], list[P], Any]]
 
 
 class Division(NamedTuple):
@@ -124,7 +122,9 @@ def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: 
         tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
-    rule = division.dimensions(choice, arrays, keywords, results).sharding_rule()
+    dimensions = division.dimensions(choice, arrays, keywords, results)
+    sides = (", ".join(map(" ".join, each)) for each in (dimensions.arguments, dimensions.results))
+    rule = " -> ".join(sides), tuple(dimensions.whole)
     description = text.dumps(divided)
     bound = _divided_p.bind(*leaves, whole=whole, divided=description, rule=rule, refusal=choice.refusal)
     return result_tree.unflatten(bound)
@@ -195,9 +195,9 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
             return jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes))
 
         jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*map(_shard, leaves, arguments))
-        expected = map(_shard, wholes, results)
-        if [(a.shape, a.dtype) for a in jaxpr.out_avals] != [(a.shape, a.dtype) for a in expected]:
-            raise ValueError(f"a device's program returns {jaxpr.out_avals}")  # XLA would read beyond them
+        found: list[Any] = jaxpr.out_avals
+        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in map(_shard, wholes, results)]:
+            raise ValueError(f"a device's program returns {found}")  # XLA would read beyond them
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
     return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]
 

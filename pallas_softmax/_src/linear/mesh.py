@@ -28,9 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, rounded_sum, vary_together
+from pallas_softmax._src.dispatch.mesh_types import (
+    explicit_mesh,
+    rounded_sum,
+    shared_axes,
+    spec_of,
+    vary_together,
+)
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
-from pallas_softmax._src.dispatch.partitioner import Division, register
+from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.linear.in_place import changed_if
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, bias_of, token_losses, weighted_sum
@@ -74,12 +80,10 @@ def _whole(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     return _on_shard(choice, arrays, keywords, _Layout())
 
 
-def _dimensions(
-    choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any
-) -> "_DimensionsOfProjection":
-    """Returns the dimensions of the arguments and results of a call."""
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
     options = keywords.get("slices", ()), keywords.get("given")
-    return _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
+    own = _DimensionsOfProjection.of(choice.call.operation, arrays, keywords["head"], results, *options)
+    return Dimensions(own.arguments, own.results, own.whole, own.lay_out)
 
 
 def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
@@ -327,9 +331,12 @@ class _DimensionsOfProjection:
             own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
             specs = [*own, *specs[len(own) :]]
         slices, tokens = ([name for name in self.sizes if name[0] == first] for first in "sb")
-        by_tokens, by_columns = (
-            self._axes(specs, mesh_sizes, [*slices, *order]) for order in ([*tokens, "v"], ["v", *tokens])
-        )
+        given = [*zip(specs, self.arguments)]
+
+        def axes_of(names, taken=()) -> dict[str, tuple[str, ...]]:
+            return shared_axes({name: self.sizes[name] for name in names}, given, mesh_sizes, taken)
+
+        by_tokens, by_columns = (axes_of([*slices, *of]) for of in ([*tokens, "v"], ["v", *tokens]))
 
         def devices(axes) -> int:
             return math.prod(mesh_sizes[axis] for axis in axes)
@@ -343,42 +350,17 @@ class _DimensionsOfProjection:
         dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
         if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
             dv = ()
-        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv}.union(*(axes[name] for name in slices)))
+        dw = axes_of("e", {*columns, *dv}.union(*(axes[name] for name in slices)))["e"]
         gradient_axes = axes | {"e": dw, "v": columns + dv}
         gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
-        arguments = [self._spec(own, axes) for own in self.arguments]
-        results = [self._spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+        arguments = [spec_of(own, axes) for own in self.arguments]
+        results = [spec_of(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
         return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
-
-    def _axes(self, specs, mesh_sizes, names: list[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the mesh axes of some dimensions. Earlier names keep the axes that they share with later ones."""
-        axes, used = {}, set()
-        for name in names:
-            axes[name] = self._free_axes(specs, mesh_sizes, name, used)
-            used |= {*axes[name]}
-        return axes
-
-    def _free_axes(self, specs, mesh_sizes, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes of a dimension without the used ones, from the first argument that is divided there."""
-        for spec, own in zip(specs, self.arguments):
-            entry = dict(zip(own, spec)).get(name)
-            axes = tuple(axis for axis in axes_of_entry(entry) if axis not in used)
-            if axes and self.sizes[name] % math.prod(mesh_sizes[axis] for axis in axes) == 0:
-                return axes
-        return ()
-
-    def _spec(self, own: tuple[str, ...], axes: dict[str, tuple[str, ...]]) -> P:
-        return P(*(axes.get(name) or None for name in own))
 
     @property
     def whole(self) -> tuple[str, ...]:
         """The dimensions that no mesh axis may divide."""
         return tuple(name for name in ("d", "k") if name in self.sizes)
-
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the rule that `Dimensions` describes: tokens and columns may be divided."""
-        sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), self.whole
 
 
 _PROJECTION = register(Division("projection", _dimensions, _whole, _on_shard))

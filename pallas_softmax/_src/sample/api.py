@@ -17,8 +17,8 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.linear_map import without_gradient
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.dispatch.operation import Call, describe
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite, positions
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE

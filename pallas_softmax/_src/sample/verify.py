@@ -26,9 +26,9 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import at, positions, row_at
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import gumbel_array

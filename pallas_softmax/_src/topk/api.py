@@ -15,7 +15,7 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.jax_internals import as_weak_as
 from pallas_softmax._src.normalizers import float_dtype
 from pallas_softmax._src.topk.operation import SELECT, TOPK
