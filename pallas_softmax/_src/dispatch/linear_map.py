@@ -31,23 +31,16 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearMap:
-    """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches.
+    """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches."""
 
-    Attributes:
-      tangent: the map: (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True
-        it is plain JAX, so that JAX can differentiate it in `saved`.
-      cotangent: the transpose of the map, with the same arguments.
-      saved_tree: the structure of `saved`.
-      needs_primitive: whether the transpose is one operation, `linear_p`, instead of plain ones.
-      levels: the vmaps around the map, the innermost first.
-    """
-
+    # (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True it is plain JAX, so
+    # that JAX can differentiate it in `saved`.
     tangent: Callable
-    cotangent: Callable
+    cotangent: Callable  # the transpose of the map
     static: Any
     saved_tree: Any
-    needs_primitive: bool = True
-    levels: tuple[_Level, ...] = ()
+    needs_primitive: bool = True  # whether the transpose is one operation, `linear_p`, instead of plain ones
+    levels: tuple[_Level, ...] = ()  # the vmaps around the map, the innermost first
 
     @property
     def transposed(self) -> "LinearMap":

@@ -20,6 +20,7 @@ Arrays that no mesh divides go to `platform.by_platform`.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -28,11 +29,11 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import choose_plain, choose_unlisted
+from pallas_softmax._src.dispatch.choose import choose_if_able, choose_plain, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, distance, symbolic
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
-from pallas_softmax._src.dispatch.platform import by_platform, row_axes, run_shard
+from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import only_types
 from pallas_softmax._src.jax_internals import stage_constants
 
@@ -99,14 +100,35 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
     """
     operation = choice.call.row_operation
     if not mesh_axes:
-        return run_shard(choice, operation, arrays, keywords)
+        return _run_shard(choice, operation, arrays, keywords)
     if operation.on_mesh is None:
         return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
 
     def run_step(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
-        return run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
+        return _run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
 
     return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
+
+
+def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs the user's operation, or a step of it, on one device's shard. `choice` is for the user's whole call."""
+    x, axes = jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)
+    vocab = math.prod(x.shape[a] for a in axes)
+    call = dataclasses.replace(
+        choice.call,
+        operation=operation,
+        masked=arrays[1] is not None,
+        mesh_axes=(),
+        rows=x.size // vocab if vocab else 0,
+        vocab=vocab,
+        inner=distance(x.shape, axes),
+        dtype=x.dtype.name,
+        k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
+        sorted=keywords.get("sorted", choice.call.sorted),
+    )
+    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
+    choose = choose_unlisted if is_users else choose_if_able
+    return by_platform(choose(call, choice.requested), arrays, keywords)
 
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
@@ -118,13 +140,18 @@ def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str
     return _over_explicit_axes(division, choice, arrays, keywords, mesh)
 
 
+def _row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
+    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
+
+
 def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
     """Returns the dimensions of an operation on rows: "x0", "x1", ... of the full shape, the shape of the logits.
 
     PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one.
     """
     operation, shape = choice.call.row_operation, jax.tree.leaves(arrays)[0].shape
-    axes_of_row, whole = row_axes(arrays, keywords), []
+    axes_of_row, whole = _row_axes(arrays, keywords), []
 
     def name(i: int, n: int, kind: str) -> str:
         is_whole = i in axes_of_row and (kind == PER_ROW or operation.whole_rows)

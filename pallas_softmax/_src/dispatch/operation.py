@@ -29,16 +29,11 @@ class Refusal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One implementation of one operation, other than plain JAX.
+    """One implementation of one operation, other than plain JAX."""
 
-    Attributes:
-      plan: (call, compute capability) -> a plan or a `Refusal`.
-      run: (plan, *arrays, **static) -> the results. It takes the arrays and static arguments of the plain function.
-      slower: call -> why another implementation is faster at a call that this one can run, or None.
-    """
-
-    plan: Callable[["Call", tuple[int, int]], Any]
-    run: Callable[..., Any]
+    plan: Callable[["Call", tuple[int, int]], Any]  # (call, compute capability) -> a plan or a `Refusal`
+    run: Callable[..., Any]  # (plan, *arrays, **static) -> the results, as of the plain function
+    # call -> why another implementation is faster at a call that this one can run, or None
     slower: Callable[["Call"], str | None] = lambda call: None
 
 
@@ -50,19 +45,12 @@ OPERATIONS: dict[str, "Operation"] = {}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation with implementations.
+    """An operation with implementations."""
 
-    Attributes:
-      name: the name in profiles; a backward ends in "_grad".
-      plain: the function in plain JAX: the reference for arguments and results.
-      kernels: for the name of an implementation, a function that imports and returns its kernels, by operation.
-      kernel_dtypes: the dtypes of x that some kernel takes.
-    """
-
-    name: str
-    plain: Callable[..., Any]
-    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
-    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
+    name: str  # in profiles; the name of a backward ends in "_grad"
+    plain: Callable[..., Any]  # in plain JAX: the reference for arguments and results
+    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])  # by implementation, then by name
+    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES  # of x, that some kernel takes
 
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
@@ -80,50 +68,37 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RowOperation(Operation):
-    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names.
+    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names."""
 
-    Attributes:
-      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
-      results: the same for the results. One word for a tuple means each of its arrays.
-      result_names: a name for each array of the results.
-      variables: the names of the arguments that the results have derivatives in.
-      differentiable: the names of the results that have derivatives. The others are constants.
-      saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
-      plain_gradient: the backward in plain JAX: (*saved, *cotangents of the differentiable results) -> cotangents of
-        the variables. It gets those static arguments of this operation that it accepts.
-      plain_tangent: its transpose: (*saved, *tangents of the variables) -> tangents of the differentiable results.
-      gradient_kernels: the kernels of the gradient, like `kernels`.
-      elementwise_derivatives: whether XLA divides the derivatives equally well, even if not the operation.
-      gradient_needs_kernel: whether a named implementation must have a kernel for the gradient. If not, plain JAX may
-        compute that gradient.
-      on_mesh: what each device computes where a row is spread over devices:
-        (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
-        kernel on a shard; None stands for the shard step. If `on_mesh` is None, each device runs
-        `plain(..., mesh_axes=)`.
-      shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
-      whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
-      divided_by_xla: whether XLA divides the plain form over a mesh equally well.
-      vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
-        of its conditions.
-      gradient, tangent: the operations of `plain_gradient` and `plain_tangent`; None without derivatives.
-    """
-
+    # ROW, MASK or PER_ROW for each argument and result. One word for a tuple means each of its arrays.
     arguments: tuple[Any, ...]
     results: Any
+
+    # Derivatives, by the names of arguments and results
     result_names: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()
-    saved: tuple[Any, ...] = ()
+    variables: tuple[str, ...] = ()  # the arguments that the results have derivatives in
+    differentiable: tuple[str, ...] = ()  # the results that have derivatives; the others are constants
+    saved: tuple[Any, ...] = ()  # the leading arguments of the derivatives
+    # (*saved, *cotangents of the differentiable results) -> cotangents of the variables. It gets those static
+    # arguments of this operation that it accepts.
     plain_gradient: Callable[..., Any] | None = None
-    plain_tangent: Callable[..., Any] | None = None
+    plain_tangent: Callable[..., Any] | None = None  # its transpose
     gradient_kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
-    elementwise_derivatives: bool = False
-    gradient_needs_kernel: bool = False
+    gradient_needs_kernel: bool = False  # whether a named implementation must have a kernel for the gradient
+
+    # Meshes and vmaps
+    # (run_shard, *arrays, **static, mesh_axes=) -> the results, on each device, where a row is spread over devices.
+    # run_shard(operation, arrays, static) runs the best kernel on a shard; None stands for the shard step. Without
+    # `on_mesh`, each device runs plain(..., mesh_axes=).
     on_mesh: Callable[..., Any] | None = None
-    shard_step: "RowOperation | None" = None
-    whole_rows: bool = False
-    divided_by_xla: bool = True
+    shard_step: "RowOperation | None" = None  # what `on_mesh` runs on each shard, if not this operation
+    whole_rows: bool = False  # whether rows that a mesh divides are gathered first
+    divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
+    elementwise_derivatives: bool = False  # whether XLA divides the derivatives equally well in any case
+    # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
     vmap_adds_rows: bool = False
+
+    # The operations of `plain_gradient` and `plain_tangent`
     gradient: "RowOperation | None" = dataclasses.field(init=False, default=None)
     tangent: "RowOperation | None" = dataclasses.field(init=False, default=None)
 
@@ -166,42 +141,23 @@ class RowOperation(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
-
-    Attributes:
-      operation: the operation.
-      dtype: the name of the logits' dtype.
-      rows: the number of rows.
-      vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
-      inner: the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
-        None if the reduced axes are not adjacent, so that no single number describes the distance.
-      masked: whether there is a `where` or, for a router, a bias: the second array of the call.
-      k: the number of winners of top-k or a router; None for other operations.
-      groups: for a router, the number of groups of experts; 1 for other operations.
-      group_best: for a router, how many entries of a group rank it; 1 for other operations.
-      sorted: whether the winners must be in order.
-      lengths: whether each row has a length of its own.
-      objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
-      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
-      depth: for a projection x @ w, the length D of the rows of x; None for other operations.
-      function: the public function that the user called, for messages.
-    """
+    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on."""
 
     operation: Operation
-    dtype: str
+    dtype: str  # of the logits
     rows: int
-    vocab: int
-    inner: int | None = 1
-    masked: bool = False
-    k: int | None = None
-    groups: int = 1
-    group_best: int = 1
-    sorted: bool = True
-    lengths: bool = False
-    objection: str | None = None
-    mesh_axes: tuple[str, ...] = ()
-    depth: int | None = None
-    function: str = dataclasses.field(kw_only=True)
+    vocab: int  # the length of a row, or of one device's shard of a row that is spread over a mesh
+    inner: int | None = 1  # as `distance`
+    masked: bool = False  # whether there is a `where` or, for a router, a bias: the second array of the call
+    k: int | None = None  # the number of winners
+    groups: int = 1  # for a router, the number of groups of experts
+    group_best: int = 1  # for a router, how many entries of a group rank it
+    sorted: bool = True  # whether the winners must be in order
+    lengths: bool = False  # whether each row has a length of its own
+    objection: str | None = None  # a reason that rules out every kernel, such as a symbolic shape
+    mesh_axes: tuple[str, ...] = ()  # of `jax.shard_map`, that each row is spread over
+    depth: int | None = None  # for a projection x @ w, the length D of the rows of x
+    function: str = dataclasses.field(kw_only=True)  # the public function that the user called, for messages
 
     @property
     def op(self) -> str:
@@ -251,7 +207,10 @@ def describe(
 
 
 def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Returns the distance between neighbours of a row, in elements; None if the sorted axes are not adjacent."""
+    """Returns the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+
+    It is None if the sorted axes are not adjacent, so that no single number describes the distance.
+    """
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
@@ -292,11 +251,7 @@ class Choice:
         return f"{self.call.function}: implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
 
     def required_cuda(self) -> str:
-        """Returns the implementation on CUDA devices.
-
-        Raises:
-          NotImplementedError: the named implementation cannot run the call; the message says why.
-        """
+        """Returns the implementation on CUDA devices. Raises if the named one cannot run the call."""
         if self.cuda is None:
             ((name, reason),) = self.reasons
             raise NotImplementedError(

@@ -35,35 +35,25 @@ TARGET = "pallas_softmax_divided"
 
 
 class Dimensions(NamedTuple):
-    """The dimensions of a call's arrays, by name. Dimensions with the same name are divided alike.
-
-    Attributes:
-      arguments, results: the names of each array's dimensions.
-      whole: the names of the dimensions that no mesh axis may divide.
-      lay_out: (specs of the arguments, as XLA has sharded them; the number of devices along each mesh axis) -> the
-        specs to use for arguments and results, and the mesh axes for `Division.on_shard`.
-    """
+    """The names of the dimensions of a call's arrays. Dimensions with the same name are divided alike."""
 
     arguments: Sequence[Sequence[str]]
     results: Sequence[Sequence[str]]
-    whole: Sequence[str]
+    whole: Sequence[str]  # the dimensions that no mesh axis may divide
+    # (specs of the arguments, as XLA has sharded them; the number of devices along each mesh axis) -> the specs to use
+    # for arguments and results, and the mesh axes for `Division.on_shard`
     lay_out: Callable[[Sequence[P], Mapping[str, int]], tuple[list[P], list[P], Any]]
 
 
 class Division(NamedTuple):
-    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments).
+    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments)."""
 
-    Attributes:
-      name: the name in texts.
-      dimensions: its fourth argument is a tree of `jax.ShapeDtypeStruct`s, the results of the call.
-      whole: computes the call on whole arrays.
-      on_shard: computes it on a device's shards. Its fourth argument is the third result of `Dimensions.lay_out`.
-    """
-
-    name: str
-    dimensions: Callable[[Choice, tuple, dict[str, Any], Any], Dimensions]
-    whole: Callable[[Choice, tuple, dict[str, Any]], Any]
-    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
+    name: str  # in texts
+    dimensions: Callable[
+        [Choice, tuple, dict[str, Any], Any], Dimensions
+    ]  # takes the types of the results too
+    whole: Callable[[Choice, tuple, dict[str, Any]], Any]  # computes the call on whole arrays
+    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]  # takes what `lay_out` returns for it too
 
 
 _divisions: dict[str, Division] = {}

@@ -1,12 +1,6 @@
-"""Runs a call on one device. The platform that the computation is lowered for decides the implementation.
+"""Runs a call on one device. The platform that the computation is lowered for decides the implementation."""
 
-`by_platform` runs the implementation that was chosen for the whole call. `run_shard` runs a call on one device's shard:
-it chooses again for the shapes of the shard, and then calls `by_platform`.
-"""
-
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +8,8 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from pallas_softmax._src.dispatch.choose import choose_if_able, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
+from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
 
 
@@ -78,29 +71,3 @@ def _lower_for_cuda(ctx, *leaves, cuda, elsewhere, refusal):
 def _lower_elsewhere(ctx, *leaves, cuda, elsewhere, refusal):
     refuse_unless_cuda(ctx, refusal)
     return mlir.lower_fun(jaxpr_as_fun(elsewhere), multiple_results=True)(ctx, *leaves)
-
-
-def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs the user's operation, or a step of it, on one device's shard. `choice` is for the user's whole call."""
-    x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
-    vocab = math.prod(x.shape[a] for a in axes)
-    call = dataclasses.replace(
-        choice.call,
-        operation=operation,
-        masked=arrays[1] is not None,
-        mesh_axes=(),
-        rows=x.size // vocab if vocab else 0,
-        vocab=vocab,
-        inner=distance(x.shape, axes),
-        dtype=x.dtype.name,
-        k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
-        sorted=keywords.get("sorted", choice.call.sorted),
-    )
-    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
-    choose = choose_unlisted if is_users else choose_if_able
-    return by_platform(choose(call, choice.requested), arrays, keywords)
-
-
-def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
-    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
