@@ -53,10 +53,7 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
 
 
 def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
-    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
-
-    `any_integer` says that `x` may hold integers that JAX would wrap, because the caller converts them.
-    """
+    """Raises unless `x` is an array or a scalar. With `any_integer`, it may hold integers that JAX would wrap."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
@@ -143,10 +140,7 @@ def known_temperature(function: str, temperature, logits) -> Any:
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """Returns the temperature, as `per_row` does; NaN where it is negative.
-
-    `temperature` is as `known_temperature` returns it. The softmax of the logits has the floating `dtype`.
-    """
+    """Returns the `known_temperature`, as `per_row` does; NaN where it is negative. `dtype` is the softmax's."""
     t = per_row(function, "temperature", 1.0 if temperature is None else temperature, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))
@@ -168,10 +162,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns `value` as an array: one number for all rows, (1, ..., 1), or one per row, batch + (1,).
-
-    The logits have this shape, and rows along `axis`.
-    """
+    """Returns `value` for logits of this shape and axis: one number for all rows, (1, ..., 1), or batch + (1,)."""
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
     if value.ndim == len(shape) and value.shape[axis] == 1:

@@ -109,10 +109,7 @@ def divisible_over(ctx: mlir.LoweringRuleContext) -> int:
 def partitioned_call(
     ctx: mlir.LoweringRuleContext, target: str, values: Sequence, text: str, rule: str, whole: Sequence[str]
 ) -> Sequence:
-    """Lowers to a custom call that XLA divides by the function of `register_partitioner`. Returns its results.
-
-    `rule` and `whole` are Shardy's rule and its factors that no mesh axis may divide.
-    """
+    """Lowers to a custom call that XLA divides, by Shardy's `rule` with its factors that must stay `whole`."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = hlo.CustomCallOp(
         types,

@@ -37,10 +37,7 @@ def stored(arrays):
 
 
 def _stored_by_branch(arrays):
-    """Does what `stored` does with jax 0.10, which drops barriers on a CPU before it fuses, but keeps branches.
-
-    The first branch always runs. XLA does not know this.
-    """
+    """For jax 0.10, which drops barriers on a CPU before it fuses, but keeps branches. The first branch always runs."""
     other = functools.partial(jax.tree.map, lambda a: ~a if a.dtype == bool else -a)
     return lax.cond(lax.optimization_barrier(True), lambda a: a, other, arrays)
 

@@ -44,12 +44,9 @@ def is_jet(x) -> bool:
 
 
 def has_wide_integers(x) -> bool:
-    """Returns whether `x` is a concrete array of 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64).
-
-    An array that this process cannot read counts as False.
-    """
-    is_array = isinstance(x, np.ndarray | np.generic | jax.Array)
-    return is_array and x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype and is_known(x)
+    """Returns whether `x` is an array of known 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64)."""
+    is_wide = isinstance(x, np.ndarray | np.generic | jax.Array) and x.dtype in (np.int64, np.uint64)
+    return is_wide and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype and is_known(x)
 
 
 def is_known(value) -> bool:
@@ -66,15 +63,8 @@ def _out_of_range(x) -> tuple[type[Exception], str] | None:
         dtype, ends = x.dtype, (np.asarray(x).min(), np.asarray(x).max())
     else:
         return None
-    info = np.iinfo(_as_stored(dtype))
+    info = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
     wanted = f"from {info.min} to {info.max} ({info.dtype})"
     return next(
         ((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None
     )
-
-
-def _as_stored(dtype: np.dtype) -> np.dtype:
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
-_WIDE = (np.dtype(np.int64), np.dtype(np.uint64))

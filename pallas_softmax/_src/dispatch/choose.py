@@ -70,10 +70,7 @@ def choose_if_able(call: Call, implementation: str | None) -> Choice:
 
 
 def _plan(name: str, call: Call, automatic: bool) -> Any:
-    """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
-
-    `automatic` says that the user named no implementation, so that a slower one is refused.
-    """
+    """Returns a plan, None for `xla`, or a `Refusal`: also of a slower kernel, if the choice is automatic."""
     if name == "xla":
         return None
     if call.objection is not None:

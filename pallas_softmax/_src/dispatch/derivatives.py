@@ -45,10 +45,7 @@ class Static(NamedTuple):
 
 
 def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Static:
-    """Returns the choices for a call and its derivatives. `keywords` are the static arguments of the operation.
-
-    The gradient is chosen like the call. The tangent is plain JAX, unless it is the gradient.
-    """
+    """Returns the choices for a call and its derivatives. `keywords` are the static arguments of the operation."""
     operation = call.row_operation
     assert operation.gradient is not None and operation.tangent is not None
     forward = choose(call, implementation)
@@ -107,14 +104,11 @@ def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
 
 
 def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
-    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0.
-
-    At temperature 0, no result depends on the logits or the temperature.
-    """
+    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0."""
     if not dict(static.keywords).get("scaled", False):
         return saved, lambda numbers: numbers
     (logits, temperature, *residuals), *others = saved
-    is_limit = is_zero(temperature)
+    is_limit = is_zero(temperature)  # where no result depends on the logits or the temperature
     saved = (logits, jnp.where(is_limit, 1, temperature), *residuals), *others
     return saved, lambda numbers: tuple(jnp.where(is_limit, 0, a) for a in numbers)
 
@@ -152,9 +146,9 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
 
 
 def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
-    """Lets a plain map index rows that Explicit mesh axes divide. JAX cannot index along such axes.
+    """Gathers rows that Explicit mesh axes divide: JAX cannot index along such axes.
 
-    `logits_first` says whether its first result has the shape of the logits, and so must be sharded like them.
+    `logits_first` says whether the first result has the shape of the logits, and so must be sharded like them.
     """
 
     def on_whole_rows(*arrays, **keywords):

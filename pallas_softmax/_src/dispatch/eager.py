@@ -55,8 +55,8 @@ def at_once(
             options = tuple([_plain(given[name]) for name in static])
             given |= zip(static, options)
             args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
-            leaves = _leaves([given[name] for name in arrays])
-            if not all(map(_accepted, leaves)) or not _hashable(options) or is_recording():
+            is_accepted = all([_accepted(given[name]) for name in arrays])
+            if not is_accepted or not _hashable(options) or is_recording():
                 return function(*args, **kwargs)
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
@@ -78,13 +78,10 @@ def _program(
     return jax.jit(functools.partial(function), static_argnames=static)
 
 
-def _leaves(arrays: list) -> list:
-    """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
-    return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
-
-
 def _accepted(x) -> bool:
-    """Returns whether x is None, or numbers that `jax.jit` takes. If not, the function itself raises."""
+    """Returns whether x is None, numbers that `jax.jit` takes, or a named tuple. If not, the function itself raises."""
+    if hasattr(x, "_fields"):
+        return all(map(_accepted, x))
     numbers = isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and misfit(x) is None
     return x is None or (numbers and not is_jet(x))
 

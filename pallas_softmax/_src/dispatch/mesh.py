@@ -94,10 +94,7 @@ def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """Runs a call on one device's shard of the arrays. `choice` is for the whole call.
-
-    `mesh_axes` are the bound mesh axes that a row is spread over, in the order of `lax.axis_index`.
-    """
+    """Runs a call on one device's shard. The row is spread over bound `mesh_axes`, in the order of `lax.axis_index`."""
     operation = choice.call.row_operation
     if not mesh_axes:
         return _run_shard(choice, operation, arrays, keywords)

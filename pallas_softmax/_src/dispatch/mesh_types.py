@@ -104,10 +104,7 @@ def laid_like(x: jax.Array, a: Any) -> Any:
 
 
 def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
-    """Returns function(*arrays), with Auto mesh axes in place of the Explicit ones. So XLA divides the computation.
-
-    `specs` are the `PartitionSpec`s of the results.
-    """
+    """Returns function(*arrays), results by `specs`, with Auto mesh axes in place of Explicit ones: XLA divides it."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None:
         return function(*arrays)
@@ -124,10 +121,7 @@ def axes_of_entry(entry) -> tuple[str, ...]:
 
 
 def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
-    """Returns the trees of arrays, cast to vary over each mesh axis that one of them varies over.
-
-    They also vary over the mesh axes `over`. No array is cast to the mesh axes `but`.
-    """
+    """Returns the trees of arrays, cast to vary over `over` and each mesh axis that one varies over, except `but`."""
     axes = frozenset(over).union(*map(_varying_axes, jax.tree.leaves(arrays))) - frozenset(but)
 
     def vary(a):

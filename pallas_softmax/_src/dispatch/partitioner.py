@@ -89,16 +89,13 @@ class _Divided(NamedTuple):
 
 
 def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on arrays that XLA may divide over Auto mesh axes.
-
-    The primitive also has the jaxpr of the call on whole arrays, which is lowered if XLA can divide nothing.
-    """
+    """Runs a call on arrays that XLA may divide over Auto mesh axes."""
     leaves, tree = jax.tree.flatten(arrays)
 
     def run(*leaves):
         return division.whole(choice, tree.unflatten(leaves), keywords)
 
-    whole, results = jax.make_jaxpr(run, return_shape=True)(*leaves)
+    whole, results = jax.make_jaxpr(run, return_shape=True)(*leaves)  # lowered if XLA can divide nothing
     result_leaves, result_tree = jax.tree.flatten(results)
     device = jax.sharding.get_abstract_mesh().abstract_device
     divided = _Divided(
@@ -143,10 +140,7 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Returns the version of JAX, and a digest of this package.
-
-    Without them in the text, the persistent compilation cache would return what an older source compiled.
-    """
+    """Without these in the text, the persistent compilation cache would return what an older source compiled."""
     return jax.__version__, digest(Path(__file__).parents[2])
 
 
@@ -162,10 +156,7 @@ def digest(folder: Path) -> str:
 # XLA asks for each call of a program. Those of equal layers are equal.
 @functools.lru_cache(256)
 def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
-    """Returns the program of one device, and the shardings of arguments and results, for `register_partitioner`.
-
-    XLA calls it, possibly in another process and without the context of the call.
-    """
+    """Does what `register_partitioner` says, possibly in another process and without the context of the call."""
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):
