@@ -50,22 +50,15 @@ def register_partitioner(target: str, partition: Callable) -> None:
         tiles    the result of `tiles` for each argument, a tuple
         text     the text of the call
 
-    It returns the MLIR bytecode of a device's program, then lists for the arguments and for the results. The lists
-    have a pair (`NamedSharding`, number of dimensions) for each array.
+    It returns the MLIR bytecode of a device's program, and lists of `hlo_sharding`s of arguments and results.
     """
 
     def called(arg_shapes, arg_shardings, result_shape, result_sharding, text):
         shapes = tuple((tuple(s.dimensions()), s.numpy_dtype()) for s in arg_shapes)
         module, arguments, results = partition(shapes, tuple(map(tiles, arg_shardings)), text)
-        arguments, results = (
-            [hlo_sharding(sharding, rank) for sharding, rank in each] for each in (arguments, results)
-        )
         if not result_shape.is_tuple():
             return module, arguments, results[0]
         return module, arguments, xla_client.HloSharding.tuple_sharding(result_shape, results)
-
-    def unchanged(sharding, shape, text):
-        return sharding
 
     def infer(*_):
         raise NotImplementedError(f"{target} needs Shardy, which infers shardings by the call's rule")
@@ -73,7 +66,7 @@ def register_partitioner(target: str, partition: Callable) -> None:
     register = functools.partial(
         xla_client.register_custom_call_partitioner,
         target,
-        unchanged,
+        lambda sharding, shape, text: sharding,
         called,
         infer,
         can_side_effecting_have_replicated_sharding=True,

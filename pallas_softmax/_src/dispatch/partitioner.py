@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
@@ -167,8 +166,7 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
         wholes = [jax.ShapeDtypeStruct(*each) for each in divided.result_types]
         results_of_call = jax.tree.structure(divided.results).unflatten(wholes)
         dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords, results_of_call)
-        ranks = [leaf.ndim for leaf in leaves]
-        mesh, given = decode(devices, tiles, ranks)
+        mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
         in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)
         arguments, results = ([NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs))
 
@@ -180,7 +178,9 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
         if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in map(_shard, wholes, results)]:
             raise ValueError(f"a device's program returns {found}")  # XLA would read beyond them
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
-    return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]
+    of_arguments = [jax_internals.hlo_sharding(s, a.ndim) for s, a in zip(arguments, leaves)]
+    of_results = [jax_internals.hlo_sharding(s, a.ndim) for s, a in zip(results, wholes)]
+    return module, of_arguments, of_results
 
 
 def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
