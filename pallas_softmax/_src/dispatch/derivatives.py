@@ -132,31 +132,17 @@ def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tupl
 
 def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, plain: bool) -> tuple:
     """Returns the results of the gradient or the tangent. They get the static arguments that they accept."""
-    operation = choice.call.row_operation
+    operation, logits = choice.call.row_operation, saved[0][0]
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
+    arrays = (*saved, *arrays)
     if plain:
-        function = functools.partial(operation.plain, mesh_axes=static.forward.call.mesh_axes)
-        if not static.operation.divided_by_xla:
-            function = _on_whole_rows(function, logits_first=operation.is_gradient)
-        results = function(*saved, *arrays, **keywords)
+        if not static.operation.divided_by_xla:  # JAX cannot index along rows that Explicit mesh axes divide
+            arrays = jax.tree.map(lambda a: reshard_along(a, -1, None), arrays)
+        results = operation.plain(*arrays, **keywords, mesh_axes=static.forward.call.mesh_axes)
     else:
-        results = as_rows(choice, *saved, *arrays, **keywords)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
-    """Gathers rows that Explicit mesh axes divide: JAX cannot index along such axes.
-
-    `logits_first` says whether the first result has the shape of the logits, and so must be sharded like them.
-    """
-
-    def on_whole_rows(*arrays, **keywords):
-        whole = jax.tree.map(lambda a: reshard_along(a, -1, None), arrays)
-        results = function(*whole, **keywords)
-        logits = arrays[0][0]
-        if not logits_first or whole[0][0] is logits:
-            return results
+        results = as_rows(choice, *arrays, **keywords)
+    results = results if isinstance(results, tuple) else (results,)
+    if operation.is_gradient and arrays[0][0] is not logits:  # the first result has the shape of the logits
         return (jax.sharding.reshard(results[0], jax.typeof(logits).sharding), *results[1:])
-
-    return on_whole_rows
+    return results
