@@ -152,11 +152,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     where = array(function, "where", where)
     if where.dtype != jnp.bool_:
         raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
-    try:
-        fits = jnp.broadcast_shapes(where.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(where.shape, shape):
         raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
@@ -167,12 +163,16 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
     if value.ndim == len(shape) and value.shape[axis] == 1:
         value = jnp.squeeze(value, axis)
-    if value.ndim > len(batch) or any(n not in (1, full) for n, full in zip(value.shape[::-1], batch[::-1])):
+    if not _broadcasts(value.shape, batch):
         raise ValueError(
             f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
         )
     value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
     return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, full) for n, full in zip(shape[::-1], to[::-1]))
 
 
 def rows(
