@@ -18,15 +18,15 @@ from pallas_softmax._src.dispatch.platform import compiled
 
 
 class _Level(NamedTuple):
-    """One vmap around a linear map. A flag says whether an array has a batch; the batch is its first dimension.
+    """One vmap around a linear map: the axis of the batch in each array, 0 or None.
 
     A result without a batch is summed over it. That happens in a transpose: a cotangent of an input without a batch is
     the sum of the cotangents of all slices.
     """
 
-    saved: tuple[bool, ...]
-    inputs: tuple[bool, ...]
-    outputs: tuple[bool, ...]
+    saved: tuple[int | None, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,9 @@ class LinearMap:
 
 
 def _at_level(function: Callable, level: _Level) -> Callable:
-    axes = tuple(tuple(0 if b else None for b in flags) for flags in (level.saved, level.inputs))
-
     def batched(saved, linear):
-        outputs = jax.vmap(function, in_axes=axes)(saved, linear)
-        return [out if b else jnp.sum(out, 0) for out, b in zip(outputs, level.outputs)]
+        outputs = jax.vmap(function, in_axes=(level.saved, level.inputs))(saved, linear)
+        return [jnp.sum(out, 0) if axis is None else out for out, axis in zip(outputs, level.outputs)]
 
     return batched
 
@@ -117,10 +115,9 @@ def _transpose(cotangents, *args, jaxpr, function):
 
 
 def _batch(args, dims, *, jaxpr, function):
-    batched = tuple(d is not None for d in dims)
-    args = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
-    of_saved, of_inputs = function.split(batched)
-    level = _Level(of_saved, of_inputs, (True,) * len(jaxpr.out_avals))
+    args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims)]
+    of_saved, of_inputs = function.split(tuple(None if d is None else 0 for d in dims))
+    level = _Level(of_saved, of_inputs, (0,) * len(jaxpr.out_avals))
     outputs = apply(dataclasses.replace(function, levels=(*function.levels, level)), *function.split(args))
     return outputs, [0] * len(outputs)
 
