@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -188,8 +189,9 @@ def _over_explicit_axes(
     )
     results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
-        typed = [s.update(sharding=NamedSharding(mesh, spec)) for s, spec in zip(results, out_specs)]
-        return result_tree.unflatten(only_types(typed))
+        shardings = [NamedSharding(mesh, spec) for spec in out_specs]
+        types = [ShapedArray(a.shape, a.dtype, sharding=s) for a, s in zip(results, shardings)]
+        return result_tree.unflatten(only_types(types))
     mapped = jax.shard_map(
         lambda *leaves: jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes)),
         mesh=mesh,
@@ -214,11 +216,11 @@ def divisible(leaves: list[jax.Array]) -> bool:
 
 def _available(mesh) -> bool:
     """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
-    probe = functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
-    )
+    axes = explicit_axes(mesh)
     try:
-        jax.eval_shape(probe(lambda: jnp.zeros(())))
+        jax.eval_shape(
+            jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes)
+        )
     except ValueError:
         return False
     return True

@@ -63,13 +63,11 @@ batching.primitive_batchers[_tangent_p] = _no_tangent  # only `jax.jacfwd` batch
 mlir.register_lowering(_tangent_p, _no_tangent)
 
 
-def only_types(arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def only_types(types: Sequence[ShapedArray]) -> list[jax.Array]:
     """Returns arrays of these types for a trace that uses nothing else. They cannot be lowered."""
-    return _types_p.bind(types=tuple(arrays))
+    return _types_p.bind(types=tuple(types))
 
 
 _types_p = Primitive("pallas_softmax_types")
 _types_p.multiple_results = True
-_types_p.def_abstract_eval(
-    lambda *, types: [ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in types]
-)
+_types_p.def_abstract_eval(lambda *, types: list(types))
