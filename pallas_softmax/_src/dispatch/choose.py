@@ -79,10 +79,9 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return Refusal(f"no kernel for {call.op}")
     kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
-    if automatic and not isinstance(plan, Refusal):
-        reason = kernel.slower(call)
-        return plan if reason is None else Refusal(reason)
-    return plan
+    is_candidate = automatic and not isinstance(plan, Refusal)
+    reason = kernel.slower(call) if is_candidate else None
+    return plan if reason is None else Refusal(reason)
 
 
 def is_recording() -> bool:
