@@ -14,8 +14,7 @@ There are three searches:
     search_values              bfloat16: a histogram over all CTAs with a bucket for each value shows the last key
     zone_ptx.expected_zone     float32, float16: a histogram of distances shows a zone, which has the key
 
-A section is 32 or 64 neighbouring buckets of a histogram. The CTAs exchange sums over sections first, and then one
-section.
+A section is 32 or 64 neighbouring buckets of a histogram. CTAs exchange sums over sections first, and then one section.
 """
 
 import dataclasses
@@ -44,6 +43,9 @@ class Kept:
         # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
         self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs
+
+    def keeps_all(self) -> Value:
+        return self.last_key.equals(KEEP_ALL)
 
     def all_down_to(self, key: Value | int, mass: Value) -> None:
         values = (self.last_key, key), (self.mass, mass), (self.equal, 0), (self.equal_kept, 0)

@@ -28,9 +28,8 @@ from pallas_softmax._src.topk.xla import lowest_value
 _WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
 # Shards up to this size are exchanged. An exchange takes as long as its bytes take. The best entries of a row are few,
-# but whether they are enough is a condition, which the host waits for, on each device. Draws on four H100, in µs, by an
-# exchange and by the best entries; in the last row these were too few (2026-11-27).
-# The limit lies between the two sizes that were measured:
+# but whether they are enough is a condition, which the host waits for, on each device. The limit lies between two sizes
+# of draws on four H100, in µs, by an exchange and by the best entries; in the last row these were too few (2026-11-27):
 #
 #                                           8 MiB on each GPU    32 MiB
 #     top_k = 50                            123    180           238    227

@@ -17,9 +17,8 @@ powers of two:
                                           ^
     results               log_prob = log(.5 / 3.84), log_mass = log(3 / 3.84)
 
-A CTA has several warpgroups. The first one starts the bulk copies of the part, one step for each warpgroup. Each
-warpgroup waits for its own step and masks it. `SamplePlan` draws the steps and the warps. Then the CTA synchronizes,
-and one program of inline PTX does the rest:
+The first warpgroup of a CTA starts the bulk copies of the part, one step for each warpgroup. Each warpgroup waits for
+its own step and masks it. `SamplePlan` draws the steps and the warps. Then one program of inline PTX does the rest:
 
     part of the program                   function                  exchanges over the cluster
     the row's maximum and its mass        row_ptx.arrive            1
@@ -34,9 +33,8 @@ and one program of inline PTX does the rest:
     the index of the last kept entry      filter_ptx.find_last_tie  0
     the draw                              race_ptx.WinnerSearch     1; 1 more in 1 of 1,600 rows
 
-All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.SCRATCH`. The mass of
-an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a
-power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes
+it as a power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
 filter, and where the entry is looked for:
@@ -83,9 +81,7 @@ from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, Pa
 from pallas_softmax._src.sample.rows import Cutoff
 
 # The results of a cutoff, by their names in the program.
-_OF_CUTOFF = dict.fromkeys(("key", "index"), jnp.int32) | dict.fromkeys(
-    ("top", "log_total", "log_mass"), jnp.float32
-)
+_OF_CUTOFF = dict.fromkeys(Cutoff._fields, jnp.float32) | dict.fromkeys(("key", "index"), jnp.int32)
 
 # The stages. Their order counts: those up to TOP_K_BEST start from a bound, the next one follows after an overflow, and
 # those after TOP_P use what the last turn made.
@@ -103,10 +99,9 @@ def sample_rows(
 ) -> list:
     """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`."""
     *batch, vocab = logits.shape
+    # with the number of each filter that filters nothing
     filters = (top_k, vocab, jnp.int32), (top_p, 1, jnp.float32), (min_p, 0, jnp.float32)
-    numbers = [
-        jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters
-    ]  # `off` filters nothing
+    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
     parameters = [_per_row(a, batch) for a in (temperature, *numbers)]
     x, mask = logits.reshape(-1, vocab), fold_mask(where, logits.shape, len(batch))
     rows, window = len(x), plan.window
@@ -120,12 +115,10 @@ def sample_rows(
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
         parameters = {name: number_of_row(ref, row) for name, ref in zip(_PARAMETERS, parameters_gmem)}
-        words = (
-            {} if words_gmem is None else {name: words_gmem[row, i] for i, name in enumerate(NOISE_OPERANDS)}
-        )
+        words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
-        _run_program(plan, stride, part, refs, parameters, words, barrier)
+        _run_program(plan, stride, part, refs, parameters, dict(zip(NOISE_OPERANDS, words)), barrier)
 
     results = gpu_kernel(
         sample,
@@ -294,7 +287,7 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
 
 
 def _log_mass(p: PartProgram, kept: Kept) -> Value:
-    return p.select(kept.last_key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
+    return p.select(kept.keeps_all(), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
 
 
 # --- Calls of any rank

@@ -45,7 +45,8 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
         before, after = (math.prod(s) for s in (shape[:axis], shape[axis + 1 :]))
         # arrays (before, after): row (i, j) starts at i * V * after + j
         i, j = (lax.broadcasted_iota(jnp.uint32, (before, after), dimension) for dimension in (0, 1))
-        high, low = (a.reshape(batch) for a in _counter((0, 0), i, shape[axis] * after, j))
+        start = _counter(_counter((0, 0), i, shape[axis] * after), j, 1)
+        high, low = (a.reshape(batch) for a in start)
     return [a[..., None] for a in (data[..., 0], data[..., 1], high, low)]
 
 
@@ -63,7 +64,7 @@ def gumbel_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
     key0, key1, *start = jnp.split(words, 4, -1)
-    high, low = _counter(start, index.astype(jnp.uint32), stride, np.uint32(0))
+    high, low = _counter(start, index.astype(jnp.uint32), stride)
     # The keys stay one per row: a CPU would store a key for each element.
     arrays = vary_together(key0, key1, *jnp.broadcast_arrays(high, low))
     bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
@@ -73,18 +74,16 @@ def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 def advance(words: jax.Array, index, stride: int) -> jax.Array:
     key0, key1, *start = jnp.split(words, 4, -1)
     index = jnp.asarray(index).astype(jnp.uint32)
-    return jnp.concatenate([key0, key1, *_counter(start, index, stride, np.uint32(0))], -1)
+    return jnp.concatenate([key0, key1, *_counter(start, index, stride)], -1)
 
 
-def _counter(start, index, stride: int, offset):
-    """Returns both words of start + index * stride + offset, where start is two words, and the others are one."""
+def _counter(start, index, stride: int):
+    """Returns both words of start + index * stride, where start is two words."""
     stride_high, stride_low = (np.uint32(word) for word in divmod(stride, 2**32))
-    high, low = start
-    high = high + index * stride_high + _high_of_product(index, stride_low)
-    for term in (index * stride_low, offset):
-        low = low + term
-        high = high + (low < term).astype(jnp.uint32)
-    return high, low
+    product = index * stride_low
+    low = start[1] + product
+    high = start[0] + index * stride_high + _high_of_product(index, stride_low)
+    return high + (low < product).astype(jnp.uint32), low
 
 
 def _high_of_product(a, b: np.uint32):

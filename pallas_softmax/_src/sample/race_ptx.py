@@ -9,9 +9,8 @@ another element needs noise of at least threshold - x / temperature. Noise is at
                 no logarithm: see `Race.enter`. A thread computes the two logarithms and the division only if this bound
                 reaches the threshold
 
-The winner does not depend on the thresholds: ties go to the lowest index.
-
-With filters, `WinnerSearch` runs the race over a row in shared memory. Each warp lists the elements that take part:
+The winner does not depend on the thresholds: ties go to the lowest index. With filters, `WinnerSearch` runs the race
+over a row in shared memory. Each warp lists the elements that take part:
 
     threshold   at first a guess, 2 below logsumexp of the kept entries. The winner exceeds the guess with probability
                 1 - exp(-e^2), in 99.94% of all rows
@@ -20,12 +19,12 @@ With filters, `WinnerSearch` runs the race over a row in shared memory. Each war
     again       if the winner is below the guess, its sum becomes the threshold of another sweep; if no sum was found,
                 that sweep takes all elements
 
-If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
-the guess nor on the order of the sums.
+If the filters have listed all that they keep, these lists replace the warps' own lists.
 """
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -38,20 +37,12 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample.filter_ptx import Kept
 from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import (
-    HIGHEST,
-    INF,
-    KEEP_ALL,
-    LEAST_FINITE,
-    LN2,
-    TINY,
-    ClusterProgram,
-    PartProgram,
-)
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, LEAST_FINITE, TINY, ClusterProgram, PartProgram
 
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _SIGN = 0x80000000
+_LN2 = math.log(2)
 # Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the threshold they are
 # relative to |threshold| + 32: noise is between -5 and 16, so |x / temperature| and |noise| together are less.
 _SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
@@ -225,7 +216,7 @@ class WinnerSearch:
 
     def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
         self.p, self.kept, self.last_tie = p, kept, last_tie
-        least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
+        least = p.select(kept.keeps_all(), LEAST_FINITE, p.from_key(kept.last_key))
         noise.count_from(p.origin)
         self.race = Race(p, noise, least, self._is_kept, p.origin)
 
@@ -233,7 +224,7 @@ class WinnerSearch:
         """Returns the index of the winner, and the element there."""
         p, race = self.p, self.race
         index, x = p.fresh("s32"), p.fresh("f32")
-        guess = p.var(p.tempered_top + p.log2(self.kept.mass) * LN2 - _GUESS_BELOW)
+        guess = p.var(p.tempered_top + p.log2(self.kept.mass) * _LN2 - _GUESS_BELOW)
         slot = p.var(p.word(SCRATCH.best))  # one of two
         race.start(guess)
         with p.loop() as leave:
@@ -324,13 +315,12 @@ class WinnerSearch:
         entries = [p.max(first + 2 * LANES * i, list_) for i in range(NOISE_AT_ONCE)]
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
-        self.race.enter(
-            [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions], positions, more
-        )
+        elements = [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions]
+        self.race.enter(elements, positions, more)
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))
-
+#
 #     counter   the number of an element in the array of noise, 64 bits
 #     word      the bits of `jax.random.bits` there: both halves of threefry2x32(key, counter), combined by xor
 #     1 + u     a float32 with the upper 23 bits of the word as its fraction
@@ -344,7 +334,6 @@ _ONE = 0x3F800000  # the bits of 1.0
 # Constants of threefry2x32 (Salmon et al., 2011), as in `jax.random`.
 _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
-_LN2 = 0.6931471824645996  # log(2) in float32
 _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
 _EXPONENT = 0xFF800000  # the bits of the sign and the exponent
 # libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
@@ -392,7 +381,7 @@ def gumbel(p: Program, one_plus_u: Value) -> Value:
 
 
 def log_prob_of(p: ClusterProgram, x: Value, top: Value, total: Value) -> Value:
-    return (x - top) * p.octaves_per_unit * LN2 - log(p, total)
+    return (x - top) * p.octaves_per_unit * _LN2 - log(p, total)
 
 
 def log(p: Program, x: Value) -> Value:

@@ -1,7 +1,5 @@
 """The base of both programs of `sample`: a thread's elements, scratch words, sums over the cluster, the normalizer.
 
-`arrive` finds the largest element of the row, and its mass relative to that, once the row is in shared memory.
-
 Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
 normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
 
@@ -26,7 +24,6 @@ spread over all warps:
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,11 +49,9 @@ TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
-LN2 = math.log(2)
 
 _WARP_BITS = log2(WARPS)
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
-
 
 # The results of a draw, by their names in the program.
 DRAWN = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
@@ -138,9 +133,7 @@ class ClusterProgram(CtaProgram):
 
         They are there after the next barrier. The CTA must synchronize between two calls.
         """
-        over_warp: Callable[..., Any] = (
-            reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
-        )
+        over_warp: Any = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
         own = self.record_of_warp(self.warp)
         for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
@@ -194,9 +187,8 @@ class PartProgram(ClusterProgram):
         # Loads of the lower warps: a block has one load for each warp of a warpgroup.
         before = first_block * WARPS + (self.warp & (WARPS - 1)) * loads.bits("u32")
         self.loads = loads  # number of loads of this warp
-        self.first_vector = (
-            self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
-        )  # this lane's, in the first load
+        # The address of this lane's vector in the first load.
+        self.first_vector = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
         self.top_k = self.var(self.operand("top_k", "u32"))
         self.top_p, self.min_p = (self.var(number) for number in self.operands("f32", "top_p", "min_p"))
         self.keep_first(self.greedy)
@@ -360,9 +352,8 @@ def bound_of_best(p: PartProgram) -> Value:
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
     share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
-    (bound,) = p.over_each_cta(
-        ["min"], [_value_of_rank(p, largest, share_of_warp, LANES)], [INF], p.word(SCRATCH.counted)
-    )
+    bound = _value_of_rank(p, largest, share_of_warp, LANES)
+    (bound,) = p.over_each_cta(["min"], [bound], [INF], p.word(SCRATCH.counted))
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 

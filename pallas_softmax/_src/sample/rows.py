@@ -179,7 +179,8 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     if min_p is not None:
         last = _first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
     kept_total = sum_of(kept(mass))
-    return cutoff_of(*_first_entries_if_greedy(last, logits, where, totals), kept_total, totals)
+    key, index = _first_entries_if_greedy(last, logits, where, totals)
+    return cutoff_of(key, index, kept_total, totals)
 
 
 def masses(logits, where, totals: Totals):
@@ -229,15 +230,13 @@ def _on_cpu_if(condition, function, other, like, *operands):
     costs more than it saves.
     """
 
-    def always(*operands):
-        return vary_together(function(*operands), like)[0]
+    def varying(function):
+        return lambda *operands: vary_together(function(*operands), like)[0]
 
     def if_needed(*operands):
-        return lax.cond(
-            condition, always, lambda *operands: vary_together(other(*operands), like)[0], *operands
-        )
+        return lax.cond(condition, varying(function), varying(other), *operands)
 
-    return lax.platform_dependent(*operands, cpu=if_needed, default=always)
+    return lax.platform_dependent(*operands, cpu=if_needed, default=varying(function))
 
 
 def _first_of(a, b):

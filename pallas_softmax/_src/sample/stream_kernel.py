@@ -45,23 +45,9 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
-from pallas_softmax._src.sample.plan import (
-    CHAINS,
-    KEPT,
-    LIST_SIZE,
-    NOISE_AT_ONCE,
-    SCRATCH,
-    StreamPlan,
-)
+from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, Segment, log, log_prob_of
-from pallas_softmax._src.sample.row_ptx import (
-    DRAWN,
-    HIGHEST,
-    INF,
-    LEAST_FINITE,
-    ClusterProgram,
-    row_operands,
-)
+from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, LEAST_FINITE, ClusterProgram, row_operands
 
 _NAN = float("nan")
 _LINE = 4 * LANES  # bytes from one entry of a list to the next: the lists of a warp alternate word by word
@@ -279,7 +265,7 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
     """Returns (m, d) of each lane in all shares, for the warps of the row that this CTA combines; else (-inf, 0).
 
-    CTA i modulo their number combines warp i of each CTA.
+    CTA i % ctas combines the normalizers of warp i of every CTA.
     """
     plan, join = p.plan, functools.partial(row_ptx.join, p)
     normalizer = [p.var(-INF, "f32"), p.var(0, "f32")]

@@ -66,9 +66,8 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
         indices = jnp.broadcast_to(positions(logits), logits.shape)
         drawn = draw(logits, where, indices, gumbel_at(words, indices, stride), temperature, cut)
         m = cut.top if jnp.issubdtype(logits.dtype, jnp.floating) else jnp.zeros_like(cut.top)
-        return rows.drawn_results(
-            drawn, at(rows.elements(logits, where), jnp.maximum(drawn, 0)), m, cut, temperature
-        )
+        x = at(rows.elements(logits, where), jnp.maximum(drawn, 0))
+        return rows.drawn_results(drawn, x, m, cut, temperature)
 
     def among(best, totals):
         return sample_among(best, totals, words, temperature, *filters, logits.shape[-1], stride=stride)[:2]
@@ -83,9 +82,8 @@ def draw(logits, where, indices, noise, temperature, cut: rows.Cutoff, mesh_axes
     """
     kept = rows.is_kept(logits, where, cut.key, cut.index, indices)
     # The sums are compared with their maximum, so they must not be computed twice.
-    sums = stored(
-        jnp.where(kept, rows.tempered(rows.as_float(logits), cut.top, temperature) + noise, -jnp.inf)
-    )
+    perturbed = rows.tempered(rows.as_float(logits), cut.top, temperature) + noise
+    sums = stored(jnp.where(kept, perturbed, -jnp.inf))
     largest = lax.pmax(jnp.max(sums, -1, keepdims=True), mesh_axes)
     first = jnp.min(jnp.where(sums == largest, indices, rows.NOWHERE), -1, keepdims=True)
     return jnp.where(cut.index < 0, -1, lax.pmin(first, mesh_axes))
