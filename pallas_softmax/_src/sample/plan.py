@@ -233,12 +233,11 @@ class StreamPlan:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of a lane in a step."""
         return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
 
     @property
     def normalizers(self) -> int:
-        """The first word of the normalizers (m, d) of the threads, slot by slot. The lanes' lists come before."""
+        """The first word of the normalizers (m, d) of the threads, slot by slot; before them are the lanes' lists."""
         return SCRATCH.histogram + 2 * LIST_SIZE * self.threads
 
     @property
@@ -247,9 +246,9 @@ class StreamPlan:
 
 
 def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan:
-    """All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide."""
     itemsize = jnp.dtype(dtype).itemsize
 
+    # All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
     def time(ctas: int) -> float:
         places = PLACES if ctas <= (1 if vocab * itemsize % ACCESS_BYTES else 2) else FEWER_PLACES
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)

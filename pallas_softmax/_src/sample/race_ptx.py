@@ -121,16 +121,12 @@ class Race:
         self.best, self.index, self.x = p.fresh("f32"), p.fresh("s32"), p.fresh("f32")
         self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
-    def start(self, threshold: Value | float = -INF, *, silent: Value | None = None) -> None:
-        """Starts with this threshold. Where `silent` holds, no finite entry takes part."""
+    def start(self, threshold: Value | float) -> None:
         p = self.p
         p.set(self.best, -INF)
         p.set(self.index, HIGHEST)
         p.set(self.x, -INF)
         self.set_threshold(p.var(threshold, "f32"))
-        if silent is not None:
-            p.set(self.threshold, INF, when=silent)
-            p.set(self.low, INF, when=silent)
 
     def catch_up(self) -> None:
         """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is lower."""

@@ -32,41 +32,28 @@ class Cutoff(NamedTuple):
     """Where the filters cut each row, (..., 1), its largest logit, and two sums of it.
 
     An entry is kept if its sort key is greater than `key`, or if its key equals `key` and its index is at most `index`.
-    If several pairs (key, index) keep the right entries, any of them may be returned.
-
-    Attributes:
-      key: int32 (int64 for 64-bit logits). In a row without a draw it is the greatest integer, which keeps nothing.
-      index: int32. -1 in a row without a draw.
-      top: the largest logit, floating. -inf in a row with nothing to draw from, NaN or +inf in a row with an unmasked
-        NaN or +inf, any number with a NaN temperature.
-      log_total: the log of the row's mass, the sum of exp((x - top) / temperature); at temperature 0, the number of
-        ties. NaN in a row without a draw.
-      log_mass: the log of the share of the row's mass that is kept. NaN in a row without a draw.
+    If several pairs (key, index) keep the right entries, any of them may be returned. In a row without a draw, the key
+    is the greatest integer, the index is -1, and the logarithms are NaN.
     """
 
-    key: Any
+    key: Any  # int32; int64 for 64-bit logits
     index: Any
+    # The largest logit, floating: -inf in a row with nothing to draw from, NaN or +inf in a row with an unmasked NaN or
+    # +inf, any number with a NaN temperature.
     top: Any
-    log_total: Any
-    log_mass: Any
+    log_total: Any  # of the row's mass, the sum of exp((x - top) / temperature); at temperature 0, the number of ties
+    log_mass: Any  # of the share of this mass that is kept
 
 
 class Totals(NamedTuple):
-    """Sums of whole rows, (..., 1).
+    """Sums of whole rows, (..., 1). The mass of one of the `elements` x is exp((x - m) / temperature)."""
 
-    Attributes:
-      top: the largest logit, floating.
-      m: the largest of the row's `elements` x: `top`, or 0 for integers. The mass of x is exp((x - m) / temperature).
-      total: the mass of the row. At least 1, or 0 in a row with nothing to draw from, or NaN in a row that has failed.
-      divisor: the temperature.
-      greedy: whether only the first entry is kept: at temperature 0, and if top / temperature overflows at a normal
-        temperature. Then only the largest logit and its ties have a mass.
-    """
-
-    top: Any
-    m: Any
-    total: Any
+    top: Any  # the largest logit, floating
+    m: Any  # the largest of the elements: `top`, or 0 for integers
+    total: Any  # the mass: at least 1, 0 in a row with nothing to draw from, NaN in a row that has failed
     divisor: Temperature
+    # Whether only the first entry is kept: at temperature 0, and if top / temperature overflows at a normal
+    # temperature. Then only the largest logit and its ties have a mass.
     greedy: Any
 
 
@@ -152,7 +139,7 @@ def drawn_results(drawn, x, m, cut: Cutoff, temperature):
 
 
 def mass_goal(top_p, total):
-    """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
+    """Returns the mass that top_p keeps: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
 
@@ -160,7 +147,6 @@ def mass_goal(top_p, total):
 
 
 def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
-    """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
     mass = masses(logits, where, totals)
     indices = positions(key)
@@ -240,7 +226,6 @@ def _on_cpu_if(condition, function, other, like, *operands):
 
 
 def _first_of(a, b):
-    """Returns the pair (key, index) that comes first in the order of the row."""
     is_a = (a[0] > b[0]) | (a[0] == b[0]) & (a[1] < b[1])
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
@@ -248,10 +233,8 @@ def _first_of(a, b):
 def _last_entry(key, measure, goal):
     """Returns key and index of the first entry, by key and then index, at which the measures reach a goal.
 
-    Args:
-      key: signed integers.
-      measure: not negative; of the shape of the keys, or one scalar for all of them.
-      goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
+    A measure is not negative; a scalar is the measure of all entries. The goal is positive. If it is not reached, the
+    result keeps all entries with a measure.
     """
     bits = 8 * key.dtype.itemsize
 
@@ -269,10 +252,9 @@ def _last_entry(key, measure, goal):
 
 
 def _index_reaching(measure, goal):
-    """Returns the index of the first positive measure at which the sum, in the order of the row, reaches the goal.
+    """Returns the index of the first positive measure at which the sum reaches the goal.
 
-    If rounding keeps the sum below the goal, it is the last positive one. A sum over chunks comes first, then one
-    chunk.
+    If rounding keeps the sum below the goal, it is the last positive one. Sums of chunks come first, then one chunk.
     """
     first = 0
     if chunks_of(measure.shape[-1])[0] > 1:
@@ -296,7 +278,7 @@ def in_chunks(a):
 
 
 def _position_reaching(measure, goal):
-    """Like `_index_reaching`, by one cumulative sum. Also returns the goal less the measures before that position."""
+    """Does so by one cumulative sum. Also returns the goal less the measures before that position."""
     position = positions(measure)
     reached = (jnp.cumsum(measure, -1, dtype=measure.dtype) >= goal) & (measure > 0)
     there = jnp.where(reached, position, measure.shape[-1])

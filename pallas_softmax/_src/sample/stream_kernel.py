@@ -228,7 +228,9 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
         first = (share * p.warps + p.warp) * size + (segment.first + p.lead & 2**32 - turn)
         p.set(at, p.select(share < plan.shares, first, segment.end + p.lead))
 
-    race.start(silent=p.greedy)
+    race.start(-INF)
+    for register in (race.threshold, race.low):  # no finite entry takes part
+        p.set(register, INF, when=p.greedy)
     segment.start_at(0)
     with p.loop() as leave_row:
         start_share(p.cta)

@@ -172,7 +172,7 @@ def _target_of(x: jax.Array, where, given: dict[str, Any], implementation: str |
 
 
 def _log_p(target: _Target, indices=None) -> jax.Array:
-    """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
+    """Returns log p of the logits, which have these indices in the rows; None means whole rows."""
     logits, distances, where, temperature, cut = target
     indices = positions(logits) if indices is None else indices
     kept = is_kept(logits, where, cut.key, cut.index, indices)
@@ -206,7 +206,6 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
 
 
 def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
-    """Returns a parameter as a scalar or with one number per position; None stays None."""
     if value is None or jnp.ndim(value) == 0:
         return value
     if jnp.ndim(value) not in (len(batch), len(batch) + 1):
@@ -241,11 +240,11 @@ def _masses(p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: j
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
+    """Returns a (..., S), or the rows of a (..., S, n), at a position (...)."""
     position = position[..., None]
     return at(a, position)[..., 0] if a.ndim == position.ndim else row_at(a, position)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns the elements of a (..., S, V or 1) at the drafts, (..., S, 1). A draft of -1 gets some element."""
+    """Returns a (..., S, V or 1) at the drafts, (..., S, 1). A draft of -1 gets some element."""
     return a if a.shape[-1] == 1 else at(a, jnp.maximum(drafts, 0)[..., None])

@@ -7,6 +7,7 @@
     top_k         int32, at least 1; or None. At the row's length or more it filters nothing.
     top_p         in [0, 1], or None. 0 keeps the first entry, 1 keeps all that top_k keeps.
     min_p         in [0, 1], or None
+    words         uint32 (..., 4): with a stride, the noise of each row, as in `noise.py`
     mesh_axes     the mesh axes that each row is spread over, if any
 
 The temperature and the filters have the rank of the logits. Their size is 1 in the last dimension, and 1 or the size of
@@ -55,9 +56,8 @@ def cutoff(logits, where, temperature, top_k, top_p, min_p):
 def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     """Draws once from each row of softmax(logits / temperature), restricted by the filters.
 
-    The noise has words and a stride, see `noise.py`. Returns, (..., 1) each: the index in the whole row (int32), log
-    softmax(logits / temperature) there, and the `log_mass` of the `Cutoff`. They are -1 and NaN in a row without a
-    draw.
+    Returns, (..., 1) each: the index in the whole row (int32), log softmax(logits / temperature) there, and the
+    `log_mass` of the `Cutoff`. They are -1 and NaN in a row without a draw.
     """
     filters = top_k, top_p, min_p
 
@@ -90,7 +90,6 @@ def draw(logits, where, indices, noise, temperature, cut: rows.Cutoff, mesh_axes
 
 
 def noise_of_mass(vocab):
-    """Returns how many numbers of noise `draw_by_mass` needs for a row."""
     return sum(rows.chunks_of(vocab))
 
 
@@ -100,14 +99,9 @@ def draw_by_mass(mass, again, noise):
     Both steps draw as `jax.random.categorical` does, without an array of V elements. Negative masses count, without
     their sign, if a row or the drawn chunk has no positive ones.
 
-    Args:
-      mass: (..., V), floating.
-      again: the same numbers. If the caller computes them a second time, XLA stores neither of the two. They may round
-        differently; a chunk with a mass must keep one.
-      noise: (..., noise_of_mass(V)), Gumbel numbers of the same dtype.
-
-    Returns:
-      (..., 1), int32. -1 in a row with NaN, or with zeros only.
+    `again` are the same masses. If the caller computes them a second time, XLA stores neither of the two. They may
+    round differently; a chunk with a mass must keep one. `noise` are `noise_of_mass(V)` Gumbel numbers of each row.
+    Returns -1 in a row with NaN, or with zeros only.
     """
     count, size = rows.chunks_of(mass.shape[-1])
 
