@@ -33,8 +33,8 @@ its own step and masks it. `SamplePlan` draws the steps and the warps. Then one 
     the index of the last kept entry      filter_ptx.find_last_tie  0
     the draw                              race_ptx.WinnerSearch     1; 1 more in 1 of 1,600 rows
 
-The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes
-it as a power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row. The program takes
+it as a power of 2. Decisions rest on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
 filter, and where the entry is looked for:
