@@ -38,6 +38,7 @@ import numpy as np
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
@@ -164,21 +165,17 @@ def _bound(keys_gmem, row, first, held, k: int):
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(won, kept, indices, parts: Normalizer | None, temperature, request: Request):
-    """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
-
-    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
-    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists). They
-    and the temperature are None if nothing is normalized. `window_kernel.topk_rows` documents the results.
-    """
-    keys = sort_keys.key32(won)
+def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
+    """Returns what `xla.merge` returns, for lists of k winners. It takes one launch."""
+    x, _, temperature, unfold = fold_topk(won, None, temperature)
+    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
+    request = Request(k, x.dtype, kept is not None, log, dtype, scaled, bool(parts))
+    keys = sort_keys.key32(x)
     if kept is not None:
-        keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    lists, count = WinnerLists(keys, indices), won.shape[1] // request.k
-    scale = None if parts is None else encoded_scale(temperature)
-    if parts is not None:
-        lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
-    return results(_launch(lists, scale, count, count, request))
+        keys = jnp.where(kept, keys, sort_keys.lowest_key(x.dtype))
+    scale = encoded_scale(temperature) if parts else None
+    lists, count = WinnerLists(keys, indices, *(a.reshape(-1) for a in parts)), x.shape[1] // k
+    return jax.tree.map(unfold, _results(_launch(lists, scale, count, count, request)))
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
@@ -191,10 +188,10 @@ def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tupl
         fan_in = min(count, lists_per_merge(request.k))
         lists = _launch(lists, scale, count, fan_in, request)
         count = -(-count // fan_in)
-    return results(lists)
+    return _results(lists)
 
 
-def results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
+def _results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
     """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
     normalizer = None if lists.m is None else Normalizer(lists.m[:, None], lists.d[:, None])
     return TopK(lists.values, lists.indices), normalizer

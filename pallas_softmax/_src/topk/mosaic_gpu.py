@@ -1,4 +1,7 @@
-"""`fused_topk` with its gradient, `top_k`, and the merge of winners as Mosaic GPU kernels, on arrays of any rank."""
+"""`fused_topk` with its gradient, `top_k`, and the merge of winners as Mosaic GPU kernels, on arrays of any rank.
+
+`topk` and `select` return what the functions with these names in `xla.py` return.
+"""
 
 import functools
 from typing import Any
@@ -8,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import sort_keys
-from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
+from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.select import kernel as select_kernel
 from pallas_softmax._src.select.plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
-from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
-from pallas_softmax._src.topk.merge_kernel import Request
+from pallas_softmax._src.topk import tile_kernel, window_kernel
+from pallas_softmax._src.topk.merge_kernel import Request, merge_rows
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk.tile_kernel import topk_grad_rows
 from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
@@ -45,7 +48,6 @@ def plan(call: Call, capability: tuple[int, int]) -> Any:
 
 
 def slower(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
     lone_row = call.rows == 1 and call.vocab > LONE_ROW and call.dtype == "float32"
     if lone_row and (call.k or 0) > LONE_ROW_WINNERS:
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
@@ -53,7 +55,7 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
+    """Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
@@ -61,7 +63,7 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
 
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns.
+    """Returns a `SelectPlan`, or what `plan` returns.
 
     A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows,
     which is faster for short rows. With k = 8 and lengths from 0 to V, in microseconds:
@@ -81,7 +83,7 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
 
 
 def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
-    """Returns how the rows of a selection lie over the GPU.
+    """Returns the plan of a selection.
 
     Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
     before the elements beyond the length all the same, since its index is lower.
@@ -111,12 +113,10 @@ def _orders_faster(call: Call, k: int) -> bool:
 
 
 def slower_select(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not: a selection is not slower than XLA."""
     return None if (call.k or 0) >= MIN_SELECTED or call.lengths else slower(call)
 
 
 def select(plan, operand, where, lengths, *, k, sorted):
-    """Returns what `xla.select` returns."""
     x = sort_keys.as_floats(operand)
     if isinstance(plan, SelectPlan):
         rows, mask, _, unfold = fold_topk(x, where, None)
@@ -130,7 +130,6 @@ def select(plan, operand, where, lengths, *, k, sorted):
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
-    """Returns how the rows of the gradient lie over the GPU."""
     if reason := checks.unsupported(call, capability) or checks.not_contiguous(call):
         return Refusal(reason)
     if call.masked:
@@ -139,19 +138,8 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     return tile or Refusal(f"no kernel for topk_grad of V={call.vocab}: a row is too long for a warp")
 
 
-def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
-    """Returns what `xla.topk_grad` returns."""
-    logits, temperature, *per_row, indices = residuals
-    x, _, temperature, unfold = fold_topk(logits, None, temperature)
-    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
-    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
-    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
-    dx, dt = tile_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
-    return dx.reshape(logits.shape), unfold(dt)
-
-
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    """Returns None, since `merge_kernel` has one plan only, or why it cannot merge the lists."""
+    """Returns None, since `merge_kernel` has one plan only, or a refusal."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -160,18 +148,9 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
     return None
 
 
-def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.merge` returns."""
-    x, _, temperature, unfold = fold_topk(won, None, temperature)
-    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
-    normalizers = Normalizer(*parts) if parts else None
-    request = Request(k, x.dtype, kept is not None, log, dtype, scaled, bool(parts))
-    return jax.tree.map(unfold, merge_kernel.merge_rows(x, kept, indices, normalizers, temperature, request))
-
-
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
     "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selected), select, slower_select),
-    "topk_grad": Kernel(plan_grad, topk_grad),
-    "merge": Kernel(plan_merge, merge),
+    "topk_grad": Kernel(plan_grad, topk_grad_rows),
+    "merge": Kernel(plan_merge, merge_rows),
 }

@@ -1,7 +1,7 @@
 """The kernels of softmax fused with top-k, and of its backward, for short rows in registers.
 
 A CTA has several rows. Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists
-(`gpu.best`), and the normalizers of the lanes are combined by ⊕.
+(`gpu/ptx/merging.py`), and the normalizers of the lanes are combined by ⊕.
 """
 
 import functools
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES
+from pallas_softmax._src.folding import Mask, fold_numbers, fold_topk
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
+from pallas_softmax._src.gpu.ptx.merging import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.topk.merge_kernel import Request
@@ -193,21 +194,21 @@ def topk_grad(
     tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
 
 
-def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):
-    """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
-
-    x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
-    winners are `indices` (rows, k) int32. g (rows, k) and g_d (rows,) are the cotangents of the winners' values and of
-    d. With `log`, the values are logs of probabilities.
-    """
-    rows, vocab = x.shape
-    return gpu_kernel(
+def topk_grad_rows(plan: Tile, residuals, where, g, g_d, *, log: bool):
+    """Returns what `xla.topk_grad` returns; `where` is None."""
+    logits, temperature, *per_row, indices = residuals
+    x, _, temperature, unfold = fold_topk(logits, None, temperature)
+    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
+    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
+    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
+    dx, dt = gpu_kernel(
         functools.partial(topk_grad, plan, log),
-        grid={"row": -(-rows // plan.rows)},
+        grid={"row": -(-x.shape[0] // plan.rows)},
         out_type=[
-            jax.ShapeDtypeStruct((rows, vocab), x.dtype),
-            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32),
         ],
         name="topk_grad",
         approximate=approximate(x.dtype),
-    )(x, 1 / temperature, m, d, g_d, indices, g)
+    )(x, 1 / temperature, m, d, g_d, folded(indices), g)
+    return dx.reshape(logits.shape), unfold(dt)

@@ -1,6 +1,7 @@
 """Top-k of a softmax as Triton kernels: one finds the winners of parts of rows, another merges them.
 
-Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
+`topk` and `select` return what the functions with these names in `xla.py` return. Triton is an optional dependency.
+So the file of kernels, which imports Triton, is imported where they are launched.
 """
 
 import functools
@@ -21,7 +22,6 @@ from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_i
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
-    """Returns how the rows of a call lie over the programs of a kernel."""
     if reason := checks.unsupported(call, capability) or not_contiguous(call):
         return Refusal(reason)
     if call.k is None or not 1 <= call.k <= MAX_K:
@@ -34,7 +34,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
 
 
 def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
+    """Without a temperature, the values are the winners as they are."""
     normalized = temperature is not None
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature if normalized else jnp.ones((1, 1)))
     rows, vocab = x.shape
@@ -58,14 +58,12 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
 
 
 def select(plan: Slabs, operand, where, lengths, *, k, sorted):
-    """Returns what `xla.select` returns."""
     x = sort_keys.as_floats(operand)
     found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
     return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))
 
 
 def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):
-    """Launches the kernel that finds the winners of each part of each row; returns what `_topk_results` describes."""
     from pallas_softmax._src.topk.triton_kernels import topk_kernel
 
     rows, vocab = inputs[0].shape
@@ -97,11 +95,10 @@ def _launch_merge(lists: int, inputs, found, dtype, constants):
 
 
 def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the kernels' results. The winners of each row are in `parts` lists.
+    """Returns the types of the kernels' results. The winners of each row are in `parts` lists.
 
-    A single list is the result: values and indices (rows, k). Several lists hold candidates of 64 bits, two
-    int32 for each slot, in the place of the indices, and there are no values yet. The normalizers are (2, rows,
-    parts), m and d.
+    A single list is the result. Several lists hold candidates of 64 bits, two int32 for each slot, in the place of the
+    indices, and there are no values yet. The normalizers are (2, rows, parts), m and d.
     """
     rows, k, slots = constants["ROWS"], constants["K"], constants["SLOTS"]
     normalizers = jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)

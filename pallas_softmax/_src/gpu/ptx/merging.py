@@ -43,13 +43,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.gpu.tiles import TileProgram
+from pallas_softmax._src.gpu.tiles import TileProgram, insert_in_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16
@@ -57,6 +62,36 @@ _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
 # Selectors for prmt: each digit selects a byte, 0 to 3 from its first argument, 4 to 7 from its second.
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
+
+
+def search_input(x) -> tuple[Any, int]:
+    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
+    if x.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(x, jnp.int16), -1
+    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
+
+
+@twin
+def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
+    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
+
+    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
+    """
+    program = take_program(tile, vocab, k, lanes)
+    return insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
+
+
+def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
+    """Returns the keys too, for the bits of 16-bit elements. They are all ones for masked elements."""
+    word = best_words(tile, vocab, k, bits)
+    return word >> 16, ~word & _HALF_ONES
+
+
+@twin
+def best_words(tile: Tile, vocab: int, k: int, bits):
+    """Returns the packed keys of the k best of each row of 16-bit elements."""
+    program = take_words_program(tile, vocab, k)
+    return insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
