@@ -34,7 +34,6 @@ class Gate:
         return self.score == "softmax" and not self.renormalize
 
     def weights(self, x, normalizer: Any, over_row: "RowReductions"):
-        """Returns the weights of the winners."""
         if self.renormalize:
             weight = _shares(self.score, x, over_row)
         elif self.score == "softmax":
@@ -47,8 +46,8 @@ class Gate:
     def cotangents(self, x, normalizer: Any, g, g_logsumexp, over_row: "RowReductions") -> tuple[Any, Any]:
         """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
 
-        g has the cotangents of the winners' weights, 0 at places without a winner. g_logsumexp has the cotangent of the
-        row's logsumexp, spread over the winners.
+        g has the cotangents of the winners' weights, 0 at places without a winner. g_logsumexp, spread over the
+        winners, has the cotangent of the row's logsumexp.
         """
         if self.renormalize:
             share = _shares(self.score, x, over_row)
@@ -80,7 +79,6 @@ class Gate:
         return a * (1 / (2 * (1 + jnp.exp(-jnp.abs(x))) * _softplus_ratio(x)))
 
     def _scaled(self, weight):
-        """Returns weights, or their derivatives, times `scale`."""
         return weight if self.scale == 1 else weight * self.scale
 
 
@@ -105,7 +103,7 @@ def _shares(score: Score, x, over_row: RowReductions):
 
 
 def score_alone(score: Score, x):
-    """Returns the scores of logits for a score that depends on no other logit."""
+    """Returns the scores, for a score that depends on no other logit."""
     if score == "sigmoid":
         return lax.logistic(x)
     return jnp.exp(_negative(x) / 2) * _root(_softplus_ratio(x))

@@ -78,7 +78,7 @@ def route(
 def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     """Returns what `xla.route` returns."""
     *batch, experts = logits.shape
-    x, bias = logits.reshape(-1, experts), fold_mask(bias, logits.shape, len(batch))
+    bias, x = fold_mask(bias, logits.shape, len(batch)), logits.reshape(-1, experts)
     rows = x.shape[0]
     results = gpu_kernel(
         functools.partial(route, plan, bias, gate, groups, top_groups, group_best),
@@ -104,7 +104,6 @@ def normalizer(x, tile: Tile):
 
 
 def over_row(tile: Tile) -> RowReductions:
-    """Returns the reductions over the winners in the rows of a tile."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
@@ -132,13 +131,12 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
 
     The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
-    row, the cotangents are:
+    row, and `direct` and `rest` from `Gate.cotangents`, the cotangents are:
 
         a logit that did not win    p rest
         a winner                    p rest + direct
 
-    `Gate.cotangents` computes `direct`, a number per winner, and `rest`, a number per row. The steps, as in
-    `topk.tile_kernel.topk_grad`:
+    The steps, as in `topk.tile_kernel.topk_grad`:
 
         load      the row; the winners' indices, cotangents and (from the cache) logits
         row       reduce to the normalizer
@@ -147,7 +145,7 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
         winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
     """
     k = indices_gmem.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf)

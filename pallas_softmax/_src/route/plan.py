@@ -39,7 +39,6 @@ GROUPED_LANE_ELEMENTS = 24
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
-    """Returns the tile of a router's forward."""
     if reason := _unsupported(call, capability):
         return Refusal(reason)
     if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
@@ -50,7 +49,6 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
-    """Returns the tile of the gradient."""
     if reason := _unsupported(call, capability):
         return Refusal(reason)
     tile = plan_topk_grad(call.vocab, jnp.dtype(call.dtype))
@@ -67,7 +65,7 @@ def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 
 def plan_route(experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
-    """Returns the tile of a router's forward, or None if no tile fits. A logit has `itemsize` bytes."""
+    """Returns the tile of the forward, or None if no tile fits. A logit has `itemsize` bytes."""
     if groups > 1:
         return _grouped_tile(experts, groups)
     return plan_tile(experts, k, _FLOAT_BYTES if biased else itemsize)

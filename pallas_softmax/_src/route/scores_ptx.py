@@ -95,7 +95,6 @@ def _subtract_largest(
 
 
 def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
-    """Reduces a number over the lanes of a row."""
     distance = 1
     while distance < tile.lanes:
         x = p.op(op, "f32", x, p.shuffle(x, "bfly", distance))
@@ -108,13 +107,13 @@ def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
 
 @twin
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
-    """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
+    """Returns `key`, a tile without padding, with LOWEST for elements of groups that take no part."""
     program = groups_program(tile, groups, top_groups, group_best)
     return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
 
 
 def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
-    """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
+    """<kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
     own_piece = p.lane >> log2(lanes)
@@ -153,7 +152,6 @@ def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
 
 
 def _best(p: Program, keys: list[Value], count: int) -> list[Value]:
-    """Returns the `count` largest of some keys, or all of them, in order."""
     if len(keys) == 1:
         return keys
     half = len(keys) // 2

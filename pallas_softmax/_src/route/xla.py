@@ -72,7 +72,7 @@ def _best(x, where, k):
 
 
 def _with_one_nan(x):
-    """Returns x with +NaN for all NaNs, since platforms differ in the signs of the NaNs that they compute."""
+    """Replaces all NaNs by +NaN, since platforms differ in the signs of the NaNs that they compute."""
     return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 

@@ -115,7 +115,6 @@ class SelectPlan:
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
 
     def warp_elements(self, itemsize: int) -> int:
@@ -139,11 +138,9 @@ class SelectPlan:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
         return self.list_bytes + self.scratch_bytes
 
     def sampled(self, itemsize: int) -> int:
-        """Returns the number of elements of the sample."""
         return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
 
     def rank_coefficients(self, itemsize: int) -> tuple[float, float]:

@@ -60,7 +60,10 @@ def softmax_topk(
         key, index = best_keys_and_indices(plan, vocab, k, elements)
     else:
         index = best_indices(plan, vocab, k, elements)
-        key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+        key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))  # again, from the cache
+        if mask is not None:
+            keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
+            key = jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
     normalizer, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (normalizer, scale))
     tiles.store(values_gmem, winners, row, request.values(key, normalizer, scale))
@@ -101,7 +104,7 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
 
 
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
-    """Returns m, d and the scale of each row of a tile, spread over the tile; if `scaled`, the scale is a `Scale`."""
+    """Returns m, d and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
@@ -112,15 +115,6 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tu
     row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
     return *map(broadcast, total), row_scale
-
-
-def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
-    """Reads the winners again, from the cache, and returns their keys."""
-    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))
-    if mask is None:
-        return key
-    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
-    return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
 # --- The backward
@@ -149,15 +143,14 @@ def topk_grad(
         T                           - sum over all logits of cotangent * (x - m) / T
 
     With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
-    share of g p / T. The winners of a row lie over the same lanes as the row, as another tile, so that `tiles.spread`
-    can copy a number per row from tile to tile. The steps:
+    share of g p / T. The winners of a row lie over the same lanes as the row. The steps:
 
         winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
         row       write p r / T of all elements
         winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
     """
     k = indices_gmem.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
     def load_per_row(gmem):
@@ -201,6 +194,7 @@ def topk_grad_rows(plan: Tile, residuals, where, g, g_d, *, log: bool):
     folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
     m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
     g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
+    indices = folded(indices)
     dx, dt = gpu_kernel(
         functools.partial(topk_grad, plan, log),
         grid={"row": -(-x.shape[0] // plan.rows)},
@@ -210,5 +204,5 @@ def topk_grad_rows(plan: Tile, residuals, where, g, g_d, *, log: bool):
         ],
         name="topk_grad",
         approximate=approximate(x.dtype),
-    )(x, 1 / temperature, m, d, g_d, folded(indices), g)
+    )(x, 1 / temperature, m, d, g_d, indices, g)
     return dx.reshape(logits.shape), unfold(dt)

@@ -131,8 +131,7 @@ def topk_rows(
 ) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
-    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
-    or None if nothing is normalized.
+    x has the logits, (rows, vocab). The temperature is float32, (1,) or (rows,), or None if nothing is normalized.
     """
     (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
@@ -192,7 +191,6 @@ def _load_and_reduce(
 
 @twin
 def _clear_list(memory: SearchMemory) -> None:
-    """Empties the list of candidates."""
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
     ranking.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
@@ -216,10 +214,9 @@ def _add_step(
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
 
-    `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; a `Scale` has
-    three factors, the first for m, x and s. If there is a mask (`masked`), an element with the lowest key is masked,
-    and counts as -inf.
-    Without a normalizer `lane`, writes the group_keys alone.
+    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. log2_scale is
+    log2(e) / temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`),
+    elements with the lowest key count as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -277,7 +274,7 @@ def _add_step(
 def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
-    All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
+    All steps of the row must have arrived, and the list must be empty.
     """
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
@@ -285,7 +282,7 @@ def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int
 
 
 def split(ref, *sizes: int) -> list:
-    """Splits a one-dimensional array: returns references to consecutive ranges with these lengths."""
+    """Returns references to consecutive ranges of a one-dimensional array, with these lengths."""
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
@@ -316,15 +313,15 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         ranked = p.group_keys
         room = p.candidates, n, p.capacity, p.hits, ranked
     put = merge_kernel.put_in_shared_memory(p, ranked, k)
-    listed = CandidateList(*room, put, k, dtype, window.vocab)
+    listed = CandidateList(p, *room, put, k, dtype, window.vocab)
     if window.compact:
         expand_positions(p, listed)
-    ranking.rank(p, listed)
+    listed.rank()
     return p
 
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
-    """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
+    """Collects again with an exact bound. Sets `n` to the number of candidates."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     ranking.clear(p, p.candidates, p.list_bytes, p.counts)
@@ -365,10 +362,10 @@ def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value
 def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
     """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
 
-    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
+    Skips a group if its largest key is below the bound.
     """
     window, element = p.window, p.element
-    reach, exceed = (p.var(0, "s32") for _ in range(2))
+    reach, exceed = p.var(0, "s32"), p.var(0, "s32")
     address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
     blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:

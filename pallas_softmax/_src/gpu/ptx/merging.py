@@ -141,7 +141,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
 
 
 class _Found(NamedTuple):
-    """The result of merging the packed keys of a row, in one lane."""
+    """What merging the packed keys of a row leaves in one lane."""
 
     winners: list[Value]  # the packed keys of the lane's winners
     pairs: Value  # has bit i set if winners i and i + 1 nearly tie
@@ -152,7 +152,7 @@ class _Found(NamedTuple):
 def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value:
     """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
     least = worst & ~p.ones
-    if p.tile.shape[1] > p.vocab:  # LOWEST marks positions beyond the row; no element has this word
+    if p.tile.shape[1] > p.vocab:  # LOWEST marks positions beyond the row
         least = p.max(least, LOWEST + 1)
     others = p.var(0, "u32")
     for i, word in enumerate(listed):
@@ -224,14 +224,12 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
 
 
 def _complements(p: TileProgram, first_column: Value) -> list[Value]:
-    """Returns the complements of the columns, for each pair of the thread's elements."""
     first = first_column * (1 << 16 | 1)
     pairs = zip(p.columns[::2], [*p.columns[1::2], p.columns[-1]])
     return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
 
 
 def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
-    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
@@ -343,7 +341,7 @@ _LOWEST_WIDE = -(2**63)
 
 
 def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
-    """Returns the thread's list of a row: the `length` best packed keys, the largest first."""
+    """Returns the `length` best packed keys of the thread in a row, the largest first."""
     if p.tile.shape[1] > p.vocab or p.rows * length >= len(p.columns):
         lows = [p.ones - column - p.first_column for column in p.columns]
         words = [_packed(p, key, low) for key, low in zip(p.keys(row), lows)]
@@ -358,12 +356,10 @@ def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
 
 
 def _packed(p: TileProgram, key: Value, low: Value | int) -> Value:
-    """Returns the key with `low` in place of its lowest bits."""
     return p.bitwise3(lambda key, low, ones: key & ~ones | low, key, low, p.ones)
 
 
 def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
-    """Sets the packed keys of positions beyond the row to LOWEST."""
     for word, column in zip(words, p.columns):
         column_of_last_lane = column + p.tile.vec * (p.tile.lanes - 1)
         if column_of_last_lane >= p.vocab:
@@ -386,7 +382,7 @@ def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Cal
 def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
 
-    Words for positions beyond the row, and words that pad to `count`, are lower than all others.
+    Words beyond the row, and words that pad to `count`, are lower than all others.
     """
     wide = []
     for whole, start in zip(p.keys(row), p.columns):
@@ -397,10 +393,6 @@ def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
             p.set(column, _HIGHEST, when=beyond)
         wide.append(p.join(~column.bits("s32"), key, "s64"))
     return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
-
-
-# A warp handles pairs of neighbours that nearly tie one by one. All lanes read the two packed keys, then the two whole
-# keys, from the lanes that hold them.
 
 
 def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
@@ -420,7 +412,8 @@ def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
 def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
 
-    If two pairs share a word, passes are repeated until one pass exchanges nothing.
+    All lanes read the two packed keys, then the two whole keys, from the lanes that hold them. If two pairs share a
+    word, passes are repeated until one pass exchanges nothing.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 
