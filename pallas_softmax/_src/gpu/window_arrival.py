@@ -30,8 +30,6 @@ _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
 class WindowPart(NamedTuple):
-    """The part of a row that this CTA holds."""
-
     place: PartPlace  # the row, and the place of the part in it
     x_gmem: Any  # one-dimensional device memory; the part starts at element `place.first`
     body: Any  # number of the element in x_gmem where the body starts
@@ -42,7 +40,6 @@ class WindowPart(NamedTuple):
 
 
 def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
-    """Returns the part of this CTA, for rows in device memory with the shape `view`."""
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
@@ -54,7 +51,7 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
 
 
 def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
-    """Starts the bulk copies of the part's body to shared memory. Step i arrives at barrier number i."""
+    """Step i arrives at barrier number i."""
     for i, (position, size) in enumerate(window.copies()):
         plgpu.copy_gmem_to_smem(
             part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
@@ -106,7 +103,7 @@ def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bo
 
 
 def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
-    """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
+    """Returns the mask of each block of step i, int8 and 0 outside the body; or () without a mask."""
     if part.mask is None:
         return ()
     mask_gmem, mask_row = part.mask

@@ -30,7 +30,6 @@ class Gate:
 
     @property
     def needs_normalizer(self) -> bool:
-        """Whether the weights depend on logits that did not win."""
         return self.score == "softmax" and not self.renormalize
 
     def weights(self, x, normalizer: Any, over_row: "RowReductions"):
@@ -61,7 +60,7 @@ class Gate:
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the tangents of the weights: the transpose of `cotangents`.
 
-        dx has the tangents of the winners' logits. `mean` is the sum of p dx over the whole row.
+        `mean` is the sum of p dx over the whole row.
         """
         dlog = self._by_logit(x, dx)
         if self.renormalize:
@@ -84,7 +83,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class RowReductions:
-    """Reductions over the winners of each row. Each returns one number per row, spread over the winners."""
+    """Reductions over the winners of each row, spread over the winners."""
 
     largest: Callable[[Any], Any]
     total: Callable[[Any], Any]
@@ -134,5 +133,5 @@ def _log1p_ratio(e):
 
 
 def _root(y):
-    """Returns the square root of y > 0. Pallas of jax 0.10 has only its reciprocal."""
+    """The square root of y > 0. Pallas of jax 0.10 has only its reciprocal."""
     return jnp.where(y == jnp.inf, y, y * lax.rsqrt(y))

@@ -95,7 +95,7 @@ def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, g
 
 
 def normalizer(x, tile: Tile):
-    """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
+    """Returns m and d of each row, spread over the tile, and the exponentials of x - m."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     # The maximum comes before the cast: one instruction compares two 16-bit elements.
     m = broadcast(jnp.max(x, 1).astype(jnp.float32))

@@ -53,7 +53,7 @@ class HeldRowProgram(SelectProgram):
                 yield words[4 * j : 4 * j + 4], first + LANES * j
 
     def read_row(self) -> list[Value]:
-        """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
+        """Returns the thread's words, as distances from the highest key; all ones where there is no element."""
         words = [self.fresh("s32") for _ in range(4 * self.loads)]
         vectors = [self.thread_first + LANES * j for j in range(self.loads)]
         for word in words:
@@ -119,10 +119,7 @@ class HeldRowProgram(SelectProgram):
         self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
 
     def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
-        """Counts the elements in buckets of 2^shift distances from `low` on.
-
-        If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`.
-        """
+        """If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`."""
         minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
         minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
         for skips in (True, False):

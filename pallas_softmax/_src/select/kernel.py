@@ -66,7 +66,7 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
     part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
-    int32, or None. Unless `plan.sorted`, the winners are in no promised order, but in the same order in each run.
+    int32, or None. Unless `plan.sorted`, the winners are in the same order in each run, but in no promised one.
     """
     if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]

@@ -48,8 +48,7 @@ class ListProgram(CtaProgram):
     def key(self, word: Value, number: Value) -> Value:
         """Returns the key that decides whether an entry wins, given its number times `unit`.
 
-        For 16-bit dtypes the upper half is the sort key, and the lower half falls with the number. So all keys differ,
-        and the first of several ties wins.
+        For 16-bit dtypes the lower half falls with the number. So all keys differ, and the first of several ties wins.
         """
         if not self.element.halves:
             return word
@@ -88,7 +87,6 @@ class ListProgram(CtaProgram):
         return number + low
 
     def scan_warps(self, upto: Value) -> tuple[Value, Value]:
-        """Does what `lower_warps` does."""
         sums = self.lower_warps(upto, self.sums)
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
         return sums

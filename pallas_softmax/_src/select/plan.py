@@ -105,12 +105,11 @@ class SelectPlan:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets of a round."""
         return self.threads * max(4, self.thread_bytes // ACCESS_BYTES if self.in_registers else 0)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch. After the buckets, a word for each lane counts the keys in no bucket."""
+        """After the buckets, a word for each lane counts the keys in no bucket."""
         return self.histogram + 4 * self.buckets + 4 * LANES
 
     @property
@@ -118,7 +117,6 @@ class SelectPlan:
         return self.warpgroups * WARPGROUP
 
     def warp_elements(self, itemsize: int) -> int:
-        """Returns the number of elements of a warp in a block."""
         return LANES * self.thread_bytes // itemsize
 
     @property
@@ -133,7 +131,7 @@ class SelectPlan:
 
     @property
     def list_bytes(self) -> int:
-        """Bytes of a list. To rank its entries, a CTA needs a word for each one after them."""
+        """To rank its entries, a CTA needs a word for each one after them."""
         return max(8 * self.capacity, 12 * self.ranked if self.sorted else 0)
 
     @property
@@ -156,7 +154,6 @@ class SelectPlan:
 
 
 def registers_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
-    """Returns a plan of rows in registers. A thread has at most `thread_bytes` of the row."""
     return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, in_registers=True)
 
 
@@ -184,7 +181,7 @@ def plan_selection(
     has_lengths: bool = False,
     sorted: bool = False,
 ) -> SelectPlan | None:
-    """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
+    """Returns how rows lie over a GPU; None if they do not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return None

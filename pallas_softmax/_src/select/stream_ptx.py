@@ -86,7 +86,7 @@ class SelectProgram(ListProgram):
         return vector * self.vec - self.lead
 
     def prefetch(self, at: Value, blocks: int) -> None:
-        """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
+        """Starts to copy the whole vectors of some blocks to the L2 cache."""
         number = self.max((self.whole_to - at).bits("s32"), 0)
         size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
         self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
@@ -134,7 +134,6 @@ class SelectProgram(ListProgram):
                 self.mask_elements(own, index, inside)
 
     def read_elements(self, words: list[Value], address: Value, index: Value) -> None:
-        """Loads the elements of a vector, element by element, where they are in the row."""
         element, kind = self.element, "u16" if self.element.halves else "s32"
         lowest = element.all_ones if element.halves else -1
         found = []
@@ -218,7 +217,7 @@ class SelectProgram(ListProgram):
             self.update(self.n, "min", self.plan.k)
 
     def comparisons(self, words: Sequence[Value], ties: bool, *, again: bool) -> list[Callable[[], Value]]:
-        """Returns a function for each element, which returns whether it is above the floor, or equal to it if `ties`.
+        """Returns a function for each element: whether it is above the floor, or equal to it if `ties`.
 
         `again` compares by other instructions. Otherwise ptxas keeps the results of the first time in registers.
         """
@@ -259,10 +258,7 @@ class SelectProgram(ListProgram):
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
     def append(self, words, at: Value, n: Value, before, upto, ties: bool = False) -> None:
-        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k.
-
-        `before` and `upto` are the results of `count`.
-        """
+        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k."""
         of_warp = [self.shuffle(counts, "idx", LANES - 1) for counts in upto]
         own = [a - b for a, b in zip(upto, before)]
         first, end = self.index(at + self.thread_first), self.list + ENTRY_BYTES * self.plan.k

@@ -41,10 +41,7 @@ HITS_BYTE, SCRATCH_BYTE = 4, 16
 
 
 class WindowProgram(CtaProgram):
-    """A program for the part of a row in a `Window`, with k winners.
-
-    Its operands are the arrays in `SearchMemory`, and three numbers of a `WindowPart`.
-    """
+    """A program for the part of a row in a `Window`, with the arrays of `SearchMemory` and numbers of `WindowPart`."""
 
     def __init__(self, window: Window, dtype, k: int):
         super().__init__()
@@ -66,11 +63,10 @@ class WindowProgram(CtaProgram):
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
 
     def hit(self, at: Value) -> Value:
-        """Returns the address of entry `at` of the list of groups that reach the bound."""
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
-        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
+        """Returns the group at entry `at` of the list of groups that reach the bound."""
         address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
@@ -130,9 +126,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
         entry = reserve as many entries as mask has bits
         while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
 
-    The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
-    further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
-    once, and the number is the capacity + 1. `all_groups` needs no list of groups.
+    The first word of <counts> gets the number of candidates, even if they do not fit. The list of groups may be too
+    short for the groups. Then all threads leave at once, and the number is the capacity + 1.
     """
     with p.block() as finish:
         n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
@@ -149,10 +144,10 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 
 
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
-    """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
+    """Lists the groups that reach the bound, in any order. Returns how many there are.
 
-    A warp counts its groups that reach the bound, and reserves as many entries. If the groups of all warps do not fit,
-    all threads give_up().
+    A warp counts its groups, and reserves as many entries. If the groups of all warps do not fit, all threads
+    give_up().
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
@@ -229,7 +224,6 @@ def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Val
 
 
 def _group_words(p: WindowProgram, first: Value) -> list[Value]:
-    """Returns the words of the group with this first position."""
     window, element, address = p.window, p.element, p.address(first)
     offsets = [b * p.block_bytes for b in range(window.group_blocks)]
     if window.blocks % window.group_blocks == 0:
@@ -253,7 +247,7 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
 
 
 def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
-    """Appends the elements with bits in `mask` at `entry`, two or four at once. Clears `mask` and advances `entry`."""
+    """Appends the elements with bits in `mask`, two or four at once. Clears `mask` and advances `entry`."""
     window = p.window
     with p.loop() as leave:
         leave(mask.equals(0) | (entry >= p.capacity))
@@ -281,7 +275,6 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
 def _store_entry(
     p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
 ) -> None:
-    """Writes an element as entry `entry` of the list; in a compact window, its position."""
     if p.window.compact:
         p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:

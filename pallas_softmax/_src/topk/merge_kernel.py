@@ -65,7 +65,6 @@ class Request:
     normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
 
     def scale(self, scales, row) -> Any:
-        """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
         if scales is None:
             return None
         scale = number_of_row(scales, row)
@@ -117,8 +116,7 @@ def topk_merge(
 class WinnerLists(NamedTuple):
     """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
 
-    `values` are the probabilities of the winners, their logs, or the winners as they are. Until the lists of a row are
-    merged into one, they are the winners' keys (int32).
+    Until the lists of a row are merged into one, `values` are the winners' keys (int32).
     """
 
     values: Any  # (lists, k)
@@ -129,7 +127,7 @@ class WinnerLists(NamedTuple):
 
 @twin
 def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, first, held) -> None:
-    """Writes the k best of `held` lists, from number `first` on, to smem["best"], in order."""
+    """Writes the k best of `held` lists, from number `first` on, to smem["best"]."""
     k, keys, capacity = request.k, lists_gmem.values, smem["buckets"].shape[0]
     refs = {"candidates": smem["candidates"], "ranked": smem["best"], "keys": keys}
     refs |= {"indices": lists_gmem.indices, "counts": smem["counts"], "buckets": smem["buckets"]}
@@ -178,7 +176,7 @@ def _results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
-    """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
+    """Merges groups of `fan_in` of the `count` lists of a row. The last group may have fewer."""
     k, rows, merges = request.k, lists.indices.size // (count * request.k), -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
@@ -214,7 +212,7 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
-    """Returns the types of the arrays for `lists` lists. `final` lists have values instead of keys."""
+    """Returns the types of the arrays. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
     if not request.normalized:
@@ -228,8 +226,8 @@ def write_winners(
 ):
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
-    `ranked` refers to shared memory in the format of `put_in_shared_memory`, as int32 or float32. If `final`, the
-    winners' values are written instead of their keys. The normalizer and the scale are None if nothing is normalized.
+    `ranked` has the format of `put_in_shared_memory`, as int32 or float32. The winners' values are written if `final`,
+    otherwise their keys.
     """
     k = request.k
     for first in range(0, k, WARPGROUP):

@@ -25,9 +25,9 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
 
 
 def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_axes, *, scaled=True):
-    """Returns this device's k winners of each row, their positions in the row, and m and d of the shard.
+    """Returns this device's k winners of each row, their `_positions`, and m and d of the shard.
 
-    Positions are as of `_positions`. `topk` is the operation, as for run_shard. m of integer logits is the largest one.
+    `topk` is the operation, as for run_shard. m of integer logits is the largest one.
     """
     vocab = logits.shape[-1]
     static = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}

@@ -32,7 +32,6 @@ MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
 def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
-    """Returns why no kernel can find or merge k winners in the rows of a call."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
     if reason is None and not 1 <= k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
@@ -40,7 +39,7 @@ def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k lie over the GPU: a `Tile`, a `Window`, or a `Refusal`."""
+    """Returns a `Tile`, a `Window`, or a `Refusal`."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -83,10 +82,10 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
 
 
 def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
-    """Returns the plan of a selection.
+    """Only a selection takes integers with lengths.
 
-    Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
-    before the elements beyond the length all the same, since its index is lower.
+    The least integer has the lowest key, so it counts as masked. It comes before the elements beyond the length all the
+    same, since its index is lower.
     """
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason:

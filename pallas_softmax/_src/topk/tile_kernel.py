@@ -73,7 +73,7 @@ def softmax_topk(
 def topk_rows(
     x, mask: Mask | None, temperature, plan: Tile, request: Request
 ) -> tuple[TopK, Normalizer | None]:
-    """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
+    """Returns what `window_kernel.topk_rows` returns."""
     rows, normalized = x.shape[0], request.normalized
     values, indices, *normalizer = gpu_kernel(
         functools.partial(softmax_topk, plan, mask, request),

@@ -63,15 +63,8 @@ from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
-from pallas_softmax._src.topk import merge_kernel
-from pallas_softmax._src.topk.candidates_ptx import (
-    SCRATCH_BYTE,
-    WindowProgram,
-    collect,
-    collect_ties,
-    expand_positions,
-    find_bound,
-)
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel
+from pallas_softmax._src.topk.candidates_ptx import SCRATCH_BYTE, WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
     REDUCTION_BYTES,
@@ -115,7 +108,7 @@ def softmax_topk(
 
 
 class SearchMemory(NamedTuple):
-    """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
+    """References to shared memory. `plan.listed_items` has the lengths of `candidates` and `hits`."""
 
     # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
     x: Any
@@ -129,9 +122,9 @@ class SearchMemory(NamedTuple):
 def topk_rows(
     x, mask: Mask | None, temperature, plan: Window, request: Request
 ) -> tuple[TopK, Normalizer | None]:
-    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
+    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1), or None without a temperature.
 
-    x has the logits, (rows, vocab). The temperature is float32, (1,) or (rows,), or None if nothing is normalized.
+    x has the logits, (rows, vocab). The temperature is (1,) or (rows,).
     """
     (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
@@ -272,17 +265,13 @@ def _add_step(
 
 @twin
 def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
-    """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
-
-    All steps of the row must have arrived, and the list must be empty.
-    """
+    """Puts the k best of the part in order. Returns a reference to them (`put_in_shared_memory`)."""
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
 
 def split(ref, *sizes: int) -> list:
-    """Returns references to consecutive ranges of a one-dimensional array, with these lengths."""
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
@@ -291,16 +280,13 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`put_in_shared_memory`).
-
-    In a compact window, they go to <x>, as the last array of `ordering_words`.
-    """
+    """Returns the program. The k best go to <group_keys>; in a compact window to the last array of `ordering_words`."""
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
     all_keys = p.var(lowest, "s32"), p.var(~lowest, "s32")
-    bound, highest = find_bound(p, bound_at) if window.groups >= bound_at else all_keys
-    collect(p, bound)
+    bound, highest = candidates_ptx.find_bound(p, bound_at) if window.groups >= bound_at else all_keys
+    candidates_ptx.collect(p, bound)
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
         _find_exactly(p, bound, highest, n)
@@ -315,20 +301,19 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     put = merge_kernel.put_in_shared_memory(p, ranked, k)
     listed = CandidateList(p, *room, put, k, dtype, window.vocab)
     if window.compact:
-        expand_positions(p, listed)
+        candidates_ptx.expand_positions(p, listed)
     listed.rank()
     return p
 
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
-    """Collects again with an exact bound. Sets `n` to the number of candidates."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     ranking.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
-        collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
+        candidates_ptx.collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):
-        collect_ties(p, bound, exceed)
+        candidates_ptx.collect_ties(p, bound, exceed)
     p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
 
 

@@ -69,7 +69,7 @@ def select(operand, where, lengths, *, k, sorted):
 
 
 def within(where, lengths, x):
-    """Returns the mask `where`, or None, without the elements from the length of a row on."""
+    """Returns the mask without the elements from the length of a row on."""
     if lengths is None:
         return where
     inside = positions(x) < lengths
@@ -77,7 +77,7 @@ def within(where, lengths, x):
 
 
 def lowest_value(dtype):
-    """Returns the value of a masked winner: -inf, or the least number of a dtype without it."""
+    """Returns the value of a masked winner."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).min
     infinite = np.array(-np.inf, dtype)
@@ -136,7 +136,6 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True)
 
 
 def _values(winners, kept, normalizer: Normalizer, divisor: Temperature | None, log: bool, dtype):
-    """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
     scaled = normalizers.below(winners, normalizer.m, divisor)
     p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
@@ -218,12 +217,11 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
 
 
 def at_or_zero(x, indices):
-    """Returns the elements at indices of the last axis; 0 for indices beyond it."""
     return at(x, indices, "fill", 0)
 
 
 def put(x, indices, values):
-    """Puts the values at the indices of the last axis of x, which all differ; indices beyond it are dropped."""
+    """Puts values at indices of the last axis of x, which all differ; indices beyond it are dropped."""
 
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True, mode="drop")

@@ -87,14 +87,11 @@ def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
 
 
 def candidate_of(p: Program, key: Value, index: Value) -> Value:
-    """Returns a candidate as one 64-bit number."""
     return p.join(~index, key ^ LOWEST_KEY)
 
 
 @dataclasses.dataclass(frozen=True)
 class CandidateList:
-    """A list of candidates in a program, and what it takes to put them in order."""
-
     p: CtaProgram
     address: Value  # of the first entry
     n: Value  # number of candidates; entries from number n on are empty
@@ -111,7 +108,6 @@ class CandidateList:
         return self.p.warps * LANES
 
     def at(self, entry: Value) -> Value:
-        """Returns the address of an entry."""
         return self.p.at(self.address, entry, CANDIDATE_BYTES)
 
     def load(self, address: Value, turns: range) -> list[Value]:
@@ -120,7 +116,6 @@ class CandidateList:
         return [self.p.load(address, "u64", offset=stride * turn) for turn in turns]
 
     def put_winner(self, winner: Value, rank: Value, when: Condition = None) -> None:
-        """Writes a candidate, if its rank is below k."""
         wins = rank.bits("s32") < self.k
         low, high = self.p.split(winner)
         self.put(rank, high ^ LOWEST_KEY, ~low, wins if when is None else when & wins)
@@ -359,7 +354,6 @@ class CandidateList:
         p.barrier()
 
     def _group_by_bucket(self, values: list[Value], bucket_words: list[Value]) -> None:
-        """Writes the candidates back to the list, grouped by bucket."""
         p = self.p
         for have, batch in self._batches(len(values)):
             before = [word >> _HALF for word in bucket_words[batch]]
