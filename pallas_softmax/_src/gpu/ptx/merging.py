@@ -101,7 +101,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     length = list_length(tile, k, itemsize=4, lanes=lanes)
     held = merged_tile(tile, k).vec
     last_winner = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
-    found = []  # of each row: winners, pairs of winners that nearly tie, list, near ties of the list with the last winner
+    found = []  # of each row: winners, pairs of them that nearly tie, list, near ties of the list with the last winner
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
         listed = _listed_keys(p, row, length)
