@@ -135,7 +135,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
         wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(p.rows):
-                _mend(p, row, *found[row], last_winner)
+                _mend(p, row, last_winner, *found[row])
                 keep(row)
         with p.when(wide):
             for row in range(p.rows):
@@ -146,7 +146,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     return p
 
 
-def _mend(p: TileProgram, row: int, winners, pairs, listed, others, last_winner: tuple[Value, int]) -> None:
+def _mend(p: TileProgram, row: int, last_winner: tuple[Value, int], winners, pairs, listed, others) -> None:
     """Orders winners by their whole keys. Larger elements replace the last winner, number [1] of lane [0]."""
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     if others is None:
