@@ -1,10 +1,12 @@
-"""How the rows of a selection lie over the GPU: `plan_selection`, a pure function of shape, dtype and device."""
+"""How the rows of a selection lie over the GPU: `plan_selection`."""
 
 import dataclasses
 import math
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.dispatch.operation import Call, Refusal
+from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
     FULL_CLUSTERS,
@@ -171,24 +173,23 @@ def plan_in_registers(rows: int, vocab: int, k: int, itemsize: int, has_lengths:
     return registers_plan(vocab, k, warpgroups, thread_bytes)
 
 
-def plan_selection(
-    rows: int,
-    vocab: int,
-    k: int,
-    dtype,
-    capability: tuple[int, int],
-    masked: bool = False,
-    has_lengths: bool = False,
-    sorted: bool = False,
-) -> SelectPlan | None:
-    """Returns how rows lie over a GPU; None if they do not fit."""
-    itemsize = jnp.dtype(dtype).itemsize
+def plan_selection(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
+    """Returns how the rows of a call lie over a GPU.
+
+    Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
+    before the elements beyond the length all the same, since its index is lower.
+    """
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason:
+        return Refusal(reason)
+    rows, vocab, k, itemsize = call.rows, call.vocab, call.k or 0, jnp.dtype(call.dtype).itemsize
+    none = Refusal(f"no selection of k={call.k} in rows of V={vocab}")
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
-        return None
-    if not masked and (held := plan_in_registers(rows, vocab, k, itemsize, has_lengths)):
-        if sorted and held.ranked > MOST_RANKED_OF_THREAD * held.threads:
+        return none
+    if not call.masked and (held := plan_in_registers(rows, vocab, k, itemsize, call.lengths)):
+        if call.sorted and held.ranked > MOST_RANKED_OF_THREAD * held.threads:
             held = registers_plan(vocab, k, 2 * held.warpgroups, held.thread_bytes // 2)
-        return dataclasses.replace(held, sorted=sorted)
+        return dataclasses.replace(held, sorted=call.sorted)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
@@ -202,7 +203,7 @@ def plan_selection(
     most = vocab * itemsize // (ctas * warpgroups * WARPGROUP)  # more would make a block longer than a part
     while thread_bytes > max(most, LEAST_THREAD_BYTES):
         thread_bytes //= 2
-    if masked:
+    if call.masked:
         thread_bytes = min(thread_bytes, MASKED_THREAD_ELEMENTS * itemsize)
     # Usually, 1.3 to 2.3 k elements of a row are above the floor. There is always room for the winners and one warp.
     of_warp = LANES * thread_bytes // itemsize
@@ -212,5 +213,5 @@ def plan_selection(
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
     vectors = power_of_two(min(wanted, MAX_SAMPLE_VECTORS), 1)
-    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=sorted)
-    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
+    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=call.sorted)
+    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else none

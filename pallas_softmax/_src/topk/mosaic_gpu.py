@@ -70,35 +70,9 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
                                   mask    selection
         4096 x 2,048, float32       29           47
         4096 x 8,192, bfloat16      91           44
-    """
-    ordering, k = plan(call, capability), call.k or 0
-    has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
-    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
-    is_better = has_lengths or (many and not (call.sorted and _orders_faster(call, k)))
-    if not (is_better or isinstance(ordering, Refusal)):
-        return ordering
-    selection = plan_selected(call, capability)
-    return ordering if isinstance(selection, Refusal) else selection
 
-
-def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
-    """Only a selection takes integers with lengths.
-
-    The least integer has the lowest key, so it counts as masked. It comes before the elements beyond the length all the
-    same, since its index is lower.
-    """
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason:
-        return Refusal(reason)
-    shape = call.rows, call.vocab, call.k or 0, call.dtype, capability
-    plan = plan_selection(*shape, call.masked, call.lengths, call.sorted)
-    return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")
-
-
-def _orders_faster(call: Call, k: int) -> bool:
-    """Returns whether a kernel that orders all candidates is faster than a selection that orders the winners.
-
-    Winners in order, float32, in microseconds (H100):
+    With many winners in order, the other kernels order all candidates, and a selection orders the winners. In float32,
+    in microseconds (H100):
 
         rows x V, k                    selection   ordering kernel
         4096 x 8,192, 256                   65.0              51.3
@@ -108,7 +82,15 @@ def _orders_faster(call: Call, k: int) -> bool:
         16,384 x 4,096, 512                149.0             178.2
         64 x 131,072, 256                   13.7              17.0
     """
-    return call.vocab <= SHORT_ROW and LIST_SHARE * k <= call.vocab
+    ordering, k = plan(call, capability), call.k or 0
+    has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
+    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
+    orders_faster = call.sorted and call.vocab <= SHORT_ROW and LIST_SHARE * k <= call.vocab
+    is_better = has_lengths or (many and not orders_faster)
+    if not (is_better or isinstance(ordering, Refusal)):
+        return ordering
+    selection = plan_selection(call, capability)
+    return ordering if isinstance(selection, Refusal) else selection
 
 
 def slower_select(call: Call) -> str | None:
@@ -149,7 +131,9 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selected), select, slower_select),
+    "top_k": Kernel(
+        functools.partial(plan_by, plan_select, of_lengths=plan_selection), select, slower_select
+    ),
     "topk_grad": Kernel(plan_grad, topk_grad_rows),
     "merge": Kernel(plan_merge, merge_rows),
 }
