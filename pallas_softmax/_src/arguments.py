@@ -1,7 +1,7 @@
 """Checks the arguments that users pass, and brings them into one form.
 
 Every error message names the argument, its value and the accepted values. `function` is the public function and `name`
-the argument, for messages.
+the argument, for messages. What says "for `at_once`" checks a number as the user passed it, before JAX traces it.
 """
 
 import operator
@@ -15,11 +15,10 @@ from jax import export
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
-from pallas_softmax._src.dispatch.eager import is_jet
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
 from pallas_softmax._src.masks import stored
-from pallas_softmax._src.misfits import has_wide_integers, is_known, misfit
+from pallas_softmax._src.misfits import has_wide_integers, is_jet, is_known, misfit, traced
 from pallas_softmax._src.temperatures import is_zero
 
 Axis = int | Sequence[int] | None
@@ -27,29 +26,21 @@ AxisName = str | tuple[str, ...] | None
 
 
 class Rows(NamedTuple):
-    """Checked arguments, in the form that all operations take.
+    """Checked logits, and what makes a row of them."""
 
-    Attributes:
-      x: the logits, sharded like the mask and varying over the same mesh axes.
-      where: the mask, boolean, of the rank of `x`, each dimension 1 or as in `x`; or None.
-      axes: the reduced axes, ascending, not negative.
-      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
-    """
-
-    x: jax.Array
-    where: jax.Array | None
-    axes: tuple[int, ...]
+    x: jax.Array  # sharded like the mask, and varying over the same mesh axes
+    where: jax.Array | None  # of the rank of `x`
+    axes: tuple[int, ...]  # ascending, not negative
     mesh_axes: tuple[str, ...]
 
 
 def array(function: str, name: str, x) -> jax.Array:
-    """Returns `x` as a JAX array, or raises like `check_array`."""
     check_array(function, name, x)
     return jnp.asarray(x)
 
 
 def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
-    """Returns `x` as a JAX array of real numbers, and `axis`, one of its axes, as a nonnegative number."""
+    """Returns `x` as a JAX array of real numbers, and `axis` as a nonnegative number."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
@@ -62,10 +53,7 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
 
 
 def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
-    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them.
-
-    `any_integer` says that `x` may hold integers that JAX would wrap, because the caller converts them.
-    """
+    """Raises unless `x` is an array or a scalar. With `any_integer`, it may hold integers that JAX would wrap."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
@@ -79,10 +67,7 @@ def check_array(function: str, name: str, x, *, any_integer: bool = False) -> No
 
 
 def known_labels(function: str, labels, name: str = "labels", wide: int = -1) -> Any:
-    """Returns the labels for `eager.at_once`; `wide` for labels of 64 bits that JAX would wrap.
-
-    Raises like `check_array`, also for a Python int beyond the range of JAX's integers.
-    """
+    """Returns the labels for `at_once`; `wide` for labels of 64 bits that JAX would wrap."""
     check_array(function, name, labels, any_integer=not isinstance(labels, int))
     if not has_wide_integers(labels):
         return labels
@@ -92,7 +77,7 @@ def known_labels(function: str, labels, name: str = "labels", wide: int = -1) ->
 
 
 def real_numbers(function: str, name: str, x) -> Any:
-    """Returns `x` for `eager.at_once`; a Python int, and NumPy's integers that JAX would wrap, become floats."""
+    """Returns `x` for `at_once`; a Python int, and NumPy's integers that JAX would wrap, become floats."""
     check_array(function, name, x, any_integer=True)
     if type(x) is int:
         try:
@@ -103,10 +88,7 @@ def real_numbers(function: str, name: str, x) -> Any:
 
 
 def parameter(function: str, name: str, value) -> Any:
-    """Returns an argument with numbers for rows, such as a temperature, checked by `check_array`, for `eager.at_once`.
-
-    Integers become floats as in `real_numbers`. An object that JAX can convert to an array becomes that array.
-    """
+    """Returns numbers for rows, such as a temperature, as `real_numbers`. Objects that JAX converts become arrays."""
     value = real_numbers(function, name, value)
     if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
         raise TypeError(f"{function}: {name} must be of real numbers, got dtype {value.dtype}")
@@ -117,14 +99,9 @@ def parameter(function: str, name: str, value) -> Any:
 def in_range(
     function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
 ) -> Any:
-    """Returns one number, or one per row, for `eager.at_once`; raises if a known number is not accepted.
+    """Returns one number, or one per row, for `at_once`; raises if a known number is not `accepted`.
 
-    Args:
-      function, name: for messages.
-      value: as the user passed it. Integers above the int32 maximum are clamped to it.
-      accepted: maps an array of numbers to booleans, True for numbers in range.
-      wanted: the range, in words, for messages.
-      integer: whether the numbers must be integers.
+    `wanted` says in words which numbers are. Integers above the int32 maximum are clamped to it.
     """
     given = value
     if integer and type(value) is int:  # may exceed int64
@@ -148,7 +125,7 @@ def in_range(
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
-    """Returns the temperature, checked if it is known, for `eager.at_once`; None if it is known to be 1."""
+    """Returns the temperature for `at_once`, checked if it is known; None if it is known to be 1."""
     temperature = in_range(function, "temperature", temperature, lambda t: t >= 0, "at least 0")
     if not is_known(temperature):
         return temperature
@@ -163,11 +140,7 @@ def known_temperature(function: str, temperature, logits) -> Any:
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is negative.
-
-    `temperature` is as `known_temperature` returns it; None is 1. The logits have this shape and axis. Their softmax
-    has the floating `dtype`.
-    """
+    """Returns the `known_temperature`, as `per_row` does; NaN where it is negative. `dtype` is the softmax's."""
     t = per_row(function, "temperature", 1.0 if temperature is None else temperature, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))
@@ -179,25 +152,18 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     where = array(function, "where", where)
     if where.dtype != jnp.bool_:
         raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
-    try:
-        fits = jnp.broadcast_shapes(where.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(where.shape, shape):
         raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns `value` as an array: one number for all rows, (1, ..., 1), or one per row, batch + (1,).
-
-    The logits have this shape, and rows along `axis`.
-    """
+    """Returns `value` for logits of this shape and axis: one number for all rows, (1, ..., 1), or batch + (1,)."""
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
     if value.ndim == len(shape) and value.shape[axis] == 1:
         value = jnp.squeeze(value, axis)
-    if value.ndim > len(batch) or any(n not in (1, full) for n, full in zip(value.shape[::-1], batch[::-1])):
+    if not _broadcasts(value.shape, batch):
         raise ValueError(
             f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
         )
@@ -205,13 +171,13 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
     return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, full) for n, full in zip(shape[::-1], to[::-1]))
+
+
 def rows(
     function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
 ) -> Rows:
-    """Returns the checked logits, and the checked arguments that say which elements make a row.
-
-    `name` is the name of the argument `x`. `boolean` says whether `x` may be boolean.
-    """
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got {x.dtype.name}")
@@ -239,16 +205,9 @@ def last_axis(
 ) -> tuple[Call, list]:
     """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
 
-    Args:
-      operation, function: the operation, and the public function.
-      x, axis: the logits and the axis, as `real_rows` returns them.
-      where, axis_name: as users pass them.
-      per_row: (name for messages, array) of each further array, or None. Usually it has size 1 in place of the row.
-      k: the number of winners, or None.
-
-    Returns:
-      The call; and x, the mask and the further arrays, of one sharding, varying over the same mesh axes. Only x and the
-      mask vary over the mesh axes that a row is spread over.
+    `x` and `axis` are as `real_rows` returns them. `per_row` has (name for messages, array or None) of each further
+    array. All arrays get one sharding, and vary over the same mesh axes. Only x and the mask vary over the mesh axes
+    that a row is spread over.
     """
     mesh_axes = bound_mesh_axes(function, axis_name)
     where = None if where is None else mask(function, where, x.shape)
@@ -264,7 +223,6 @@ def last_axis(
 
 
 def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
-    """Returns `x`, broadcast against another argument."""
     try:
         return jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, other.shape))
     except ValueError:
@@ -276,7 +234,7 @@ def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: ja
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     """Returns the reduced axes, as nonnegative numbers; raises numpy's AxisError if one is out of range."""
     if isinstance(axis, Tracer):
-        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints", axis))
+        raise TypeError(traced(function, "axis", "None, an int or a sequence of ints", axis))
     try:
         return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, function)
     except np.exceptions.AxisError:
@@ -292,7 +250,6 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def check_axis_name(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh axes that `axis_name` names, as a tuple."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
@@ -312,9 +269,8 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def static_int(function: str, name: str, value) -> int:
-    """Returns `value` as an int that is known while tracing."""
     if isinstance(value, Tracer):
-        raise TypeError(_traced(function, name, "a static Python int", value))
+        raise TypeError(traced(function, name, "a static Python int", value))
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
     try:
@@ -324,7 +280,7 @@ def static_int(function: str, name: str, value) -> int:
 
 
 def winners(function: str, k, length) -> int:
-    """Returns `k`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
+    """Returns `k`, from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
     number: Any = k if export.is_symbolic_dim(k) else static_int(function, "k", k)
     wanted = f"{function}: k must be from 0 to the row's length {length}, got {k}"
     try:
@@ -338,21 +294,8 @@ def winners(function: str, k, length) -> int:
 
 
 def static_bool(function: str, name: str, value) -> bool:
-    """Returns `value` as a bool that is known while tracing."""
     if isinstance(value, Tracer):
-        raise TypeError(_traced(function, name, "a static Python bool", value))
+        raise TypeError(traced(function, name, "a static Python bool", value))
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
     return bool(value)
-
-
-def _traced(function: str, name: str, accepted: str, value: Tracer) -> str:
-    if type(value).__name__ == "BatchTracer":
-        return (
-            f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
-            "pass it with in_axes=None as a Python value, or close over it"
-        )
-    return (
-        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
-        f"static_argnames={name!r} of jax.jit, or close over it"
-    )

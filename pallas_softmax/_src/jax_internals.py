@@ -44,28 +44,21 @@ def as_weak_as(x: jax.Array, like: jax.Array) -> Any:
 def register_partitioner(target: str, partition: Callable) -> None:
     """Registers how XLA divides the custom calls with the name `target`, on every platform. `jax.export` accepts them.
 
-    Args:
-      target: the name.
-      partition: the function that XLA calls for each custom call. It takes three arguments:
-        shapes: (shape, dtype) of each argument, a tuple.
-        tiles: the result of `tiles` for each argument, a tuple.
-        text: the text of the call.
-        It returns the MLIR bytecode of a device's program, then lists for the arguments and for the results. The lists
-        have a pair (`NamedSharding`, number of dimensions) for each array.
+    XLA calls partition(shapes, tiles, text) for each custom call:
+
+        shapes   (shape, dtype) of each argument, a tuple
+        tiles    the result of `tiles` for each argument, a tuple
+        text     the text of the call
+
+    It returns the MLIR bytecode of a device's program, and lists of `hlo_sharding`s of arguments and results.
     """
 
     def called(arg_shapes, arg_shardings, result_shape, result_sharding, text):
         shapes = tuple((tuple(s.dimensions()), s.numpy_dtype()) for s in arg_shapes)
         module, arguments, results = partition(shapes, tuple(map(tiles, arg_shardings)), text)
-        arguments, results = (
-            [hlo_sharding(sharding, rank) for sharding, rank in each] for each in (arguments, results)
-        )
         if not result_shape.is_tuple():
             return module, arguments, results[0]
         return module, arguments, xla_client.HloSharding.tuple_sharding(result_shape, results)
-
-    def unchanged(sharding, shape, text):
-        return sharding
 
     def infer(*_):
         raise NotImplementedError(f"{target} needs Shardy, which infers shardings by the call's rule")
@@ -73,7 +66,7 @@ def register_partitioner(target: str, partition: Callable) -> None:
     register = functools.partial(
         xla_client.register_custom_call_partitioner,
         target,
-        unchanged,
+        lambda sharding, shape, text: sharding,
         called,
         infer,
         can_side_effecting_have_replicated_sharding=True,
@@ -84,15 +77,11 @@ def register_partitioner(target: str, partition: Callable) -> None:
 
 
 def hlo_sharding(sharding: NamedSharding, rank: int) -> Any:
-    """Returns the XLA sharding of an array with `rank` dimensions."""
     return sharding._to_xla_hlo_sharding(rank)
 
 
 def tiles(sharding) -> tuple[tuple[int, ...], ...] | None:
-    """Returns which tile of an array each device has, as indices [dimension][device]; None for a replicated array.
-
-    `sharding` is an XLA sharding.
-    """
+    """Returns which tile of an array each device has, as indices [dimension][device]; None for a replicated array."""
     if not sharding.is_tiled():
         return None
     dims, devices = sharding.tile_assignment_dimensions(), sharding.tile_assignment_devices()
@@ -113,16 +102,7 @@ def divisible_over(ctx: mlir.LoweringRuleContext) -> int:
 def partitioned_call(
     ctx: mlir.LoweringRuleContext, target: str, values: Sequence, text: str, rule: str, whole: Sequence[str]
 ) -> Sequence:
-    """Lowers to a custom call that XLA divides by the function of `register_partitioner`. Returns its results.
-
-    Args:
-      ctx: the context of the lowering.
-      target: the name that was registered.
-      values: the arguments.
-      text: describes the call to `partition`.
-      rule: Shardy's rule: which dimensions share mesh axes.
-      whole: the factors of the rule that no mesh axis may divide.
-    """
+    """Lowers to a custom call that XLA divides, by Shardy's `rule` with its factors that must stay `whole`."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = hlo.CustomCallOp(
         types,

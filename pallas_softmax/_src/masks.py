@@ -17,9 +17,7 @@ from pallas_softmax._src.normalizers import widen
 
 
 def sum_over(x, axes, mesh_axes):
-    """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
-    part = jnp.sum(x, axes, keepdims=True)
-    return lax.psum(part, tuple(mesh_axes))
+    return lax.psum(jnp.sum(x, axes, keepdims=True), tuple(mesh_axes))
 
 
 def positions(x, mesh_axes=()):
@@ -39,10 +37,7 @@ def stored(arrays):
 
 
 def _stored_by_branch(arrays):
-    """Does what `stored` does with jax 0.10, which drops barriers on a CPU before it fuses, but keeps branches.
-
-    The first branch always runs. XLA does not know this.
-    """
+    """For jax 0.10, which drops barriers on a CPU before it fuses, but keeps branches. The first branch always runs."""
     other = functools.partial(jax.tree.map, lambda a: ~a if a.dtype == bool else -a)
     return lax.cond(lax.optimization_barrier(True), lambda a: a, other, arrays)
 
@@ -98,7 +93,6 @@ def _(mode, fill_value, primals, tangents):
 
 
 def _bits(x):
-    """Returns the bits of floats, as integers; other arrays as they are."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}") if is_float else x
 
@@ -127,12 +121,11 @@ def row_at(x, position):
 
 
 def mask_at(where, x, indices) -> Any:
-    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis; False beyond it."""
+    """Returns the elements of the mask at indices of the last axis of `x`; False beyond it."""
     return None if where is None else at(jnp.broadcast_to(where, x.shape), indices, "fill", False)
 
 
 def masked(x, where, value):
-    """Returns x, with `value` where the mask is False."""
     return x if where is None else jnp.where(where, x, value)
 
 

@@ -1,4 +1,4 @@
-"""Finds misfits: arrays and Python integers that JAX would misread, or reject without naming the argument."""
+"""Finds misfits: values that JAX would misread, or reject without naming the argument."""
 
 import jax
 import numpy as np
@@ -25,13 +25,28 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
     return None if any_integer else _out_of_range(x)
 
 
-def has_wide_integers(x) -> bool:
-    """Returns whether `x` is a concrete array of 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64).
+def traced(function: str, name: str, accepted: str, value: Tracer) -> str:
+    """Returns the message for a traced value of a static argument."""
+    if type(value).__name__ == "BatchTracer":
+        return (
+            f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
+            "pass it with in_axes=None as a Python value, or close over it"
+        )
+    return (
+        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
+        f"static_argnames={name!r} of jax.jit, or close over it"
+    )
 
-    An array that this process cannot read counts as False.
-    """
-    is_array = isinstance(x, np.ndarray | np.generic | jax.Array)
-    return is_array and x.dtype in _WIDE and _as_stored(x.dtype) != x.dtype and is_known(x)
+
+def is_jet(x) -> bool:
+    """Returns whether `jax.experimental.jet` traces `x`."""
+    return isinstance(x, Tracer) and type(x).__name__ == "JetTracer"
+
+
+def has_wide_integers(x) -> bool:
+    """Returns whether `x` is an array of known 64-bit integers that JAX truncates to 32 bits (no jax_enable_x64)."""
+    is_wide = isinstance(x, np.ndarray | np.generic | jax.Array) and x.dtype in (np.int64, np.uint64)
+    return is_wide and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype and is_known(x)
 
 
 def is_known(value) -> bool:
@@ -42,23 +57,14 @@ def is_known(value) -> bool:
 
 
 def _out_of_range(x) -> tuple[type[Exception], str] | None:
-    """Returns the error for a number of `x` that is beyond the range of JAX's integers, or None."""
     if isinstance(x, int):
         dtype, ends = np.dtype(np.int64), (x,)
     elif has_wide_integers(x) and x.size:
         dtype, ends = x.dtype, (np.asarray(x).min(), np.asarray(x).max())
     else:
         return None
-    info = np.iinfo(_as_stored(dtype))
+    info = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
     wanted = f"from {info.min} to {info.max} ({info.dtype})"
     return next(
         ((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None
     )
-
-
-def _as_stored(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of an integer array in JAX. Without jax_enable_x64, 64-bit dtypes become 32-bit dtypes."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
-_WIDE = (np.dtype(np.int64), np.dtype(np.uint64))

@@ -33,13 +33,11 @@ def key(x: jax.Array) -> jax.Array:
 
 
 def wide_key(x: jax.Array) -> jax.Array:
-    """Returns the sort keys in at least 32 bits."""
     keys = key(x)
     return keys if keys.dtype.itemsize >= 4 else keys.astype(jnp.int32)
 
 
 def from_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the floats of `dtype` that have these sort keys."""
     return lax.bitcast_convert_type(_flip_negative(key), dtype)
 
 
@@ -53,11 +51,11 @@ def value_key(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.iinfo(keys.dtype).max, keys)
 
 
+# For each dtype of integers that kernels take, the dtype of `as_floats`
 INTEGERS_AS_FLOATS = {
     **dict.fromkeys(("int8", "uint8", "int16", "uint16"), "bfloat16"),
     **dict.fromkeys(("int32", "uint32"), "float32"),
 }
-"""For each dtype of integers that kernels take, the dtype of `as_floats`."""
 
 
 def as_floats(x: jax.Array) -> jax.Array:
@@ -93,19 +91,17 @@ def _flip_negative(bits: jax.Array) -> jax.Array:
 
 
 def key32(x):
-    """Returns the int32 sort keys of float32, bfloat16 or float16 numbers."""
     return _flip_negative32(lax.bitcast_convert_type(x, _int_dtype(x.dtype)).astype(jnp.int32), x.dtype)
 
 
 def from_key32(key, dtype):
-    """Returns the floats of this dtype that have these int32 sort keys, converted to float32."""
+    """Returns the floats of this dtype that have these keys, converted to float32."""
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type(_flip_negative32(key, dtype) << 16, jnp.float32)
     return element_of_key32(key, dtype).astype(jnp.float32)
 
 
 def element_of_key32(key, dtype):
-    """Returns the floats of this dtype that have these int32 sort keys, bit by bit."""
     return lax.bitcast_convert_type(_flip_negative32(key, dtype).astype(_int_dtype(dtype)), dtype)
 
 
@@ -130,7 +126,6 @@ def _flip_negative32(bits, dtype):
 
 
 def key_of_number(value: float, dtype) -> int:
-    """Returns the sort key of a number in this dtype."""
     bits = int(np.array(value, dtype).view(_int_dtype(dtype))[()])
     return bits if bits >= 0 else bits ^ ~lowest_key(dtype)
 
@@ -141,10 +136,8 @@ def lowest_key(dtype) -> int:
 
 
 def lowest(dtype) -> Any:
-    """Returns the float with the lowest key."""
     return np.array(-1, _int_dtype(dtype)).view(dtype)[()]
 
 
 def _int_dtype(dtype) -> np.dtype:
-    """Returns the signed integer dtype of the same width."""
     return np.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")

@@ -20,14 +20,13 @@ from jax import lax
 
 
 class Temperature(NamedTuple):
-    """Temperatures of at least 0, or NaN, as two numbers each: T = divisor / factor."""
+    """Temperatures of at least 0, or NaN, of shape (..., 1)."""
 
     factor: Any
     divisor: Any
 
     @staticmethod
     def of(t: jax.Array) -> "Temperature":
-        """Returns temperatures (..., 1), floating."""
         is_cold, is_hot = t < 1 / _cold_factor(t), t > 2.0 ** (jnp.finfo(t.dtype).maxexp - 8)
         factor = jnp.where(is_cold, _cold_factor(t), jnp.where(is_hot, 0.25, 1.0)).astype(t.dtype)
         return Temperature(factor, _times(t, factor))
@@ -38,7 +37,6 @@ class Temperature(NamedTuple):
         return self.divisor == 0
 
     def divide(self, x):
-        """Returns x / T."""
         return self._limit(_times(x, self.factor))
 
     def distance(self, x, m):
@@ -52,7 +50,6 @@ class Temperature(NamedTuple):
         return derivative * self.factor / self.divisor
 
     def _limit(self, scaled):
-        """Returns scaled / divisor."""
         limit = jnp.where(scaled > 0, jnp.inf, jnp.where(scaled < 0, -jnp.inf, scaled))
         return jnp.where(self.is_zero, limit, scaled * (1 / jnp.where(self.is_zero, 1, self.divisor)))
 
@@ -62,7 +59,6 @@ def _cold_factor(t: jax.Array) -> float:
 
 
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns x times factors of `Temperature`."""
     return jnp.where(factor > 1, times_power(x, _cold_factor(x)), x * factor)
 
 

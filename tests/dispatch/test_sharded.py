@@ -134,40 +134,38 @@ WHOLE = tiles_of((1, 1), replicas=8)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tiles", "finer", "axes"),
+    ("devices", "tiles", "sizes", "axes"),
     [
-        ((8,), [tiles_of((1, 8))], (8,), [[(), (0,)]]),
-        ((8,), [WHOLE], (8,), [[(), ()]]),
-        ((8,), [tiles_of((1, 4, 2))], (4, 2), [[(), (0,), (1,)]]),
-        ((8,), [tiles_of((2, 2, 2))], (2, 2, 2), [[(0,), (1,), (2,)]]),
-        ((8,), [tiles_of((2,), replicas=4), WHOLE], (2, 4), [[(0,)], [(), ()]]),
+        (8, [tiles_of((1, 8))], (8,), [[(), (0,)]]),
+        (8, [WHOLE], (8,), [[(), ()]]),
+        (8, [tiles_of((1, 4, 2))], (4, 2), [[(), (0,), (1,)]]),
+        (8, [tiles_of((2, 2, 2))], (2, 2, 2), [[(0,), (1,), (2,)]]),
+        (8, [tiles_of((2,), replicas=4), WHOLE], (2, 4), [[(0,)], [(), ()]]),
         # the first device's neighbours have the same tile
-        ((8,), [tiles_of((2,), (4, 2), (1, 0), 4)], (4, 2), [[(1,)]]),
-        ((8,), [tiles_of((2, 4)), tiles_of((4, 2))], (2, 2, 2), [[(0,), (1, 2)], [(0, 1), (2,)]]),
-        ((2, 4), [tiles_of((2, 4))], (2, 4), [[(0,), (1,)]]),
-        ((2, 4), [tiles_of((8,), (2, 4), (1, 0))], (2, 4), [[(1, 0)]]),
-        ((2, 4), [tiles_of((4, 2))], (2, 2, 2), [[(0, 1), (2,)]]),
-        ((4, 1, 2), [tiles_of((2, 4))], (2, 2, 1, 2), [[(0,), (1, 3)]]),
-        ((2, 4), [tiles_of((4, 2), (2, 4), (1, 0))], (2, 4), [[(1,), (0,)]]),
-        ((12,), [tiles_of((4, 3))], (4, 3), [[(0,), (1,)]]),
+        (8, [tiles_of((2,), (4, 2), (1, 0), 4)], (4, 2), [[(1,)]]),
+        (8, [tiles_of((2, 4)), tiles_of((4, 2))], (2, 2, 2), [[(0,), (1, 2)], [(0, 1), (2,)]]),
+        (8, [tiles_of((2, 4))], (2, 4), [[(0,), (1,)]]),
+        (8, [tiles_of((8,), (2, 4), (1, 0))], (2, 4), [[(1, 0)]]),
+        (8, [tiles_of((4, 2), (2, 4), (1, 0))], (2, 4), [[(1,), (0,)]]),
+        (12, [tiles_of((4, 3))], (4, 3), [[(0,), (1,)]]),
         # axes of 2 x 3 and of 3 x 2 devices have no common refinement: the second array is replicated
         (
-            (6,),
+            6,
             [tiles_of((2, 3)), tiles_of((3, 2)), tiles_of((6,))],
             (2, 3),
             [[(0,), (1,)], [(), ()], [(0, 1)]],
         ),
-        ((12,), [tiles_of((3, 4)), tiles_of((4, 3))], (3, 4), [[(0,), (1,)], [(), ()]]),
-        ((4,), [np.array([[0, 2, 1, 3]])], (2, 2), [[(1, 0)]]),
+        (12, [tiles_of((3, 4)), tiles_of((4, 3))], (3, 4), [[(0,), (1,)], [(), ()]]),
+        (4, [np.array([[0, 2, 1, 3]])], (2, 2), [[(1, 0)]]),
         # no order of mesh axes gives these orders of devices
-        ((4,), [np.array([[0, 1, 3, 2]])], (4,), [[()]]),
-        ((4,), [np.array([[1, 0, 2, 3]])], (4,), [[()]]),
-        ((3, 2), [np.array([[0, 1, 1, 0, 0, 1]])], (3, 2), [[()]]),
-        ((8,), [tiles_of((), replicas=8)], (8,), [[]]),
+        (4, [np.array([[0, 1, 3, 2]])], (4,), [[()]]),
+        (4, [np.array([[1, 0, 2, 3]])], (4,), [[()]]),
+        (6, [np.array([[0, 1, 1, 0, 0, 1]])], (6,), [[()]]),
+        (8, [tiles_of((), replicas=8)], (8,), [[]]),
     ],
 )
-def test_mesh_of_tiles(sizes, tiles, finer, axes):
-    assert decode.common_axes(sizes, tiles) == (finer, axes)
+def test_mesh_of_tiles(devices, tiles, sizes, axes):
+    assert decode.common_axes(devices, tiles) == (sizes, axes)
 
 
 @pytest.mark.parametrize("sizes", [(24,), (4, 6), (2, 3, 4)])
@@ -181,7 +179,7 @@ def test_every_division_of_mesh_axes_is_found(sizes):
         first, second = sorted(rng.integers(0, len(order) + 1, 2))
         dims = [math.prod(prime_sizes[i] for i in part) for part in (order[:first], order[first:second])]
         tiles = tiles_of(dims, prime_sizes, order, n // math.prod(dims))
-        finer, (axes,) = decode.common_axes(sizes, [tiles])
+        finer, (axes,) = decode.common_axes(n, [tiles])
         left = [i for i in range(len(finer)) if i not in sum(axes, ())]
         assert [math.prod(finer[i] for i in of) for of in axes] == dims
         np.testing.assert_array_equal(

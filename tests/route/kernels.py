@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_softmax as ps
-from pallas_softmax._src import folding
 from pallas_softmax._src.route import kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
@@ -33,8 +32,10 @@ def results_and_gradient(k, gate, interpret=INTERPRET):
             bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None,
         )
         plan = plan_route(x.shape[-1], k, x.dtype, biased=gate.steered, groups=gate.groups)
-        mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
-        groups = {
+        steer = None if steer is None else jnp.asarray(steer)[None]
+        options = {
+            "k": k,
+            "gate": of_kernel,
             "groups": gate.groups,
             "top_groups": gate.top_groups or 1,
             "group_best": gate.group_best or 2,
@@ -42,9 +43,9 @@ def results_and_gradient(k, gate, interpret=INTERPRET):
         plan_of_gradient = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
         assert plan_of_gradient is not None
         with interpreted(interpret):
-            weights, indices, logsumexp = kernel.route_rows(x, mask, k, tile(plan), gate=of_kernel, **groups)
-            cotangents = jnp.asarray(g), jnp.asarray(g_logsumexp)
-            dx = kernel.route_grad_rows(x, indices, *cotangents, tile(plan_of_gradient), gate=of_kernel)
+            weights, indices, logsumexp = kernel.route_rows(tile(plan), x, steer, **options)
+            cotangents = jnp.asarray(g), jnp.asarray(g_logsumexp).reshape(-1, 1)
+            (dx,) = kernel.route_grad_rows(tile(plan_of_gradient), (x, indices), *cotangents, gate=of_kernel)
         return ps.Routing(weights, indices, logsumexp[:, 0]), dx
 
     return run

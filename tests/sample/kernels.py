@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from pallas_softmax._src import folding
 from pallas_softmax._src.sample import mosaic_gpu
 from pallas_softmax._src.sample.plan import plan_sample
 from tests.support.plans import HOPPER
@@ -19,9 +18,11 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs; by default the package's choice.
     """
-    x, request = jnp.asarray(x), mosaic_gpu.Params(*map(jnp.asarray, parameters))
-    mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
+    x, where = jnp.asarray(x), None if where is None else jnp.asarray(where)
     plan = plan or plan_sample(x.shape[-1], x.dtype, HOPPER)
-    words = None if words is None else jnp.asarray(words)
+    noise = () if words is None else (jnp.asarray(words), 1)
     with interpreted(interpret):
-        return mosaic_gpu.sample_rows(x, mask, request, words, plan, 1)
+        results = mosaic_gpu.sample_rows(
+            plan, x, where, *(jnp.asarray(a)[:, None] for a in parameters), *noise
+        )
+    return [result[:, 0] for result in results]

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.sample import race_ptx
-from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF, cutoff_program, draw_program
+from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF, row_program
 from pallas_softmax._src.sample.plan import plan_of
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
@@ -54,7 +54,7 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
     rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")
     memory[:, _X : _X + size] = [part.view("u1") for part in parts]
-    text = cutoff_program(plan, x.dtype) if words is None else draw_program(plan, x.dtype, 1)
+    text = row_program(plan, x.dtype, None if words is None else 1)
     machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
     return machine, [result.array for result in results.values()]

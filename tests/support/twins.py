@@ -216,7 +216,7 @@ def _draw(plan, stride, refs, numbers, words):
             ref[row] = result[0, 0]
 
 
-def _run_program(plan, stride, part, refs, params, words, barrier):
+def _run_program(plan, stride, part, refs, parameters, words, barrier):
     """Synchronizes the warpgroups. One of them computes the results.
 
     The row is one part, but it may start before or after the part's first position, by `part.origin`.
@@ -227,7 +227,7 @@ def _run_program(plan, stride, part, refs, params, words, barrier):
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
-        one_row, x = [jnp.reshape(number, (1, 1)) for number in params], x_smem[...][None]
+        one_row, x = [jnp.reshape(number, (1, 1)) for number in parameters.values()], x_smem[...][None]
         if not words:
             results, index_at = xla.cutoff(x, None, *one_row), 1
         else:
@@ -314,8 +314,8 @@ TWINS = {
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,
     "merge_kernel._rank": _rank_lists,
-    "best.best_indices": _best_indices,
-    "best._best_words": _best_words,
+    "merging.best_indices": _best_indices,
+    "merging.best_words": _best_words,
     "kernel._select": _select,
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,

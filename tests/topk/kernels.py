@@ -52,20 +52,20 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     """Returns the cotangents of the logits and of each row's temperature. The interpreter gets a tile of few rows."""
     plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
-    arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
+    x, indices, g = (jnp.asarray(a) for a in (x, indices, g))
+    t, m, d, g_d = (jnp.asarray(a).reshape(-1, 1) for a in (t, m, d, g_d))
     plan = plan if interpret is None else fewer_rows(plan)
     with interpreted(interpret):
-        return tile_kernel.topk_grad_rows(*arrays, plan, log=log)
+        return tile_kernel.topk_grad_rows(plan, (x, t, m, d, indices), None, g, g_d, log=log)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log):
     """Returns the kernel's merge of the winners and normalizers of several devices."""
-    t = None if temperature is None else jnp.asarray(temperature)
+    t, parts = None if temperature is None else jnp.asarray(temperature).reshape(-1, 1), normalizers or ()
     with interpreted():
-        request = merge_kernel.Request(
-            k, won.dtype, kept is not None, log, F32, normalized=normalizers is not None
+        return merge_kernel.merge_rows(
+            None, won, kept, indices, parts, t, k=k, log=log, dtype=F32, scaled=False
         )
-        return merge_kernel.merge_rows(won, kept, indices, normalizers, t, request)
 
 
 def assert_top_k(x, k, names, plan, where=None):

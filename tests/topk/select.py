@@ -6,10 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
+from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.select import kernel as select_kernel
+from pallas_softmax._src.select import plan as select_plan
 from pallas_softmax._src.select.kernel import program_of
 from pallas_softmax._src.select.plan import SelectPlan, registers_plan
+from pallas_softmax._src.topk.operation import SELECT
 from tests.support import oracle, ptx
+from tests.support.plans import HOPPER
 from tests.support.twins import INTERPRET, interpreted
 
 
@@ -39,6 +43,14 @@ def rows_of(v, k, dtype, seed=0):
     }
     with np.errstate(all="ignore"):
         return {name: row.astype(dtype) for name, row in rows.items()}
+
+
+def plan_selection(rows, v, k, dtype, capability=HOPPER, masked=False, lengths=False, in_order=False):
+    """Returns the plan that the package chooses, or None."""
+    options = {"masked": masked, "lengths": lengths, "sorted": in_order}
+    call = Call(SELECT, str(dtype), rows, v, k=k, function="top_k", **options)
+    plan = select_plan.plan_selection(call, capability)
+    return plan if isinstance(plan, SelectPlan) else None
 
 
 def assert_rows(got, x, k, where=None, lengths=None, names=None, *, sorted=False):

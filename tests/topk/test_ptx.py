@@ -102,9 +102,9 @@ def test_rank(k, n, kind):
     p = CtaProgram()
     *at, out = p.operands("u32", "candidates", "n", "buckets", "ranked")
     lists = ranking.CandidateList(
-        *at[:2], capacity, at[2], out, merge_kernel.put_in_shared_memory(p, out, k), k, *dtype_and_vocab
+        p, *at[:2], capacity, at[2], out, merge_kernel.put_in_shared_memory(p, out, k), k, *dtype_and_vocab
     )
-    ranking.rank(p, lists)
+    lists.rank()
     machine = ptx.run(p, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many

@@ -14,7 +14,6 @@ from pallas_softmax._src.select.plan import (
     MAX_SELECTED,
     MIN_VOCAB,
     SelectPlan,
-    plan_selection,
     registers_plan,
 )
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
@@ -24,7 +23,15 @@ from tests.support.gpu import on_a_gpu, side_by_side
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
-from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, rows_of
+from tests.topk.select import (
+    PLANS,
+    assert_rows,
+    machine_launch,
+    machine_select,
+    offset_of,
+    plan_selection,
+    rows_of,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
+from pallas_softmax._src.misfits import traced
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -19,13 +20,7 @@ _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for a user's call: the named implementation or, if None, the first that takes the call.
-
-    `explain` lists it.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
+    """Returns the choice for a user's call, which `explain` lists. Raises if the name is unknown."""
     check_name(call.function, implementation)
     choice = choose_unlisted(call, implementation)
     record(choice)
@@ -33,46 +28,38 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 
 def check_name(function: str, implementation: str | None) -> None:
-    """Raises ValueError if the name that a user passed to this function is unknown."""
-    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
-        return
+    accepted = f"None or one of {IMPLEMENTATIONS}"
     if isinstance(implementation, Tracer):
-        raise TypeError(
-            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got a traced value; "
-            "pass it through static_argnames='implementation' of jax.jit, or close over it"
-        )
-    raise ValueError(
-        f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
-    )
+        raise TypeError(traced(function, "implementation", accepted, implementation))
+    is_name = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not is_name:
+        raise ValueError(f"{function}: implementation must be {accepted}, got {implementation!r}")
 
 
 def record(choice: Choice) -> None:
-    """Adds the choice to what `explain` lists."""
+    """Adds the choice to what `explain` lists, if it is running."""
     if (choices := _recorder.get()) is not None:
         choices.append(choice)
 
 
 def choose_unlisted(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
+    """Returns the named implementation or, if None, the first that takes the call. `explain` does not list it."""
     shard_call, operation = call, call.operation
     if call.mesh_axes and isinstance(operation, RowOperation):  # other kernels take mesh_axes= themselves
         if operation.on_mesh is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
         shard_call = call.of(operation.shard_step or operation)
+    elsewhere = "xla" if implementation in (None, "xla") else None
     reasons = []
-    cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
         plan = _plan(name, shard_call, automatic=implementation is None)
         if not isinstance(plan, Refusal):
-            cuda = name
-            break
+            return Choice(call, name, elsewhere, tuple(reasons), implementation, plan)
         reasons.append((name, plan.reason))
-    elsewhere = "xla" if implementation in (None, "xla") else None
-    return Choice(call, cuda, elsewhere, tuple(reasons), implementation, plan)
+    return Choice(call, None, elsewhere, tuple(reasons), implementation)
 
 
 def choose_plain(call: Call) -> Choice:
-    """Returns the choice of `xla`, for an operation that no other implementation has."""
     return Choice(call, "xla", "xla", requested="xla")
 
 
@@ -83,10 +70,7 @@ def choose_if_able(call: Call, implementation: str | None) -> Choice:
 
 
 def _plan(name: str, call: Call, automatic: bool) -> Any:
-    """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
-
-    `automatic` says that the user named no implementation, so that a slower one is refused.
-    """
+    """Returns a plan, None for `xla`, or a `Refusal`: also of a slower kernel, if the choice is automatic."""
     if name == "xla":
         return None
     if call.objection is not None:
@@ -95,21 +79,12 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return Refusal(f"no kernel for {call.op}")
     kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
-    if automatic and not isinstance(plan, Refusal):
-        reason = kernel.slower(call)
-        return plan if reason is None else Refusal(reason)
-    return plan
+    is_candidate = automatic and not isinstance(plan, Refusal)
+    reason = kernel.slower(call) if is_candidate else None
+    return plan if reason is None else Refusal(reason)
 
 
-def stays_plain(choice: Choice) -> bool:
-    """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
-    if choice.requested is not None:
-        return choice.requested == "xla"
-    return choice.call.objection is not None or choice.call.dtype not in choice.call.operation.kernel_dtypes
-
-
-def recording() -> bool:
-    """Returns whether `explain` is listing the calls."""
+def is_recording() -> bool:
     return _recorder.get() is not None
 
 

@@ -25,64 +25,44 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_softmax._src.dispatch import linear_map
 from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.linear_map import LinearMap
+from pallas_softmax._src.dispatch.mesh import as_rows, is_visible
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
 from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, RowOperation
-from pallas_softmax._src.dispatch.vmap import as_rows, is_visible
 from pallas_softmax._src.temperatures import is_zero
 
 
 class Static(NamedTuple):
-    """Everything about a call that is known while tracing; hashable.
-
-    Attributes:
-      forward: the choice for the operation.
-      gradient: the choice for its gradient.
-      tangent: the choice for its tangent.
-      keywords: the static arguments of the operation, as the items of a dictionary. The gradient and the tangent also
-        get the ones that their plain functions accept.
-    """
+    """Everything about a call that is known while tracing; hashable."""
 
     forward: Choice
     gradient: Choice
     tangent: Choice
-    keywords: tuple[tuple[str, Any], ...]
+    keywords: tuple[tuple[str, Any], ...]  # the static arguments, as the items of a dictionary
 
     @property
     def operation(self) -> RowOperation:
-        """The operation."""
         return self.forward.call.row_operation
 
 
 def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Static:
-    """Returns the choices for a call and its derivatives.
-
-    The gradient is chosen like the call. If a named implementation cannot run it, plain JAX does, unless the operation
-    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient. `keywords` are the static
-    arguments of the operation.
-    """
+    """Returns the choices for a call and its derivatives. `keywords` are the static arguments of the operation."""
     operation = call.row_operation
     assert operation.gradient is not None and operation.tangent is not None
-    forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
-    chosen = choose(forward, implementation)
+    forward = choose(call, implementation)
     if operation.gradient_needs_kernel:
-        backward = choose(gradient, implementation)
+        gradient = choose(call.of(operation.gradient), implementation)
     else:
-        backward = choose_if_able(gradient, implementation)
-        if backward.cuda != "xla":
-            record(backward)
-    symmetric = operation.tangent is operation.gradient
-    return Static(chosen, backward, backward if symmetric else choose_plain(tangent), tuple(keywords.items()))
+        gradient = choose_if_able(call.of(operation.gradient), implementation)
+        if gradient.cuda != "xla":
+            record(gradient)
+    is_symmetric = operation.tangent is operation.gradient
+    tangent = gradient if is_symmetric else choose_plain(call.of(operation.tangent))
+    return Static(forward, gradient, tangent, tuple(keywords.items()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(static: Static, *arrays: Any) -> Any:
-    """Returns the results of a call, with derivatives.
-
-    Args:
-      static: the choices, by `choose_all`.
-      *arrays: the positional arguments of the operation: arrays or None. `RowOperation.variables` names those that the
-        results have derivatives in; all others are constants.
-    """
+    """Returns the results of a call, with derivatives. `arrays` are the positional arguments of the operation."""
     operation = static.operation
     results = as_rows(static.forward, *jax.tree.map(lax.stop_gradient, arrays), **dict(static.keywords))
     leaves, tree = jax.tree.flatten(results)
@@ -116,7 +96,7 @@ def _(static: Static, primals: tuple, tangents: tuple) -> tuple[dict, dict]:
 
 
 def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
-    """Returns dys, the tangents of the differentiable results. Integer logits have no tangent, so 0 takes its place."""
+    """Returns dys. Integer logits have no tangent, so 0 takes its place."""
     if len(dxs) < len(static.operation.variables):
         dxs = (jnp.zeros_like(saved[0][0], jnp.float32), *dxs)
     saved, without_limits = _without_limits(static, saved)
@@ -124,20 +104,17 @@ def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
 
 
 def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
-    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0.
-
-    At temperature 0, no result depends on the logits or the temperature.
-    """
+    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0."""
     if not dict(static.keywords).get("scaled", False):
         return saved, lambda numbers: numbers
     (logits, temperature, *residuals), *others = saved
-    is_limit = is_zero(temperature)
+    is_limit = is_zero(temperature)  # where no result depends on the logits or the temperature
     saved = (logits, jnp.where(is_limit, 1, temperature), *residuals), *others
     return saved, lambda numbers: tuple(jnp.where(is_limit, 0, a) for a in numbers)
 
 
 def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tuple:
-    """Returns dxs, the cotangents of the variables. The cotangent of a temperature is a sum over rows that share it."""
+    """Returns dxs. The cotangent of a temperature is a sum over rows that share it."""
     operation, mesh_axes = static.operation, static.forward.call.mesh_axes
     if operation.results == PER_ROW:  # replicated over the mesh axes that a row is spread over
         dys = sum_cotangents(dys, mesh_axes)
@@ -154,32 +131,18 @@ def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tupl
 
 
 def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, plain: bool) -> tuple:
-    """Returns the results of the gradient or the tangent, run like every operation, or in plain JAX."""
-    operation = choice.call.row_operation
+    """Returns the results of the gradient or the tangent. They get the static arguments that they accept."""
+    operation, logits = choice.call.row_operation, saved[0][0]
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
+    arrays = (*saved, *arrays)
     if plain:
-        function = functools.partial(operation.plain, mesh_axes=static.forward.call.mesh_axes)
-        if not static.operation.divided_by_xla:
-            function = _on_whole_rows(function, logits_first=operation.is_gradient)
-        results = function(*saved, *arrays, **keywords)
+        if not static.operation.divided_by_xla:  # JAX cannot index along rows that Explicit mesh axes divide
+            arrays = jax.tree.map(lambda a: reshard_along(a, -1, None), arrays)
+        results = operation.plain(*arrays, **keywords, mesh_axes=static.forward.call.mesh_axes)
     else:
-        results = as_rows(choice, *saved, *arrays, **keywords)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def _on_whole_rows(function: Callable, *, logits_first: bool) -> Callable:
-    """Returns a plain map of rows that Explicit mesh axes may divide: JAX cannot index along such axes.
-
-    `logits_first` says whether its first result has the shape of the logits, and so must be sharded like them.
-    """
-
-    def on_whole_rows(*arrays, **keywords):
-        whole = jax.tree.map(lambda a: reshard_along(a, -1, None), arrays)
-        results = function(*whole, **keywords)
-        logits = arrays[0][0]
-        if not logits_first or whole[0][0] is logits:
-            return results
+        results = as_rows(choice, *arrays, **keywords)
+    results = results if isinstance(results, tuple) else (results,)
+    if operation.is_gradient and arrays[0][0] is not logits:  # the first result has the shape of the logits
         return (jax.sharding.reshard(results[0], jax.typeof(logits).sharding), *results[1:])
-
-    return on_whole_rows
+    return results

@@ -15,9 +15,9 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.choose import recording
+from pallas_softmax._src.dispatch.choose import is_recording
 from pallas_softmax._src.jax_internals import stage_constants
-from pallas_softmax._src.misfits import misfit
+from pallas_softmax._src.misfits import is_jet, misfit
 
 F = TypeVar("F", bound=Callable)
 
@@ -25,13 +25,12 @@ F = TypeVar("F", bound=Callable)
 def at_once(
     *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that jits a function. The program has the function's name.
+    """Returns a decorator that jits a function.
 
     Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
 
     Args:
-      *static: the names of the static arguments. Each combination of them has its own program. The other arguments are
-        arrays, scalars, None, or named tuples of them.
+      *static: the names of the static arguments. The others are arrays, scalars, None, or named tuples of them.
       known: checks numbers before JAX traces or truncates them. It takes all arguments by name, as the user passed
         them, and returns those that it replaces.
     """
@@ -56,8 +55,8 @@ def at_once(
             options = tuple([_plain(given[name]) for name in static])
             given |= zip(static, options)
             args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
-            leaves = _leaves([given[name] for name in arrays])
-            if not all(map(_accepted, leaves)) or not _hashable(options) or recording():
+            is_accepted = all([_accepted(given[name]) for name in arrays])
+            if not is_accepted or not _hashable(options) or is_recording():
                 return function(*args, **kwargs)
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
@@ -75,18 +74,14 @@ def at_once(
 def _program(
     function: Callable, static: tuple[str, ...], types: tuple, settings: tuple[tuple[int, int], bool]
 ) -> Callable:
-    """Returns the jitted function, one for each combination of the arguments."""
     # jax.jit caches by the function that it is given, so each program needs its own partial
     return jax.jit(functools.partial(function), static_argnames=static)
 
 
-def _leaves(arrays: list) -> list:
-    """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
-    return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
-
-
 def _accepted(x) -> bool:
-    """Returns whether x is None, or numbers that `jax.jit` takes. If not, the function itself raises."""
+    """Returns whether x is None, numbers that `jax.jit` takes, or a named tuple. If not, the function itself raises."""
+    if hasattr(x, "_fields"):
+        return all(map(_accepted, x))
     numbers = isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and misfit(x) is None
     return x is None or (numbers and not is_jet(x))
 
@@ -102,11 +97,6 @@ def _plain(option) -> Any:
         parts = map(_plain, option)
         return option._make(parts) if hasattr(option, "_make") else tuple(parts)  # pyright: ignore[reportAttributeAccessIssue]
     return option
-
-
-def is_jet(x) -> bool:
-    """Returns whether `jax.experimental.jet` traces `x`."""
-    return isinstance(x, Tracer) and type(x).__name__ == "JetTracer"
 
 
 def _hashable(options: tuple) -> bool:

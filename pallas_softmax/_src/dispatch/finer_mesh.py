@@ -25,56 +25,44 @@ def decode(
     """Returns a mesh, and how each array is sharded on it.
 
     An array is replicated if no mesh can express its sharding together with the shardings of the arrays before it.
-
-    Args:
-      devices: the number of devices.
-      arrays: for each array, the index of each device's tile along each dimension, [dimension][device]; None if the
-        array is whole on each device.
-      ranks: the number of dimensions of each array.
+    `arrays` are the results of `jax_internals.tiles`.
     """
     tiles = [np.array(of or np.zeros((rank, devices)), int) for of, rank in zip(arrays, ranks)]
-    sizes, axes = common_axes((devices,), tiles)
+    sizes, axes = common_axes(devices, tiles)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
 
 
 def common_axes(
-    sizes: tuple[int, ...], arrays: Sequence[np.ndarray]
+    devices: int, arrays: Sequence[np.ndarray]
 ) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
     """Returns the axis sizes of a mesh that expresses all tilings, and the mesh axes of each dimension of each array.
 
-    Mesh axes are numbers. The mesh splits no axis that need not be split. An array that does not fit has no mesh axes.
-
-    Args:
-      sizes: the axis sizes of the program's mesh.
-      arrays: for each array, the index of each device's tile along each dimension: (dimensions, devices).
+    Mesh axes are numbers. `arrays` hold the index of each device's tile, (dimensions, devices). An array that does not
+    fit has no mesh axes.
     """
-    finer, fitting = sizes, {}
+    sizes, fitting = (devices,), {}
     for i, tiles in enumerate(arrays):
         trial = fitting | {i: tiles}
-        trial_sizes = _split(sizes, np.concatenate([*trial.values()]))
+        trial_sizes = _split(np.concatenate([*trial.values()]))
         if all(_axes_of(each, trial_sizes) is not None for each in trial.values()):
-            finer, fitting = trial_sizes, trial
-    axes = [_axes_of(tiles, finer) if i in fitting else None for i, tiles in enumerate(arrays)]
-    return finer, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
+            sizes, fitting = trial_sizes, trial
+    axes = [_axes_of(tiles, sizes) if i in fitting else None for i, tiles in enumerate(arrays)]
+    return sizes, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
 
 
-def _split(sizes: tuple[int, ...], tiles: np.ndarray) -> tuple[int, ...]:
-    """Splits each mesh axis where the tiles along it no longer ascend in equal steps."""
-    finer = []
-    for axis, size in enumerate(sizes):
-        line = tiles.reshape(-1, *sizes).swapaxes(1, axis + 1)[(..., *[0] * (len(sizes) - 1))]
-        factors = []  # the last mesh axis first
-        while size > 1:
-            even = (line == line[:, 1:2] * np.arange(size)).all(0)
-            factor = size if even.all() else int(even.argmin())
-            if not factor or size % factor:  # no mesh fits, as `_axes_of` finds out
-                factor = size
-            factors.append(factor)
-            line, size = line[:, ::factor], size // factor
-        finer += factors[::-1] or [1]
-    return tuple(finer)
+def _split(tiles: np.ndarray) -> tuple[int, ...]:
+    """Returns the sizes of mesh axes: along each, the tiles ascend in equal steps."""
+    sizes = []  # the last mesh axis first
+    while (devices := tiles.shape[1]) > 1:
+        even = (tiles == tiles[:, 1:2] * np.arange(devices)).all(0)
+        size = devices if even.all() else int(even.argmin())
+        if not size or devices % size:  # no mesh fits, as `_axes_of` finds out
+            size = devices
+        sizes.append(size)
+        tiles = tiles[:, ::size]
+    return tuple(sizes[::-1]) or (1,)
 
 
 def _axes_of(tiles: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:

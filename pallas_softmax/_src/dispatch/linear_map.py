@@ -6,7 +6,7 @@ The map is linear in some arrays, and depends on others that the forward has sav
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,133 +18,115 @@ from pallas_softmax._src.dispatch.platform import compiled
 
 
 class _Level(NamedTuple):
-    """One vmap around a linear map. A flag says whether an array has a batch; the batch is its first dimension.
+    """One vmap around a linear map: the axis of the batch in each array, 0 or None.
 
-    Attributes:
-      saved: flags of the leaves of `saved`.
-      inputs: flags of the linear arrays.
-      outputs: flags of the results. If False, the result is summed over the batch. That happens in a transpose: a
-        cotangent of an input without a batch is the sum of the cotangents of all slices.
+    A result without a batch is summed over it. That happens in a transpose: a cotangent of an input without a batch is
+    the sum of the cotangents of all slices.
     """
 
-    saved: tuple[bool, ...]
-    inputs: tuple[bool, ...]
-    outputs: tuple[bool, ...]
+    saved: tuple[int | None, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearMap:
-    """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches.
+    """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches."""
 
-    Attributes:
-      tangent: the map: (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True
-        it is plain JAX, so that JAX can differentiate it in `saved`.
-      cotangent: the transpose of the map, with the same arguments.
-      static: the first argument of `tangent` and `cotangent`.
-      saved_tree: the structure of `saved`.
-      needs_primitive: whether the transpose is one operation, `linear_p`, instead of plain ones.
-      levels: the vmaps around the map, the innermost first.
-    """
-
+    # (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True it is plain JAX, so
+    # that JAX can differentiate it in `saved`.
     tangent: Callable
-    cotangent: Callable
+    cotangent: Callable  # the transpose of the map
     static: Any
     saved_tree: Any
-    needs_primitive: bool = True
-    levels: tuple[_Level, ...] = ()
+    needs_primitive: bool = True  # whether the transpose is one operation, `linear_p`, instead of plain ones
+    levels: tuple[_Level, ...] = ()  # the vmaps around the map, the innermost first
 
     @property
     def transposed(self) -> "LinearMap":
-        """The transpose of this map."""
         levels = tuple(_Level(level.saved, level.outputs, level.inputs) for level in self.levels)
         return dataclasses.replace(self, tangent=self.cotangent, cotangent=self.tangent, levels=levels)
 
-    def __call__(self, saved: list, linear: list, *, plain: bool = False) -> list:
-        """Computes the map, by kernels if its operation has any, or in plain JAX."""
+    def split(self, args: Sequence) -> tuple[Any, Any]:
+        """Returns the leaves of `saved`, and the linear arrays."""
+        count = self.saved_tree.num_leaves
+        return args[:count], args[count:]
 
+    def __call__(self, saved: Sequence, linear: Sequence, *, plain: bool = False) -> list:
         def on_leaves(saved, linear):
             saved = jax.tree.unflatten(self.saved_tree, saved)
-            return list(self.tangent(self.static, saved, tuple(linear), plain=plain))
+            return list(self.tangent(self.static, saved, linear, plain=plain))
 
         for level in self.levels:
             on_leaves = _at_level(on_leaves, level)
-        return on_leaves(saved, linear)
+        return on_leaves(tuple(saved), tuple(linear))
 
 
 def _at_level(function: Callable, level: _Level) -> Callable:
-    """Returns a function of two lists of arrays, (saved, linear), under one vmap."""
-    axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
-
     def batched(saved, linear):
-        outputs = jax.vmap(function, in_axes=axes)(saved, linear)
-        return [out if b else jnp.sum(out, 0) for out, b in zip(outputs, level.outputs)]
+        outputs = jax.vmap(function, in_axes=(level.saved, level.inputs))(saved, linear)
+        return [jnp.sum(out, 0) if axis is None else out for out, axis in zip(outputs, level.outputs)]
 
     return batched
 
 
 # Evaluates the map eagerly, as a compiled program. It is cached by the map, since equal maps may have unequal jaxprs.
-_program = compiled(lambda saved, linear, *, function: function(saved, linear), "function")
+_program = compiled(lambda *args, function: function(*function.split(args)), "function")
 
 linear_p = Primitive("pallas_softmax_linear")
 linear_p.multiple_results = True
 
 
-def apply(function: LinearMap, saved: list, linear) -> list:
+def apply(function: LinearMap, saved: Sequence, linear: Sequence) -> list:
     """Binds `linear_p`. The jaxpr of the map is a parameter, so that JAX and its tools see the operations inside."""
-    linear, count = list(linear), len(saved)
-    jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)
-    return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
+    jaxpr = jax.make_jaxpr(lambda *args: function(*function.split(args)))(*saved, *linear)
+    return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function)
 
 
-def _jvp(primals, tangents, *, jaxpr, function, count):
+def _jvp(primals, tangents, *, jaxpr, function):
     """The tangent in the linear arrays is the map itself. The tangent in `saved` is a JVP of the plain map."""
-    primals = list(primals)
-    outputs = apply(function, primals[:count], primals[count:])
+    saved, linear = function.split(primals)
+    dsaved, dlinear = function.split(tangents)
+    outputs = apply(function, saved, linear)
     sums = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
-    if any(type(t) is not ad.Zero for t in tangents[count:]):
-        linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
-        sums = apply(function, primals[:count], linear)
-    moved = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
+    if any(type(t) is not ad.Zero for t in dlinear):
+        sums = apply(function, saved, [ad.instantiate_zeros(t) for t in dlinear])
+    moved = [i for i, t in enumerate(dsaved) if type(t) is not ad.Zero]
     if moved:
 
         def plain(*values):
-            saved = primals[:count]
-            for i, value in zip(moved, values):
-                saved[i] = value
-            return function(saved, primals[count:], plain=True)
+            replaced = dict(zip(moved, values))
+            return function([replaced.get(i, a) for i, a in enumerate(saved)], linear, plain=True)
 
-        _, more = jax.jvp(plain, [primals[i] for i in moved], [tangents[i] for i in moved])
+        _, more = jax.jvp(plain, [saved[i] for i in moved], [dsaved[i] for i in moved])
         sums = [ad.add_tangents(a, b) for a, b in zip(sums, more)]
     return outputs, sums
 
 
-def _transpose(cotangents, *args, jaxpr, function, count):
+def _transpose(cotangents, *args, jaxpr, function):
     cotangents = [
         ad.instantiate_zeros(ad.Zero(aval) if type(ct) is ad.Zero else ct)
         for ct, aval in zip(cotangents, jaxpr.out_avals)
     ]
-    saved, transposed = list(args[:count]), function.transposed
+    saved, _ = function.split(args)
+    transposed = function.transposed
     run = functools.partial(apply, transposed) if function.needs_primitive else transposed
-    return [None] * count + run(saved, cotangents)
+    return [None] * len(saved) + run(saved, cotangents)
 
 
-def _batch(args, dims, *, jaxpr, function, count):
-    batched = tuple(d is not None for d in dims)
-    args = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
-    level = _Level(batched[:count], batched[count:], (True,) * len(jaxpr.out_avals))
-    outputs = apply(
-        dataclasses.replace(function, levels=(*function.levels, level)), args[:count], args[count:]
-    )
+def _batch(args, dims, *, jaxpr, function):
+    args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims)]
+    of_saved, of_inputs = function.split(tuple(None if d is None else 0 for d in dims))
+    level = _Level(of_saved, of_inputs, (0,) * len(jaxpr.out_avals))
+    outputs = apply(dataclasses.replace(function, levels=(*function.levels, level)), *function.split(args))
     return outputs, [0] * len(outputs)
 
 
-linear_p.def_impl(
-    lambda *args, jaxpr, function, count: _program(list(args[:count]), list(args[count:]), function=function)
-)
-linear_p.def_abstract_eval(lambda *args, jaxpr, function, count: jaxpr.out_avals)
+linear_p.def_impl(lambda *args, jaxpr, function: _program(*args, function=function))
+linear_p.def_abstract_eval(lambda *args, jaxpr, function: jaxpr.out_avals)
 mlir.register_lowering(
     linear_p,
-    mlir.lower_fun(lambda *args, jaxpr, function, count: jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
+    mlir.lower_fun(lambda *args, jaxpr, function: jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
 )
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
@@ -152,13 +134,7 @@ batching.primitive_batchers[linear_p] = _batch
 
 
 def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
-
-    Args:
-      name: the public name of the value, for the error.
-      value: a floating array.
-      inputs: the arrays that it was computed from.
-    """
+    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN."""
 
     @jax.custom_jvp
     def identity(value, inputs):

@@ -1,4 +1,13 @@
-"""How a call is divided over the devices of a mesh.
+"""How a batch of `jax.vmap` becomes more rows, and how a call is divided over the devices of a mesh.
+
+    as_rows                  a batch becomes more rows
+      _over_mesh               each device takes its shard of sharded arrays
+        on_shard                 what devices exchange if a row is spread over them
+          platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
+
+All steps take a `Choice`, which is the call and its implementations; the positional arguments of the operation
+(`arrays`); and its static arguments (`keywords`). The first array has the full shape. The operations on a projection
+x @ w go the same way through `linear/mesh.py`.
 
 Each device takes the rows it holds, or its shard of each row. Nothing is gathered. There are three cases:
 
@@ -9,23 +18,70 @@ Each device takes the rows it holds, or its shard of each row. Nothing is gather
 Arrays that no mesh divides go to `platform.by_platform`.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import choose_plain
+from pallas_softmax._src.dispatch.choose import choose_if_able, choose_plain, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
-from pallas_softmax._src.dispatch.partitioner import Division, over_auto_axes, register
-from pallas_softmax._src.dispatch.platform import by_platform, row_axes, run_shard
-from pallas_softmax._src.dispatch.refusal import placeholder
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, distance, symbolic
+from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
+from pallas_softmax._src.dispatch.platform import by_platform
+from pallas_softmax._src.dispatch.refusal import only_types
+from pallas_softmax._src.jax_internals import stage_constants
 
 
-def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
+def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
+    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard."""
+    choice.required_cuda()
+    with stage_constants():
+        if is_visible(choice, arrays):
+            return by_platform(choice, arrays, static)
+        call = custom_vmap(functools.partial(_over_mesh, choice, static))
+
+        @call.def_vmap
+        def _(axis_size, in_batched, *arrays):
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+            full = leaves[0].shape[batched[0] :]
+            leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+            leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+            objection = choice.call.objection or symbolic((axis_size,))
+            batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+            shifted = {"axes": tuple(a + 1 for a in static["axes"])} if "axes" in static else {}
+            batch_choice = choose_unlisted(batch, choice.requested)
+            out = as_rows(batch_choice, *jax.tree.unflatten(tree, leaves), **static | shifted)
+            return out, jax.tree.map(lambda _: True, out)
+
+        return call(*arrays)
+
+
+def is_visible(choice: Choice, arrays: Any) -> bool:
+    """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
+
+    Plain JAX needs a wrapper only if arrays may be sharded and XLA would divide it less well.
+    """
+    call, op = choice.call, choice.call.row_operation
+    if choice.requested is None:
+        stays_plain = call.objection is not None or call.dtype not in op.kernel_dtypes
+    else:
+        stays_plain = choice.requested == "xla"
+    if not stays_plain or call.mesh_axes or op.vmap_adds_rows:
+        return False
+    if explicit_mesh(jax.tree.leaves(arrays)) is not None:
+        return op.divided_by_xla and choice.requested == "xla"
+    return op.divided_by_xla or jax.device_count() == 1
+
+
+def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     """Runs a call on arrays of one rank that may be sharded."""
     operation = choice.call.row_operation
     if choice.call.mesh_axes:
@@ -39,25 +95,41 @@ def over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """Runs a call on one device's shard of the arrays, where mesh axes are bound. `choice` is for the whole call.
-
-    `mesh_axes` are the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
-    `lax.axis_index`.
-    """
+    """Runs a call on one device's shard. The row is spread over bound `mesh_axes`, in the order of `lax.axis_index`."""
     operation = choice.call.row_operation
     if not mesh_axes:
-        return run_shard(choice, operation, arrays, keywords)
+        return _run_shard(choice, operation, arrays, keywords)
     if operation.on_mesh is None:
         return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
 
     def run_step(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
-        return run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
+        return _run_shard(choice, step or operation.shard_step or operation, arrays, keywords)
 
     return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
 
 
+def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs the user's operation, or a step of it, on one device's shard. `choice` is for the user's whole call."""
+    x, axes = jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)
+    vocab = math.prod(x.shape[a] for a in axes)
+    call = dataclasses.replace(
+        choice.call,
+        operation=operation,
+        masked=arrays[1] is not None,
+        mesh_axes=(),
+        rows=x.size // vocab if vocab else 0,
+        vocab=vocab,
+        inner=distance(x.shape, axes),
+        dtype=x.dtype.name,
+        k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
+        sorted=keywords.get("sorted", choice.call.sorted),
+    )
+    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
+    choose = choose_unlisted if is_users else choose_if_able
+    return by_platform(choose(call, choice.requested), arrays, keywords)
+
+
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on arrays that a mesh may divide. `division` says how a mesh divides such calls."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
@@ -66,61 +138,48 @@ def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str
     return _over_explicit_axes(division, choice, arrays, keywords, mesh)
 
 
-class _DimensionsOfRows:
-    """`Dimensions` of an operation on rows. The dimensions of the full shape, the shape of the logits, share mesh axes.
+def _row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
+    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
+
+
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
+    """Returns the dimensions of an operation on rows: "x0", "x1", ... of the full shape, the shape of the logits.
 
     PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one.
     """
+    operation, shape = choice.call.row_operation, jax.tree.leaves(arrays)[0].shape
+    axes_of_row, whole = _row_axes(arrays, keywords), []
 
-    def __init__(self, choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any):
-        operation = choice.call.row_operation
-        shape, axes = jax.tree.leaves(arrays)[0].shape, row_axes(arrays, keywords)
+    def name(i: int, n: int, kind: str) -> str:
+        is_whole = i in axes_of_row and (kind == PER_ROW or operation.whole_rows)
+        if n == shape[i] and not is_whole:
+            return f"x{i}"
+        whole.append(f"w{len(whole)}")
+        return whole[-1]
 
-        def full(kinds, tree) -> list[list[bool]]:
-            """Returns, for each array, which of its dimensions belong to the full shape."""
-            kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
-            return [
-                [
-                    n == size and (i not in axes or not (kind == PER_ROW or operation.whole_rows))
-                    for i, (n, size) in enumerate(zip(a.shape, shape))
-                ]
-                for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
-            ]
+    def names(kinds, tree) -> list[list[str]]:
+        kinds = jax.tree.leaves(jax.tree.broadcast(kinds, tree))
+        each = zip(jax.tree.leaves(tree), kinds, strict=True)
+        return [[name(i, n, kind) for i, n in enumerate(a.shape)] for a, kind in each]
 
-        self.shape, self.row_axes = shape, axes
-        self.arguments, self.results = full(operation.arguments, arrays), full(operation.results, results)
+    of_arguments, of_results = names(operation.arguments, arrays), names(operation.results, results)
 
-    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        """Implements `Dimensions.lay_out`. The third result is the mesh axes along the row."""
-        axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
-        arguments, results = (
-            [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
-        )
-        return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
+    def lay_out(specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        sizes = {f"x{i}": n for i, n in enumerate(shape)}
+        axes = shared_axes(sizes, [*zip(specs, of_arguments)], mesh_sizes)
+        in_specs, out_specs = ([spec_of(own, axes) for own in each] for each in (of_arguments, of_results))
+        return in_specs, out_specs, tuple(axis for a in axes_of_row for axis in axes[f"x{a}"])
 
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Implements `Dimensions.sharding_rule`. Only the dimensions of the full shape may be divided."""
-        others = []
-
-        def factors(full: list[bool]) -> str:
-            names = []
-            for i, is_full in enumerate(full):
-                if not is_full:
-                    others.append(f"w{len(others)}")
-                names.append(f"x{i}" if is_full else others[-1])
-            return " ".join(names)
-
-        sides = (", ".join(factors(full) for full in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), tuple(others)
+    return Dimensions(of_arguments, of_results, whole, lay_out)
 
 
-_ROWS = register(Division("rows", _DimensionsOfRows, by_platform, on_shard))
+_ROWS = register(Division("rows", _dimensions, by_platform, on_shard))
 
 
 def _over_explicit_axes(
     division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh
 ) -> Any:
-    """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
@@ -130,8 +189,9 @@ def _over_explicit_axes(
     )
     results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
-        typed = [s.update(sharding=NamedSharding(mesh, spec)) for s, spec in zip(results, out_specs)]
-        return result_tree.unflatten(placeholder(typed, "mesh axes that a vmap has taken"))
+        shardings = [NamedSharding(mesh, spec) for spec in out_specs]
+        types = [ShapedArray(a.shape, a.dtype, sharding=s) for a, s in zip(results, shardings)]
+        return result_tree.unflatten(only_types(types))
     mapped = jax.shard_map(
         lambda *leaves: jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes)),
         mesh=mesh,
@@ -156,11 +216,11 @@ def divisible(leaves: list[jax.Array]) -> bool:
 
 def _available(mesh) -> bool:
     """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
-    probe = functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
-    )
+    axes = explicit_axes(mesh)
     try:
-        jax.eval_shape(probe(lambda: jnp.zeros(())))
+        jax.eval_shape(
+            jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes)
+        )
     except ValueError:
         return False
     return True

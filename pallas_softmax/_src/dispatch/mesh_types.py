@@ -9,7 +9,7 @@ types say nothing: each device holds a copy of a replicated value, and each copy
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 
 def explicit_axes(mesh) -> set[str]:
-    """Returns the Explicit mesh axes. The types of arrays say how arrays are sharded over them."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
 
@@ -34,47 +33,53 @@ def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
 
 def share_sharding(x: jax.Array, *others: Any) -> list:
     """Gives `x` and arrays (or None) that broadcast to it one common sharding, if types say how they are sharded."""
-    arrays = [a for a in (x, *others) if a is not None]
+    arrays = jax.tree.leaves((x, others))
     mesh = explicit_mesh(arrays)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return [x, *others]
 
-    def full(a) -> list[bool]:
-        return [n == size for n, size in zip(a.shape, x.shape)]
+    def full(a) -> list[int | None]:
+        return [i if n == x.shape[i] else None for i, n in enumerate(a.shape)]
 
-    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full(a)) for a in arrays], mesh.shape)
+    specs = [(jax.typeof(a).sharding.spec, full(a)) for a in arrays]
+    axes = shared_axes(dict(enumerate(x.shape)), specs, mesh.shape)
 
     def lay(a):
-        if a is None:
-            return None
-        spec = spec_of(axes, full(a))
-        if jax.typeof(a).sharding.spec == spec:
-            return a
-        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+        spec = spec_of(full(a), axes)
+        is_laid = jax.typeof(a).sharding.spec == spec
+        return a if is_laid else jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
-    return [lay(a) for a in (x, *others)]
+    return jax.tree.map(lay, [x, *others])
 
 
-def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension, taken from the first array that is sharded there and divides evenly.
+def shared_axes(
+    sizes: Mapping[Any, int],
+    arrays: Sequence[tuple],
+    mesh_sizes: Mapping[str, int],
+    taken: Iterable[str] = (),
+) -> dict[Any, tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, from the first array that is sharded there and divides evenly.
+
+    Earlier dimensions keep the mesh axes that they share with later ones.
 
     Args:
-      shape: the full shape.
-      arrays: for each array, its `PartitionSpec`, and which of its dimensions belong to the full shape.
-      sizes: the number of devices along each mesh axis.
+      sizes: the dimensions by name.
+      arrays: pairs of a `PartitionSpec` and the names of the array's dimensions.
+      mesh_sizes: the numbers of devices along the mesh axes.
+      taken: mesh axes that no dimension gets.
     """
-    spec, used = [], set()
-    for a, n in enumerate(shape):
-        entries = [axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
-        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
-        spec.append(fit[0] if fit else ())
-        used |= {*spec[-1]}
-    return spec
+    axes, used = {}, {*taken}
+    for name, n in sizes.items():
+        entries = [axes_of_entry(dict(zip(names, spec)).get(name)) for spec, names in arrays]
+        free = [tuple(axis for axis in entry if axis not in used) for entry in entries]
+        fit = [of for of in free if of and n % math.prod(mesh_sizes[axis] for axis in of) == 0]
+        axes[name] = fit[0] if fit else ()
+        used |= {*axes[name]}
+    return axes
 
 
-def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
-    """Returns the `PartitionSpec` of an array that has the mesh axes `axes` in its `full` dimensions."""
-    return P(*(of or None if carries else None for of, carries in zip(axes, full)))
+def spec_of(names: Sequence[Any], axes: Mapping[Any, tuple[str, ...]]) -> P:
+    return P(*(axes.get(name) or None for name in names))
 
 
 def reshard_along(x: jax.Array, dimension: int, entry: Any) -> jax.Array:
@@ -99,13 +104,7 @@ def laid_like(x: jax.Array, a: Any) -> Any:
 
 
 def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
-    """Returns function(*arrays), with Auto mesh axes in place of the Explicit ones. So XLA divides the computation.
-
-    Args:
-      function: (*trees of arrays) -> a tree of arrays.
-      specs: the `PartitionSpec` of each result, if there are Explicit axes.
-      *arrays: trees of arrays; None stays.
-    """
+    """Returns function(*arrays), results by `specs`, with Auto mesh axes in place of Explicit ones: XLA divides it."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None:
         return function(*arrays)
@@ -115,7 +114,6 @@ def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
 
 
 def axes_of_entry(entry) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -123,13 +121,7 @@ def axes_of_entry(entry) -> tuple[str, ...]:
 
 
 def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
-    """Returns the arrays, cast to vary over each mesh axis that one of them varies over. None stays.
-
-    Args:
-      *arrays: trees of arrays.
-      over: further mesh axes to vary over.
-      but: mesh axes that no array is cast to.
-    """
+    """Returns the trees of arrays, cast to vary over `over` and each mesh axis that one varies over, except `but`."""
     axes = frozenset(over).union(*map(_varying_axes, jax.tree.leaves(arrays))) - frozenset(but)
 
     def vary(a):
@@ -140,7 +132,6 @@ def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...]
 
 
 def varies(x: Any, mesh_axes: tuple[str, ...]) -> bool:
-    """Returns whether the type of the array says that it may differ along these mesh axes."""
     return bool(_varying_axes(x) & set(mesh_axes))
 
 
@@ -165,10 +156,7 @@ def rounded_sum(
     mesh_axes: tuple[str, ...],
     change: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Returns the sum over the devices, on all of them: taken in the dtype of `x`, and rounded to `dtype`.
-
-    `change` maps each element of the sum before it is rounded.
-    """
+    """Returns the sum over the devices, on all of them: taken in the dtype of `x`, changed, and rounded to `dtype`."""
     divisible = [i for i, n in enumerate(x.shape) if n % lax.axis_size(mesh_axes) == 0]
     if x.dtype == dtype or not divisible:
         return change(lax.psum(x, mesh_axes)).astype(dtype)
@@ -179,7 +167,6 @@ def rounded_sum(
 
 
 def _all_gather(x: jax.Array, mesh_axes: tuple[str, ...], axis: int = 0) -> jax.Array:
-    """Returns the shards of all devices, joined along an axis."""
     to = "invarying" if is_tracked(mesh_axes) else "varying"
     # tiled, because JAX cannot lower the other form with symbolic dimensions
     return lax.all_gather(x, mesh_axes, axis=axis, tiled=True, to=to)
@@ -206,13 +193,13 @@ def merge_over(
       axes: the mesh axes that each row is spread over.
       merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
       parts: this device's numbers, (..., n) each.
-      own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices; None stays.
-      partly: merges over each axis but the first, to numbers like `parts`; None for `merge`.
+      own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices.
+      partly: merges over each axis except the first, to numbers like `parts`; None for `merge`.
     """
     for axis in axes[:0:-1]:
         parts = tuple(merge_over((axis,), partly or merge, parts, own))
     rows, devices = math.prod(parts[0].shape[:-1]), lax.axis_size(axes[0])
-    # of one or two rows, an exchange sends no less
+    # with one or two rows, an exchange sends no less
     if devices <= GATHERED_DEVICES or not isinstance(rows, int) or rows <= 2:
         words = _all_gather(_pack(parts)[None], axes[:1])
         return merge(_unpack(jnp.moveaxis(words, 0, -2), parts), own)
@@ -231,7 +218,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
     Args:
       axes: the mesh axes that each row is spread over.
       function: (arrays (rows, row length), arrays (rows, n)) -> a tree of arrays (rows, n).
-      along_row: a tree of shards (..., V); their other dimensions may be 1. The first has all dimensions.
+      along_row: a tree of shards (..., V). Their other dimensions may be 1, except those of the first one.
       own: a tree of arrays (..., n) that are the same on all devices. Their other dimensions may be 1.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)

@@ -1,13 +1,10 @@
 """The vocabulary of the dispatch: an operation, its kernels, a call of it, and the choice of an implementation.
 
-An operation is a function of rows: softmax is one, its gradient is another. Each operation is an object in the file
-`operation.py` of its folder. Three words say what its arrays are:
+An operation is a function of rows: softmax is one, its gradient is another. Three words say what its arrays are:
 
     ROW      one element per element of a row, (..., V)
     MASK     a boolean that broadcasts to that, or None
     PER_ROW  one number, or a few, per row: (..., 1) or (..., k)
-
-Nothing here computes anything.
 """
 
 import dataclasses
@@ -30,23 +27,14 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def _never(call: "Call") -> None:
-    """Returns no reason, for any call."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One implementation of one operation, other than plain JAX.
+    """One implementation of one operation, other than plain JAX."""
 
-    Attributes:
-      plan: (call, compute capability) -> a plan, which says how the call lies over the GPU, or a `Refusal`.
-      run: (plan, *arrays, **static) -> the results. It takes the arrays and static arguments of the plain function.
-      slower: call -> why another implementation is faster at a call that this one can run, or None.
-    """
-
-    plan: Callable[["Call", tuple[int, int]], Any]
-    run: Callable[..., Any]
-    slower: Callable[["Call"], str | None] = _never
+    plan: Callable[["Call", tuple[int, int]], Any]  # (call, compute capability) -> a plan or a `Refusal`
+    run: Callable[..., Any]  # (plan, *arrays, **static) -> the results, as of the plain function
+    # call -> why another implementation is faster at a call that this one can run, or None
+    slower: Callable[["Call"], str | None] = lambda call: None
 
 
 Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
@@ -57,25 +45,21 @@ OPERATIONS: dict[str, "Operation"] = {}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation with implementations.
+    """An operation with implementations."""
 
-    Attributes:
-      name: the name in profiles and in `explain`.
-      plain: the function in plain JAX: the reference for arguments and results.
-      kernels: for the name of an implementation, a function that imports and returns its kernels, by operation.
-      kernel_dtypes: the dtypes of x that some kernel takes.
-    """
-
-    name: str
-    plain: Callable[..., Any]
-    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
-    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES
+    name: str  # in profiles; the name of a backward ends in "_grad"
+    plain: Callable[..., Any]  # in plain JAX: the reference for arguments and results
+    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])  # by implementation, then by name
+    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES  # of x, that some kernel takes
 
     def __post_init__(self) -> None:
         OPERATIONS.setdefault(self.name, self)
 
+    @property
+    def is_gradient(self) -> bool:
+        return self.name.endswith("_grad")
+
     def kernel(self, implementation: str) -> Kernel:
-        """Returns the kernel of an implementation that this operation has."""
         return self.kernels[implementation]()[self.name]
 
     def __repr__(self) -> str:
@@ -84,65 +68,49 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RowOperation(Operation):
-    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names.
+    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names."""
 
-    Attributes:
-      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
-      results: the same for the results. One word for a tuple means each of its arrays.
-      result_names: a name for each array of the results.
-      variables: the names of the arguments that the results have derivatives in.
-      differentiable: the names of the results that have derivatives. The others are constants.
-      saved: what is kept for the derivatives: their leading arguments, as names of arguments and results.
-      plain_gradient: the backward in plain JAX: cotangents of the differentiable results to cotangents of the
-        variables; or None. Static arguments of this operation that a derivative accepts are passed to it.
-      plain_tangent: its transpose: tangents of the variables to tangents of the differentiable results; or None.
-      gradient_kernels: the kernels of the gradient, like `kernels`.
-      elementwise_derivatives: whether XLA divides the derivatives equally well, even if not the operation.
-      gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
-        plain JAX computes that gradient.
-      on_mesh: what each device computes where a row is spread over devices:
-        (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
-        kernel on a shard; None stands for the shard step. If `on_mesh` is None, each device runs
-        `plain(..., mesh_axes=)`.
-      shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
-      whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
-      divided_by_xla: whether XLA divides the plain form over a mesh equally well.
-      vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
-        of its conditions.
-      gradient: the operation of `plain_gradient`; None without derivatives.
-      tangent: the operation of `plain_tangent`; None without derivatives.
-    """
-
+    # ROW, MASK or PER_ROW for each argument and result. One word for a tuple means each of its arrays.
     arguments: tuple[Any, ...]
     results: Any
+
+    # Derivatives, by the names of arguments and results
     result_names: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()
-    saved: tuple[Any, ...] = ()
+    variables: tuple[str, ...] = ()  # the arguments that the results have derivatives in
+    differentiable: tuple[str, ...] = ()  # the results that have derivatives; the others are constants
+    saved: tuple[Any, ...] = ()  # the leading arguments of the derivatives
+    # (*saved, *cotangents of the differentiable results) -> cotangents of the variables. It gets those static
+    # arguments of this operation that it accepts.
     plain_gradient: Callable[..., Any] | None = None
-    plain_tangent: Callable[..., Any] | None = None
+    plain_tangent: Callable[..., Any] | None = None  # its transpose
     gradient_kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
-    elementwise_derivatives: bool = False
-    gradient_needs_kernel: bool = False
+    gradient_needs_kernel: bool = False  # whether a named implementation must have a kernel for the gradient
+
+    # Meshes and vmaps
+    # (run_shard, *arrays, **static, mesh_axes=) -> the results, on each device, where a row is spread over devices.
+    # run_shard(operation, arrays, static) runs the best kernel on a shard; None stands for the shard step. Without
+    # `on_mesh`, each device runs plain(..., mesh_axes=).
     on_mesh: Callable[..., Any] | None = None
-    shard_step: "RowOperation | None" = None
-    whole_rows: bool = False
-    divided_by_xla: bool = True
+    shard_step: "RowOperation | None" = None  # what `on_mesh` runs on each shard, if not this operation
+    whole_rows: bool = False  # whether rows that a mesh divides are gathered first
+    divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
+    elementwise_derivatives: bool = False  # whether XLA divides the derivatives equally well in any case
+    # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
     vmap_adds_rows: bool = False
+
+    # The operations of `plain_gradient` and `plain_tangent`
     gradient: "RowOperation | None" = dataclasses.field(init=False, default=None)
     tangent: "RowOperation | None" = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Makes the operations `gradient` and `tangent` of the plain functions; one if these are the same."""
         super().__post_init__()
         if self.plain_gradient is None or self.plain_tangent is None:
             return
         kind_of = dict.fromkeys(self.result_names, self.results) | dict(
             zip(self.argument_names, self.arguments)
         )
-        saved = jax.tree.map(kind_of.get, self.saved)
-        inputs, outputs = (
-            [kind_of[name] for name in names] for names in (self.variables, self.differentiable)
+        saved, inputs, outputs = (
+            jax.tree.map(kind_of.get, names) for names in (self.saved, self.variables, self.differentiable)
         )
         derivative = functools.partial(
             RowOperation,
@@ -154,7 +122,7 @@ class RowOperation(Operation):
             plain=self.plain_gradient,
             kernels=self.gradient_kernels,
             arguments=(*saved, *outputs),
-            results=tuple(inputs) if len(inputs) > 1 else inputs[0],
+            results=inputs if len(inputs) > 1 else inputs[0],
         )
         if self.plain_tangent is not self.plain_gradient:
             tangent = derivative(
@@ -166,69 +134,41 @@ class RowOperation(Operation):
         object.__setattr__(self, "gradient", gradient)
         object.__setattr__(self, "tangent", tangent)
 
-    @property
-    def is_gradient(self) -> bool:
-        """Whether this is the backward of an operation on logits."""
-        return self.name.endswith("_grad")
-
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the positional arguments."""
         return tuple(inspect.signature(self.plain).parameters)[: len(self.arguments)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
-
-    Attributes:
-      operation: the operation.
-      dtype: the name of the logits' dtype.
-      rows: the number of rows.
-      vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
-      inner: the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
-        None if the reduced axes are not adjacent, so that no single number describes the distance.
-      masked: whether there is a `where` or, for a router, a bias: the second array of the call.
-      k: the number of winners of top-k or a router; None for other operations.
-      groups: for a router, the number of groups of experts; 1 for other operations.
-      group_best: for a router, how many entries of a group rank it; 1 for other operations.
-      sorted: whether the winners must be in order.
-      lengths: whether each row has a length of its own.
-      objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
-      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
-      depth: for a projection x @ w, the length D of the rows of x; None for other operations.
-      function: the public function that the user called, for messages.
-    """
+    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on."""
 
     operation: Operation
-    dtype: str
+    dtype: str  # of the logits
     rows: int
-    vocab: int
-    inner: int | None = 1
-    masked: bool = False
-    k: int | None = None
-    groups: int = 1
-    group_best: int = 1
-    sorted: bool = True
-    lengths: bool = False
-    objection: str | None = None
-    mesh_axes: tuple[str, ...] = ()
-    depth: int | None = None
-    function: str = dataclasses.field(kw_only=True)
+    vocab: int  # the length of a row, or of one device's shard of a row that is spread over a mesh
+    inner: int | None = 1  # as `distance`
+    masked: bool = False  # whether there is a `where` or, for a router, a bias: the second array of the call
+    k: int | None = None  # the number of winners
+    groups: int = 1  # for a router, the number of groups of experts
+    group_best: int = 1  # for a router, how many entries of a group rank it
+    sorted: bool = True  # whether the winners must be in order
+    lengths: bool = False  # whether each row has a length of its own
+    objection: str | None = None  # a reason that rules out every kernel, such as a symbolic shape
+    mesh_axes: tuple[str, ...] = ()  # of `jax.shard_map`, that each row is spread over
+    depth: int | None = None  # for a projection x @ w, the length D of the rows of x
+    function: str = dataclasses.field(kw_only=True)  # the public function that the user called, for messages
 
     @property
     def op(self) -> str:
-        """The name of the operation."""
         return self.operation.name
 
     @property
     def row_operation(self) -> RowOperation:
-        """The operation, which is one on rows."""
         assert isinstance(self.operation, RowOperation)
         return self.operation
 
     def of(self, operation: Operation) -> "Call":
-        """Returns the call of another operation on the same rows."""
         return dataclasses.replace(self, operation=operation)
 
     def __repr__(self) -> str:
@@ -237,7 +177,7 @@ class Call:
         logits = f"[{self.rows}, {self.vocab}]"
         if self.depth is not None:
             logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
-        gradient = "gradient of " if self.op.endswith("_grad") else ""
+        gradient = "gradient of " if self.operation.is_gradient else ""
         return f"{gradient}{self.function} {self.dtype}{logits}{k}{over}"
 
 
@@ -251,7 +191,6 @@ def describe(
     *,
     function: str,
 ) -> Call:
-    """Returns the `Call` of an operation on the rows of `x` along `axes`, for a user's call of `function`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
         operation=operation,
@@ -268,14 +207,17 @@ def describe(
 
 
 def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Returns the distance between neighbours of a row, in elements; None if the sorted axes are not adjacent."""
+    """Returns the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+
+    It is None if the sorted axes are not adjacent, so that no single number describes the distance.
+    """
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
 
 
 def symbolic(shape: tuple, k: int | None = None) -> str | None:
-    """Returns why a shape or a number of winners is refused that is unknown while tracing; None if it is known."""
+    """Returns why kernels refuse a shape or a number of winners that is unknown while tracing, or None."""
     if not all(isinstance(d, int) for d in shape):
         return f"the shape {shape} is symbolic"
     return None if k is None or isinstance(k, int) else f"k={k} is symbolic"
@@ -309,11 +251,7 @@ class Choice:
         return f"{self.call.function}: implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
 
     def required_cuda(self) -> str:
-        """Returns the implementation on CUDA devices.
-
-        Raises:
-          NotImplementedError: the named implementation cannot run the call; the message says why.
-        """
+        """Returns the implementation on CUDA devices. Raises if the named one cannot run the call."""
         if self.cuda is None:
             ((name, reason),) = self.reasons
             raise NotImplementedError(

@@ -14,11 +14,9 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
@@ -35,52 +33,32 @@ from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
 TARGET = "pallas_softmax_divided"
 
 
-class Dimensions(Protocol):
-    """The dimensions of a call's arrays: which of them must be divided over the same mesh axes."""
+class Dimensions(NamedTuple):
+    """The names of the dimensions of a call's arrays. Dimensions with the same name are divided alike."""
 
-    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns how to divide arguments and results, given how XLA has sharded the arguments.
-
-        Args:
-          specs: how each argument is sharded.
-          mesh_sizes: the number of devices along each mesh axis.
-
-        Returns:
-          The specs of the arguments, the specs of the results, and the mesh axes that `Division.on_shard` needs.
-        """
-        ...
-
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns Shardy's rule, and the factors of the rule that no mesh axis may divide.
-
-        The rule names a factor for each dimension. Shardy divides dimensions with the same factor alike.
-        """
-        ...
+    arguments: Sequence[Sequence[str]]
+    results: Sequence[Sequence[str]]
+    whole: Sequence[str]  # the dimensions that no mesh axis may divide
+    # (specs of the arguments, as XLA has sharded them; the number of devices along each mesh axis) -> the specs to use
+    # for arguments and results, and the mesh axes for `Division.on_shard`
+    lay_out: Callable[[Sequence[P], Mapping[str, int]], tuple[list[P], list[P], Any]]
 
 
 class Division(NamedTuple):
-    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments).
+    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments)."""
 
-    Attributes:
-      name: the name in texts.
-      dimensions: returns the `Dimensions` of the call. Its fourth argument is a tree of `jax.ShapeDtypeStruct`s, the
-        results of the call.
-      whole: computes the call on whole arrays.
-      on_shard: computes the call on a device's shards. Its fourth argument is the third result of
-        `Dimensions.lay_out`.
-    """
-
-    name: str
-    dimensions: Callable[[Choice, tuple, dict[str, Any], Any], Dimensions]
-    whole: Callable[[Choice, tuple, dict[str, Any]], Any]
-    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
+    name: str  # in texts
+    dimensions: Callable[
+        [Choice, tuple, dict[str, Any], Any], Dimensions
+    ]  # takes the types of the results too
+    whole: Callable[[Choice, tuple, dict[str, Any]], Any]  # computes the call on whole arrays
+    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]  # takes what `lay_out` returns for it too
 
 
 _divisions: dict[str, Division] = {}
 
 
 def register(division: Division) -> Division:
-    """Registers a division under its name, so that `_partition` finds it. Returns the division."""
     _divisions[division.name] = division
     return division
 
@@ -94,42 +72,29 @@ _SETTINGS: dict[str, Callable] = {
 
 
 class _Divided(NamedTuple):
-    """The description of a call, as tracing knows it.
-
-    Attributes:
-      division: the name of its `Division`.
-      call: the call.
-      requested: the implementation that the user named, or None.
-      keywords: the static arguments of the operation, sorted by name.
-      arrays: the tree of its array arguments. Array i is replaced by the number i.
-      results: the tree of its results. Result i is replaced by the number i.
-      result_types: the shape and the dtype of each result.
-      settings: the values of `_SETTINGS`.
-      gpu: the kind, platform and number of cores of the abstract device that the user lowers for; None without one.
-    """
+    """The description of a call, as tracing knows it."""
 
     division: str
     call: Call
     requested: str | None
-    keywords: tuple[tuple[str, Any], ...]
-    arrays: Any
-    results: Any
-    result_types: tuple[tuple[tuple[int, ...], Any], ...]
-    settings: tuple[Any, ...]
-    gpu: tuple[str, str, int | None] | None
+    keywords: tuple[tuple[str, Any], ...]  # the static arguments, sorted by name
+    arrays: Any  # the tree of arguments; array i is replaced by the number i
+    results: Any  # the tree of results, likewise
+    result_types: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
+    settings: tuple[Any, ...]  # the values of `_SETTINGS`
+    gpu: (
+        tuple[str, str, int | None] | None
+    )  # kind, platform and cores of the abstract device, if there is one
 
 
 def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs a call on arrays that XLA may divide over Auto mesh axes.
-
-    The primitive also has the jaxpr of the call on whole arrays, which is lowered if XLA can divide nothing.
-    """
+    """Runs a call on arrays that XLA may divide over Auto mesh axes."""
     leaves, tree = jax.tree.flatten(arrays)
 
     def run(*leaves):
         return division.whole(choice, tree.unflatten(leaves), keywords)
 
-    whole, results = jax.make_jaxpr(run, return_shape=True)(*leaves)
+    whole, results = jax.make_jaxpr(run, return_shape=True)(*leaves)  # lowered if XLA can divide nothing
     result_leaves, result_tree = jax.tree.flatten(results)
     device = jax.sharding.get_abstract_mesh().abstract_device
     divided = _Divided(
@@ -143,7 +108,9 @@ def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: 
         tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
-    rule = division.dimensions(choice, arrays, keywords, results).sharding_rule()
+    dimensions = division.dimensions(choice, arrays, keywords, results)
+    sides = (", ".join(map(" ".join, each)) for each in (dimensions.arguments, dimensions.results))
+    rule = " -> ".join(sides), tuple(dimensions.whole)
     description = text.dumps(divided)
     bound = _divided_p.bind(*leaves, whole=whole, divided=description, rule=rule, refusal=choice.refusal)
     return result_tree.unflatten(bound)
@@ -172,11 +139,7 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):  # a module for several platfor
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Returns the version of JAX, and a digest of this package.
-
-    Nothing reads them in a text. Without them, the persistent compilation cache would return what an older source
-    compiled.
-    """
+    """Without these in the text, the persistent compilation cache would return what an older source compiled."""
     return jax.__version__, digest(Path(__file__).parents[2])
 
 
@@ -192,11 +155,7 @@ def digest(folder: Path) -> str:
 # XLA asks for each call of a program. Those of equal layers are equal.
 @functools.lru_cache(256)
 def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
-    """Returns the program of one device, and the shardings of arguments and results.
-
-    XLA calls it, possibly in another process and without the context of the call. `description` is the text that
-    `_lower` makes. `register_partitioner` documents the other arguments.
-    """
+    """Does what `register_partitioner` says, possibly in another process and without the context of the call."""
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):
@@ -207,19 +166,25 @@ def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, 
         wholes = [jax.ShapeDtypeStruct(*each) for each in divided.result_types]
         results_of_call = jax.tree.structure(divided.results).unflatten(wholes)
         dimensions = division.dimensions(choice, tree.unflatten(leaves), keywords, results_of_call)
-        ranks = [leaf.ndim for leaf in leaves]
-        mesh, given = decode(devices, tiles, ranks)
+        mesh, given = decode(devices, tiles, [leaf.ndim for leaf in leaves])
         in_specs, out_specs, axes = dimensions.lay_out(given, mesh.shape)
         arguments, results = ([NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs))
 
         def on_shard(*leaves):
             return jax.tree.leaves(division.on_shard(choice, tree.unflatten(leaves), keywords, axes))
 
-        shards = [_shard(leaf, sharding) for leaf, sharding in zip(leaves, arguments)]
-        jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*shards)
-        _check_results([_shard(whole, sharding) for whole, sharding in zip(wholes, results)], jaxpr.out_avals)
+        jaxpr = jax.make_jaxpr(on_shard, axis_env=list(mesh.shape.items()))(*map(_shard, leaves, arguments))
+        found: list[Any] = jaxpr.out_avals
+        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in map(_shard, wholes, results)]:
+            raise ValueError(f"a device's program returns {found}")  # XLA would read beyond them
         module = jax_internals.module_of_shard(jaxpr, mesh, platform)
-    return module, [*zip(arguments, ranks)], [*zip(results, map(np.ndim, wholes))]
+    of_arguments = [jax_internals.hlo_sharding(s, a.ndim) for s, a in zip(arguments, leaves)]
+    of_results = [jax_internals.hlo_sharding(s, a.ndim) for s, a in zip(results, wholes)]
+    return module, of_arguments, of_results
+
+
+def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
 
 
 @contextlib.contextmanager
@@ -236,18 +201,6 @@ def _context_of(divided: _Divided):
         contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
         contexts.enter_context(jax_internals.stage_constants())
         yield
-
-
-def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a device's shard."""
-    return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
-
-
-def _check_results(expected: list, found: list) -> None:
-    """Raises if a device's program does not return its shards. XLA would read beyond them."""
-    want, got = ([(a.shape, jnp.dtype(a.dtype)) for a in each] for each in (expected, found))
-    if want != got:
-        raise ValueError(f"a device's program returns {got}, expected {want}")
 
 
 jax_internals.register_partitioner(TARGET, _partition)

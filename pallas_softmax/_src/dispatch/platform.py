@@ -1,12 +1,6 @@
-"""Runs a call on one device. The platform that the computation is lowered for decides the implementation.
+"""Runs a call on one device. The platform that the computation is lowered for decides the implementation."""
 
-`by_platform` runs the implementation that was chosen for the whole call. `run_shard` runs a call on one device's shard:
-it chooses again for the shapes of the shard, and then calls `by_platform`.
-"""
-
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +8,16 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from pallas_softmax._src.dispatch.choose import choose_if_able, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
-from pallas_softmax._src.dispatch.refusal import placeholder
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
 
 
 def compiled(function: Callable, *static: str) -> Callable:
-    """Returns the function as a program that is compiled even under `jax.disable_jit`.
+    """Returns the function, with these static arguments, as a program that is compiled even under `jax.disable_jit`.
 
     The function binds an operation that can only be lowered. Without a compilation, JAX would call the function again
-    to evaluate that operation, without end. `static` are the names of its static arguments.
+    to evaluate that operation, without end.
     """
     program = jax.jit(function, static_argnames=static)
 
@@ -54,14 +47,10 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
         return implementation("xla")(*arrays)
 
     cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
-
-    def refused(*_):
-        return placeholder(shapes, str(choice.refusal))
-
-    elsewhere = jax.make_jaxpr(refused if choice.elsewhere is None else implementation(choice.elsewhere))(
-        *arrays
+    elsewhere = choice.elsewhere and jax.make_jaxpr(implementation(choice.elsewhere))(*arrays)
+    results = _by_platform_p.bind(
+        *jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere, refusal=choice.refusal
     )
-    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -69,43 +58,16 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 # only. So such a module can contain a kernel, which lowers for CUDA only.
 _by_platform_p = Primitive("pallas_softmax_by_platform")
 _by_platform_p.multiple_results = True
-_by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere"))
-_by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere: cuda.out_avals)
-mlir.register_lowering(
-    _by_platform_p,
-    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(cuda)(*leaves), multiple_results=True),
-    platform="cuda",
-)
-mlir.register_lowering(
-    _by_platform_p,
-    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(elsewhere)(*leaves), multiple_results=True),
-)
+_by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere", "refusal"))
+_by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere, refusal: cuda.out_avals)
 
 
-def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs the user's operation, or a step of it, on one device's part of the arrays.
-
-    `choice` is for the user's whole call. It is made anew for the shapes of that part.
-    """
-    x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
-    vocab = math.prod(x.shape[a] for a in axes)
-    call = dataclasses.replace(
-        choice.call,
-        operation=operation,
-        masked=arrays[1] is not None,
-        mesh_axes=(),
-        rows=x.size // vocab if vocab else 0,
-        vocab=vocab,
-        inner=distance(x.shape, axes),
-        dtype=x.dtype.name,
-        k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
-        sorted=keywords.get("sorted", choice.call.sorted),
-    )
-    is_users = operation in (choice.call.operation, choice.call.row_operation.shard_step)
-    choose = choose_unlisted if is_users else choose_if_able
-    return by_platform(choose(call, choice.requested), arrays, keywords)
+@functools.partial(mlir.register_lowering, _by_platform_p, platform="cuda")
+def _lower_for_cuda(ctx, *leaves, cuda, elsewhere, refusal):
+    return mlir.lower_fun(jaxpr_as_fun(cuda), multiple_results=True)(ctx, *leaves)
 
 
-def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
-    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
+@functools.partial(mlir.register_lowering, _by_platform_p)
+def _lower_elsewhere(ctx, *leaves, cuda, elsewhere, refusal):
+    refuse_unless_cuda(ctx, refusal)
+    return mlir.lower_fun(jaxpr_as_fun(elsewhere), multiple_results=True)(ctx, *leaves)

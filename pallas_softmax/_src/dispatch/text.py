@@ -22,11 +22,7 @@ _PACKAGE = __name__.split(".")[0]
 
 
 def encode(value: Any) -> Any:
-    """Returns the value in types that `json.dumps` accepts.
-
-    Raises:
-      TypeError: the value, or a part of it, is of another type than those above.
-    """
+    """Returns the value in types that `json.dumps` accepts. Raises TypeError for types other than those above."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is tuple:
@@ -47,7 +43,6 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Returns the value that `encode` turned into `data`."""
     if isinstance(data, list):
         return tuple(map(decode, data))
     if not isinstance(data, dict):
@@ -66,17 +61,14 @@ def decode(data: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Returns the text of a value."""
     return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
 
 
 def loads(text: str | bytes) -> Any:
-    """Returns the value of a text."""
     return decode(json.loads(text))
 
 
 def _fields(cls: Any) -> tuple[str, ...] | None:
-    """Returns the fields of a dataclass or a NamedTuple; None for another class."""
     if dataclasses.is_dataclass(cls):
         return tuple(field.name for field in dataclasses.fields(cls))
     return getattr(cls, "_fields", None)

@@ -35,7 +35,6 @@ class PartPlace(NamedTuple):
     first: Any  # first element of the part, counted from the start of that row of the view
 
     def in_view(self, gmem):
-        """Returns the row of the view `gmem` that holds the part. The part starts at its element `first`."""
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
@@ -51,9 +50,9 @@ def part_place(
 ) -> PartPlace:
     """Returns the place of this CTA's part. The grid has the axis "row" and, if a row has several CTAs, "part".
 
-    `view` is the shape of the arrays in device memory, from `aligned_view`. If `backwards`, the CTAs take the rows and
-    their parts in reverse order. A CTA that takes several rows passes the number of the `row`. A CTA that has several
-    neighbouring parts, `per_cta`, passes the `number` of one of them.
+    `view` is the shape of the arrays, from `aligned_view`. If `backwards`, the CTAs take the rows and their parts in
+    reverse order. A CTA that takes several rows passes the number of the `row`. A CTA that has several neighbouring
+    parts, `per_cta`, passes the `number` of one of them.
     """
     row = lax.axis_index("row") if row is None else row
     index = cta_number("part", cut.count // per_cta) * per_cta + number
@@ -72,13 +71,8 @@ class StagedRow:
 
     Each step uses a slot of shared memory, and the barrier with the slot's number. By default, step i uses slot
     steps_before + i. If a CTA takes several rows in turn, the slots form a ring: the steps of all rows use them in
-    turn. With 5 slots and 3 steps:
-
-        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
-        row 1, step 2 | row 2, step 0 | ...
-
-    If a row has more steps than there are slots, its first steps come `again` after the last one, with the numbers
-    that follow. With 5 slots and 7 steps, the first 2 steps come again as steps 7 and 8:
+    turn. If a row has more steps than there are slots, its first steps come `again` after the last one, with the
+    numbers that follow. With 5 slots and 7 steps, the first 2 steps come again as steps 7 and 8:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
         row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
@@ -94,22 +88,19 @@ class StagedRow:
     again: int = 0  # number of steps that come twice
 
     def slot(self, i):
-        """Returns the number of the slot, and of the barrier, of step i."""
         number = self.steps_before + i
         return number if self.slots is None else lax.rem(jnp.int32(number), jnp.int32(self.slots))
 
     def _place(self, i):
-        """Returns the place of step i in shared memory."""
         return self.walk.step_size * (i if self.slots is None else self.slot(i)) + self.start
 
     def _position(self, i):
-        """Returns the position of step i in the segment's body."""
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def copy_in(self, gmem, smem, arrived, start, i) -> None:
         """Starts the copy of step i of the elements of `gmem` from `start` on, which is at a 16-byte boundary.
 
-        The barrier `arrived` of the step's slot completes when the step is in `smem`. i is an int or traced.
+        The barrier `arrived` of the step's slot completes when the step is in `smem`.
         """
         walk = self.walk
 
@@ -144,7 +135,6 @@ class StagedRow:
         return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
 
     def blocks(self, i, size: int) -> Iterator[Any]:
-        """Yields the place in shared memory of each block of step i, which has `size` elements."""
         for start in range(0, size, self.walk.block_size):
             yield pl.ds(self._place(i) + start, self.walk.block_size)
 
@@ -154,7 +144,7 @@ class StagedRow:
             yield blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
-        """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
+        """Each thread writes its own elements."""
         layout = blocks.layout(self.walk.vec)
         values = [block.astype(smem.dtype) for block in values]
         for at, block in zip(self.blocks(i, size), values, strict=True):

@@ -30,8 +30,6 @@ _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
 class WindowPart(NamedTuple):
-    """The part of a row that this CTA holds."""
-
     place: PartPlace  # the row, and the place of the part in it
     x_gmem: Any  # one-dimensional device memory; the part starts at element `place.first`
     body: Any  # number of the element in x_gmem where the body starts
@@ -42,7 +40,6 @@ class WindowPart(NamedTuple):
 
 
 def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
-    """Returns the part of this CTA, for rows in device memory with the shape `view`."""
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
@@ -54,7 +51,7 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
 
 
 def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
-    """Starts the bulk copies of the part's body to shared memory. Step i arrives at barrier number i."""
+    """Step i arrives at barrier number i."""
     for i, (position, size) in enumerate(window.copies()):
         plgpu.copy_gmem_to_smem(
             part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
@@ -106,7 +103,7 @@ def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bo
 
 
 def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
-    """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
+    """Returns the mask of each block of step i, int8 and 0 outside the body; or () without a mask."""
     if part.mask is None:
         return ()
     mask_gmem, mask_row = part.mask
@@ -132,47 +129,38 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> 
     x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
     store x, if the vector is in the body     (`fill_head_and_tail` masks the head and the tail)
 
-    `keep` has one block of int8 for each block of the step.
-    """
-    layout = blocks.layout(window.vec)
-    code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
-
-    @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
-    def emit(_, x_smem, step, keep):
-        operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
-        for b, block in enumerate(keep):
-            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(block.registers.item()))}
-        emit_ptx(code, operands)
-
-    emit(x_smem, step, keep)
-
-
-def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:
-    """Returns the program of `mask_step`. <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
-
-    Example: two words of 16-bit elements, with x0 in the lower half, and their mask word, which has byte 1 = 0:
+    `keep` has one block of int8 for each block of the step. Example: two words of 16-bit elements, with x0 in the lower
+    half, and their mask word, which has byte 1 = 0:
 
         words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
     """
-    p = Program()
-    thread, step, x = p.operands("u32", "thread", "step", "x")
+    element, p = Elements(x_smem.dtype), Program()
+    thread_, step_, x = p.operands("u32", "thread", "step", "x")
     block_bytes = window.block_size * element.itemsize
-    address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
-    first = p.multiply_add(step, window.step_blocks * window.block_size, thread * window.vec)
-    for b in range(blocks):
+    address = p.at(p.at(x, step_, window.step_blocks * block_bytes), thread_, ACCESS_BYTES)
+    first = p.multiply_add(step_, window.step_blocks * window.block_size, thread_ * window.vec)
+    for b in range(len(keep)):
         position = first + b * window.block_size
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
         # Outside the body, another warpgroup may be writing in `fill_head_and_tail`: `sample` has several warpgroups.
-        words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
-        p.load_into(words, address, offset=b * block_bytes, when=in_body)
+        vector = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
+        p.load_into(vector, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):
-            keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
-            masked = keep.equals(0)
+            byte = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
+            masked = byte.equals(0)
             at = j * element.itemsize
-            word, element_bits = words[at // 4], element.all_ones << 8 * (at % 4)
+            word, element_bits = vector[at // 4], element.all_ones << 8 * (at % 4)
             p.update(word, "or", element_bits, when=masked)
             if infinite:  # turns all ones into -inf
                 p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=masked)
-        p.store(address, *words, offset=b * block_bytes, when=in_body)
-    return p
+        p.store(address, *vector, offset=b * block_bytes, when=in_body)
+
+    @inline(arg_types=(REF, SCALAR, [blocks.layout(window.vec)] * len(keep)))
+    def emit(_, x_smem, step, keep):
+        operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
+        for b, block in enumerate(keep):
+            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(block.registers.item()))}
+        emit_ptx(p, operands)
+
+    emit(x_smem, step, keep)

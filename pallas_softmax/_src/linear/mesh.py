@@ -28,9 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.mesh_types import axes_of_entry, explicit_mesh, rounded_sum, vary_together
+from pallas_softmax._src.dispatch.mesh_types import (
+    explicit_mesh,
+    rounded_sum,
+    shared_axes,
+    spec_of,
+    vary_together,
+)
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
-from pallas_softmax._src.dispatch.partitioner import Division, register
+from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
@@ -240,7 +246,7 @@ def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, chan
 
 
 class _DimensionsOfProjection:
-    """`Dimensions` (`dispatch/partitioner.py`) of a projection, by name.
+    """What `Dimensions` (`dispatch/partitioner.py`) has of a projection.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
     dw along D where it does not divide dx. Several labels or winners per token add "k", and so does a teacher: it is
@@ -283,9 +289,12 @@ class _DimensionsOfProjection:
             own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
             specs = [*own, *specs[len(own) :]]
         slices, tokens = ([name for name in self.sizes if name[0] == first] for first in "sb")
-        by_tokens, by_columns = (
-            self._axes(specs, mesh_sizes, [*slices, *order]) for order in ([*tokens, "v"], ["v", *tokens])
-        )
+        given = [*zip(specs, self.arguments)]
+
+        def axes_of(names, taken=()) -> dict[str, tuple[str, ...]]:
+            return shared_axes({name: self.sizes[name] for name in names}, given, mesh_sizes, taken)
+
+        by_tokens, by_columns = (axes_of([*slices, *of]) for of in ([*tokens, "v"], ["v", *tokens]))
 
         def devices(axes) -> int:
             return math.prod(mesh_sizes[axis] for axis in axes)
@@ -299,41 +308,18 @@ class _DimensionsOfProjection:
         dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
         if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
             dv = ()
-        dw = self._free_axes(specs, mesh_sizes, "e", {*columns, *dv}.union(*(axes[name] for name in slices)))
+        dw = axes_of("e", {*columns, *dv}.union(*(axes[name] for name in slices)))["e"]
         gradient_axes = axes | {"e": dw, "v": columns + dv}
         gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
-
-        def spec(own: tuple[str, ...], axes) -> P:
-            return P(*(axes.get(name) or None for name in own))
-
-        arguments = [spec(own, axes) for own in self.arguments]
-        results = [spec(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+        arguments = [spec_of(own, axes) for own in self.arguments]
+        results = [spec_of(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
         return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
 
-    def _axes(self, specs, mesh_sizes, names: list[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the mesh axes of some dimensions. Earlier names keep the axes that they share with later ones."""
-        axes, used = {}, set()
-        for name in names:
-            axes[name] = self._free_axes(specs, mesh_sizes, name, used)
-            used |= {*axes[name]}
-        return axes
 
-    def _free_axes(self, specs, mesh_sizes, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes of a dimension without the used ones, from the first argument that is divided there."""
-        for spec, own in zip(specs, self.arguments):
-            entry = dict(zip(own, spec)).get(name)
-            axes = tuple(axis for axis in axes_of_entry(entry) if axis not in used)
-            if axes and self.sizes[name] % math.prod(mesh_sizes[axis] for axis in axes) == 0:
-                return axes
-        return ()
-
-    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), tuple(name for name in ("d", "k") if name in self.sizes)
-
-
-def _dimensions(choice: Choice, *call: Any) -> _DimensionsOfProjection:
-    return _DimensionsOfProjection(choice.call.operation, *call)
+def _dimensions(choice: Choice, *call: Any) -> Dimensions:
+    own = _DimensionsOfProjection(choice.call.operation, *call)
+    whole = tuple(name for name in ("d", "k") if name in own.sizes)
+    return Dimensions(own.arguments, own.results, whole, own.lay_out)
 
 
 _PROJECTION = register(Division("projection", _dimensions, _on_shard, _on_shard))

@@ -127,9 +127,13 @@ def route(
             f"{groups} groups, got {k}"
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
-    added: Any = None if bias is None else _bias(name, bias, experts).astype(wide)
-    if added is None and groups > 1:
-        added = jnp.zeros((experts,), wide)
+    added: Any = jnp.zeros((experts,), wide) if groups > 1 else None
+    if bias is not None:
+        added = _numbers(name, "bias", bias, "a float or integer array").astype(wide)
+        if added.shape != (experts,):
+            raise ValueError(
+                f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}"
+            )
     if added is not None:
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)
@@ -143,14 +147,11 @@ def route(
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
 
 
-def _bias(name: str, bias, experts: int) -> jax.Array:
-    """Returns the bias as an array."""
-    bias = arguments.array(name, "bias", bias)
-    if not jnp.issubdtype(bias.dtype, jnp.floating) and not jnp.issubdtype(bias.dtype, jnp.integer):
-        raise TypeError(f"{name}: bias must be a float or integer array, got {bias.dtype.name}")
-    if bias.shape != (experts,):
-        raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {bias.shape}")
-    return bias
+def _numbers(name: str, argument: str, x, wanted: str) -> jax.Array:
+    x = arguments.array(name, argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: {argument} must be {wanted}, got {x.dtype.name}")
+    return x
 
 
 def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[int, int, int]:
@@ -158,23 +159,23 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[in
 
     If all groups take part, there is one group.
     """
+
+    def bounded(argument: str, value, most: int, wanted: str) -> int:
+        number = 0 if value is None else arguments.static_int(name, argument, value)
+        if not 1 <= number <= most:
+            raise ValueError(f"{name}: {argument} must be from 1 to {wanted}, got {value}")
+        return number
+
     groups = arguments.static_int(name, "groups", groups)
     if groups < 1 or experts % groups:
         raise ValueError(f"{name}: groups must be at least 1 and divide the {experts} experts, got {groups}")
     size = experts // groups
-    best = min(2, size) if group_best is None else arguments.static_int(name, "group_best", group_best)
-    if group_best is not None and not 1 <= best <= size:
-        raise ValueError(
-            f"{name}: group_best must be from 1 to the {size} experts of a group, got {group_best}"
-        )
-    if top_groups is None:
-        if groups > 1:
-            raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got None")
-        return 1, 1, 1
-    top_groups = arguments.static_int(name, "top_groups", top_groups)
-    if not 1 <= top_groups <= groups:
-        raise ValueError(f"{name}: top_groups must be from 1 to groups={groups}, got {top_groups}")
-    return (1, 1, 1) if top_groups == groups else (groups, top_groups, best)
+    best = min(2, size)
+    if group_best is not None:
+        best = bounded("group_best", group_best, size, f"the {size} experts of a group")
+    if groups > 1 or top_groups is not None:
+        top_groups = bounded("top_groups", top_groups, groups, f"groups={groups}")
+    return (1, 1, 1) if top_groups in (None, groups) else (groups, top_groups, best)
 
 
 def _scale(name: str, scale) -> tuple[float, Any]:
@@ -195,9 +196,7 @@ def _scale(name: str, scale) -> tuple[float, Any]:
 
 def _factor(name: str, scale) -> jax.Array:
     """Returns a scale that may be traced, as an array without a gradient."""
-    scale = arguments.array(name, "scale", scale)
-    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
-        raise TypeError(f"{name}: scale must be a real number, got {scale.dtype.name}")
+    scale = _numbers(name, "scale", scale, "a real number")
     if scale.shape:
         raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
     return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")

@@ -30,11 +30,9 @@ class Gate:
 
     @property
     def needs_normalizer(self) -> bool:
-        """Whether the weights depend on logits that did not win."""
         return self.score == "softmax" and not self.renormalize
 
     def weights(self, x, normalizer: Any, over_row: "RowReductions"):
-        """Returns the weights of the winners."""
         if self.renormalize:
             weight = _shares(self.score, x, over_row)
         elif self.score == "softmax":
@@ -47,8 +45,8 @@ class Gate:
     def cotangents(self, x, normalizer: Any, g, g_logsumexp, over_row: "RowReductions") -> tuple[Any, Any]:
         """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
 
-        g has the cotangents of the winners' weights, 0 at places without a winner. g_logsumexp has the cotangent of the
-        row's logsumexp, spread over the winners.
+        g has the cotangents of the winners' weights, 0 at places without a winner. g_logsumexp, spread over the
+        winners, has the cotangent of the row's logsumexp.
         """
         if self.renormalize:
             share = _shares(self.score, x, over_row)
@@ -62,7 +60,7 @@ class Gate:
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the tangents of the weights: the transpose of `cotangents`.
 
-        dx has the tangents of the winners' logits. `mean` is the sum of p dx over the whole row.
+        `mean` is the sum of p dx over the whole row.
         """
         dlog = self._by_logit(x, dx)
         if self.renormalize:
@@ -80,13 +78,12 @@ class Gate:
         return a * (1 / (2 * (1 + jnp.exp(-jnp.abs(x))) * _softplus_ratio(x)))
 
     def _scaled(self, weight):
-        """Returns weights, or their derivatives, times `scale`."""
         return weight if self.scale == 1 else weight * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
 class RowReductions:
-    """Reductions over the winners of each row. Each returns one number per row, spread over the winners."""
+    """Reductions over the winners of each row, spread over the winners."""
 
     largest: Callable[[Any], Any]
     total: Callable[[Any], Any]
@@ -105,7 +102,7 @@ def _shares(score: Score, x, over_row: RowReductions):
 
 
 def score_alone(score: Score, x):
-    """Returns the scores of logits for a score that depends on no other logit."""
+    """Returns the scores, for a score that depends on no other logit."""
     if score == "sigmoid":
         return lax.logistic(x)
     return jnp.exp(_negative(x) / 2) * _root(_softplus_ratio(x))
@@ -136,5 +133,5 @@ def _log1p_ratio(e):
 
 
 def _root(y):
-    """Returns the square root of y > 0. Pallas of jax 0.10 has only its reciprocal."""
+    """The square root of y > 0. Pallas of jax 0.10 has only its reciprocal."""
     return jnp.where(y == jnp.inf, y, y * lax.rsqrt(y))

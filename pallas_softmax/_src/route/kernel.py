@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.dispatch.operation import Kernel
+from pallas_softmax._src.folding import Mask, fold_mask, fold_numbers
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
+from pallas_softmax._src.gpu.ptx.merging import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.route import scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
+from pallas_softmax._src.route.plan import plan, plan_grad
 from pallas_softmax._src.softmax.plan import approximate
 
 
@@ -40,7 +42,6 @@ def route(
 
     Stages: load, normalizer, sort keys, choose groups of experts (if there are groups), find the k best, read the
     winners' logits again, compute their weights, write.
-    `route_rows` documents the arguments.
     """
     (rows, experts), k = x_gmem.shape, weights_gmem.shape[1]
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
@@ -48,7 +49,7 @@ def route(
     tiles.prefetch(x_gmem, plan, row)  # a later CTA's tile
     x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1)  # rows past the last one repeat it
 
-    # `elements` are what the search takes, see `gpu.best.search_input`.
+    # `elements` are what the search takes, see `search_input`.
     lanes = None  # how many lanes may have winners: all
     if bias is None:  # experts are chosen by their logits
         m, d, _ = normalizer(x, plan)
@@ -74,14 +75,12 @@ def route(
     tiles.store(indices_gmem, winners, row, index)
 
 
-def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1, group_best=1):
-    """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1) of the logits x (rows, experts).
-
-    `bias` is None, or (bias rows, experts) float32, with the map from a row to its row of the bias. `top_groups` of
-    the `groups` take part, ranked by their `group_best` best entries. With groups there must be a bias.
-    """
+def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
+    """Returns what `xla.route` returns."""
+    *batch, experts = logits.shape
+    bias, x = fold_mask(bias, logits.shape, len(batch)), logits.reshape(-1, experts)
     rows = x.shape[0]
-    return gpu_kernel(
+    results = gpu_kernel(
         functools.partial(route, plan, bias, gate, groups, top_groups, group_best),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
@@ -92,10 +91,11 @@ def route_rows(x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1
         name="route",
         approximate=True,
     )(x, None if bias is None else bias.array)
+    return tuple(a.reshape(*batch, a.shape[-1]) for a in results)
 
 
 def normalizer(x, tile: Tile):
-    """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
+    """Returns m and d of each row, spread over the tile, and the exponentials of x - m."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     # The maximum comes before the cast: one instruction compares two 16-bit elements.
     m = broadcast(jnp.max(x, 1).astype(jnp.float32))
@@ -104,7 +104,6 @@ def normalizer(x, tile: Tile):
 
 
 def over_row(tile: Tile) -> RowReductions:
-    """Returns the reductions over the winners in the rows of a tile."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     return RowReductions(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
@@ -132,24 +131,21 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
 
     The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
-    row, the cotangents are:
+    row, and `direct` and `rest` from `Gate.cotangents`, the cotangents are:
 
         a logit that did not win    p rest
         a winner                    p rest + direct
 
-    `Gate.cotangents` computes `direct`, a number per winner, and `rest`, a number per row. The steps, as in
-    `topk.tile_kernel.topk_grad`:
+    The steps, as in `topk.tile_kernel.topk_grad`:
 
         load      the row; the winners' indices, cotangents and (from the cache) logits
         row       reduce to the normalizer
         winners   compute direct and rest
         row       write p rest of all elements
         winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
-
-    `route_grad_rows` documents the arguments.
     """
     k = indices_gmem.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf)
@@ -174,17 +170,19 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
 
 
-def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate):
-    """Returns the cotangents of the logits x (rows, experts).
-
-    The winners are `indices` (rows, k) int32. g (rows, k) and g_logsumexp (rows,) are the cotangents of the weights and
-    of the logsumexp.
-    """
+def route_grad_rows(plan: Tile, residuals, g, g_logsumexp, *, gate: Gate):
+    """Returns what `xla.route_grad` returns."""
+    logits, indices = residuals
+    x = logits.reshape(-1, logits.shape[-1])
+    indices, g, g_logsumexp = (fold_numbers(a, logits.shape[:-1]) for a in (indices, g, g_logsumexp))
     (dx,) = gpu_kernel(
         functools.partial(route_grad, plan, gate),
         grid={"row": -(-x.shape[0] // plan.rows)},
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         name="route_grad",
         approximate=approximate(x.dtype),
-    )(x, indices, g, g_logsumexp)
-    return dx
+    )(x, indices, g, g_logsumexp[:, 0])
+    return (dx.reshape(logits.shape),)
+
+
+KERNELS = {"route": Kernel(plan, route_rows), "route_grad": Kernel(plan_grad, route_grad_rows)}

@@ -5,7 +5,7 @@ from pallas_softmax._src.route import xla
 
 
 def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.route.mosaic_gpu import KERNELS
+    from pallas_softmax._src.route.kernel import KERNELS
 
     return KERNELS
 

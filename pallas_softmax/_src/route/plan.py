@@ -12,9 +12,19 @@ lanes:
 import dataclasses
 import math
 
+import jax.numpy as jnp
+
+from pallas_softmax._src.dispatch.operation import Call, Refusal
+from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, row_tile
-from pallas_softmax._src.topk.plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile
+from pallas_softmax._src.topk.plan import (
+    LANE_ELEMENTS,
+    MANY_LANES,
+    MAX_LANE_ELEMENTS,
+    plan_tile,
+    plan_topk_grad,
+)
 
 MOST_GROUP_BEST = 4  # with more entries of a group in its rank, the lists of the best take too many registers
 MAX_EXPERTS = 1_024  # more elements of a float32 row do not fit into the registers of a warp
@@ -28,10 +38,34 @@ _FLOAT_BYTES = 4
 GROUPED_LANE_ELEMENTS = 24
 
 
+def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
+    if reason := _unsupported(call, capability):
+        return Refusal(reason)
+    if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
+        return Refusal(f"group_best={call.group_best} is more than {MOST_GROUP_BEST}")
+    itemsize = jnp.dtype(call.dtype).itemsize
+    tile = plan_route(call.vocab, call.k or 0, itemsize, biased=call.masked, groups=call.groups)
+    return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
+
+
+def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
+    if reason := _unsupported(call, capability):
+        return Refusal(reason)
+    tile = plan_topk_grad(call.vocab, jnp.dtype(call.dtype))
+    assert tile is not None  # for so few experts
+    return tile
+
+
+def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
+    if (reason := checks.unsupported(call, capability)) is not None:
+        return reason
+    if not call.k:
+        return "k is 0"
+    return None if call.vocab <= MAX_EXPERTS else f"{call.vocab} experts are more than {MAX_EXPERTS}"
+
+
 def plan_route(experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
-    """Returns the tile of a router's forward, or None if no tile fits. A logit has `itemsize` bytes."""
-    if experts > MAX_EXPERTS:
-        return None
+    """Returns the tile of the forward, or None if no tile fits. A logit has `itemsize` bytes."""
     if groups > 1:
         return _grouped_tile(experts, groups)
     return plan_tile(experts, k, _FLOAT_BYTES if biased else itemsize)

@@ -49,11 +49,10 @@ def reciprocals(tile: Tile, x):
 
 
 def exponentials_program(tile: Tile, score: Score) -> TileProgram:
-    """Returns the program of the exponentials e and the normalizers (m, d) of the rows of a tile of float32 logits x.
+    """Returns the program of the exponentials e and the normalizers (m, d) of the rows of a tile of logits x.
 
     For "softmax", e is exp(x - m). For "sigmoid", e is exp(x), or large if that is large. <x{row}_{i}> has element i of
-    a row of the thread, -inf beyond the row, and <e{row}_{i}> gets its exponential. <m{row}> and <d{row}> get the
-    normalizer.
+    a row of the thread, -inf beyond the row. <e{row}_{i}>, <m{row}> and <d{row}> get the results.
     """
     p, count = TileProgram(tile, tile.shape[1]), tile.steps * tile.vec
     rows = range(p.rows)
@@ -80,7 +79,6 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
 def _subtract_largest(
     p: Program, tile: Tile, score: Score, xs: list[Value], es: list[Value], m: Value, d: Value
 ) -> None:
-    """Sets m to the largest logit of the row, d to the sum of exp(x - m), and e as `exponentials_program` says."""
     p.set(m, _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs)))
     shift = p.select(m.equals(float("-inf")), 0.0, m)
     total = p.var(0.0, "f32")
@@ -95,7 +93,6 @@ def _subtract_largest(
 
 
 def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
-    """Reduces a number over the lanes of a row."""
     distance = 1
     while distance < tile.lanes:
         x = p.op(op, "f32", x, p.shuffle(x, "bfly", distance))
@@ -108,13 +105,12 @@ def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
 
 @twin
 def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
-    """Returns `key`, a tile of sort keys without padding, with LOWEST for elements of groups that take no part."""
+    """Returns `key`, a tile without padding, with LOWEST for elements of groups that take no part."""
     program = groups_program(tile, groups, top_groups, group_best)
     return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
 
 
 def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
-    """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
     own_piece = p.lane >> log2(lanes)
@@ -153,7 +149,6 @@ def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
 
 
 def _best(p: Program, keys: list[Value], count: int) -> list[Value]:
-    """Returns the `count` largest of some keys, or all of them, in order."""
     if len(keys) == 1:
         return keys
     half = len(keys) // 2

@@ -23,7 +23,6 @@ OVER_ROW = RowReductions(
 
 
 def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
-    """Returns the weights and the int32 indices of k experts, (..., k) each, and the logsumexp, (..., 1)."""
     x = widen(normalizers.to_float(logits, (-1,)))
     is_integer = jnp.issubdtype(logits.dtype, jnp.integer)
     values = logits.astype(x.dtype) if is_integer else x
@@ -44,7 +43,6 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
 
 
 def _in_best_groups(x, groups: int, top_groups: int, group_best: int):
-    """Returns which entries are in the `top_groups` groups with the largest sums of their `group_best` best entries."""
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     best, _ = _best(grouped, None, group_best)
     _, chosen = _best(_with_one_nan(jnp.sum(best, -1)), None, top_groups)
@@ -72,15 +70,14 @@ def _best(x, where, k):
 
 
 def _with_one_nan(x):
-    """Returns x with +NaN for all NaNs, since platforms differ in the signs of the NaNs that they compute."""
+    """Replaces all NaNs by +NaN, since platforms differ in the signs of the NaNs that they compute."""
     return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
 def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
     """Returns the cotangent of the logits: p rest, and at the winners p rest + direct; see `Gate.cotangents`.
 
-    The residuals are the logits and the winners' indices. g (..., k) and g_logsumexp (..., 1) are the cotangents of the
-    weights and of the logsumexp.
+    The residuals are the logits and the winners' indices.
     """
     del mesh_axes  # a row is never spread by a user
     logits, indices = residuals
@@ -92,7 +89,6 @@ def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
 
 
 def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
-    """Returns the tangents of the weights and of the logsumexp: the transpose of `route_grad`."""
     del mesh_axes
     logits, indices = residuals
     x, p, normalizer = _softmax(logits)
@@ -103,7 +99,6 @@ def route_tangent(residuals, dx, *, gate: Gate, mesh_axes=()):
 
 
 def _softmax(logits):
-    """Returns the logits in the dtype of the arithmetic, their softmax p, and the normalizer (m, d)."""
     x = widen(normalizers.to_float(logits, (-1,)))
     m = lax.stop_gradient(normalizers.reduce(x).m)  # p does not depend on m
     e = jnp.exp(x - m)

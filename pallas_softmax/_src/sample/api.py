@@ -17,8 +17,8 @@ from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.linear_map import without_gradient
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.dispatch.operation import Call, describe
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import differentiable_if_finite, positions
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
@@ -148,12 +148,10 @@ def sample(
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     dtype = jax.eval_shape(as_float, x).dtype
     if noise.has_words(key, shape, dtype, mode):
-        call, arrays = _call(
-            SAMPLE, "sample", x, axis, where, axis_name, given, noise.words(key, shape, axis)
-        )
-        x, mask, t, *filters = arrays[:-4]
+        words = noise.words(key, shape, axis)
+        call, arrays = _call(SAMPLE, "sample", x, axis, where, axis_name, given, words)
+        (x, mask, t, *filters), words = arrays[:-4], jnp.concatenate(arrays[-4:], -1)
         static = choose_all(call, implementation, stride=noise.stride(key, shape, axis))
-        words = jnp.concatenate(arrays[-4:], -1)
         indices, log_probs, log_mass = evaluate(static, x, mask, words, t, *filters)
     else:
         x, mask, t, cut = cut_rows("sample", x, axis, where, axis_name, implementation, **given)
@@ -247,7 +245,6 @@ def checked_rows(function: str, logits: ArrayLike, axis: int) -> tuple[jax.Array
 def _call(
     operation, function: str, x, axis: int, where, axis_name, given: dict[str, Any], words=()
 ) -> tuple[Call, list]:
-    """Returns the call of an operation on rows, and its arrays, as `arguments.last_axis` does."""
     per_row = [*parameters(function, x, axis, **given), *words]
     named = [("key, temperature, top_k, top_p and min_p", a) for a in per_row]
     return arguments.last_axis(operation, function, x, axis, where, axis_name, named)
@@ -256,8 +253,7 @@ def _call(
 def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
-    The temperature is NaN where a parameter is out of range; such a row gets no draw. A top_k that filters nothing
-    becomes int32's maximum.
+    The temperature is NaN where a parameter is out of range. A top_k that filters nothing becomes int32's maximum.
     """
     wide = jax.eval_shape(as_float, x).dtype
 
@@ -289,7 +285,6 @@ def checked_mode(function: str, mode: str | None) -> str:
 
 
 def typed_keys(function: str, key, batch: tuple[int, ...]) -> jax.Array:
-    """Returns one typed key for all rows, or one for each."""
     key = arguments.array(function, "key", key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim > 1:

@@ -14,8 +14,7 @@ There are three searches:
     search_values              bfloat16: a histogram over all CTAs with a bucket for each value shows the last key
     zone_ptx.expected_zone     float32, float16: a histogram of distances shows a zone, which has the key
 
-A section is 32 or 64 neighbouring buckets of a histogram. The CTAs exchange sums over sections first, and then one
-section.
+A section is 32 or 64 neighbouring buckets of a histogram. CTAs exchange sums over sections first, and then one section.
 """
 
 import dataclasses
@@ -25,15 +24,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import (
-    DIGIT,
-    MAX_V,
-    RECORD_WORDS,
-    SCRATCH,
-    SECTIONS,
-    VALUE_BUCKETS,
-    WARP_LOAD_BYTES,
-)
+from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH, SECTIONS, VALUE_BUCKETS, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
@@ -53,14 +44,12 @@ class Kept:
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
         self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs
 
+    def keeps_all(self) -> Value:
+        return self.last_key.equals(KEEP_ALL)
+
     def all_down_to(self, key: Value | int, mass: Value) -> None:
-        """Keeps all entries down to a key."""
-        for register, value in (
-            (self.last_key, key),
-            (self.mass, mass),
-            (self.equal, 0),
-            (self.equal_kept, 0),
-        ):
+        values = (self.last_key, key), (self.mass, mass), (self.equal, 0), (self.equal_kept, 0)
+        for register, value in values:
             self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, mass_above: Value, equal: Value) -> None:
@@ -71,8 +60,7 @@ class Kept:
         p.set(self.last_key, key)
         p.set(self.equal, equal)
         p.set(self.equal_kept, p.min(room, equal))
-        mass = p.convert(p.min(number, all_equal), "f32") * p.mass(p.from_key(key))
-        p.set(self.mass, mass_above + mass)
+        p.set(self.mass, mass_above + p.convert(p.min(number, all_equal), "f32") * p.mass(p.from_key(key)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,30 +73,28 @@ class FilterSearch:
     is_mass: Value  # whether the goal is a mass; otherwise it is a number of entries
 
     def measure(self, mass: Value, number: Value | float) -> Value:
-        """Returns the mass or the number of entries, whichever the goal is."""
         return self.p.select(self.is_mass, mass, number)
 
     def measure_below(self, octaves: Value) -> Value:
-        """Returns the measure of an element that lies so many octaves below the largest."""
         return self.measure(self.p.exp2(octaves * -1), 1.0)
 
     def number_that_reaches(self, rest: Value, mass: Value) -> Value:
-        """Returns how many entries of this mass reach `rest`, a part of the goal; at least 1."""
+        """Returns how many entries of this mass reach `rest`, a part of the goal."""
         p = self.p
         number = self.measure(p.divide(rest, mass), rest)
         return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
 
     def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above the key."""
+        """Keeps as many entries as reach the goal; `above` is the measure above the key."""
         number = self.number_that_reaches(self.goal - above, self.p.mass(self.p.from_key(key)))
         self.kept.down_to(key, number, mass_above, equal)
 
 
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
-    """Finds the last entry of the filter by rounds of `narrow` over the elements of all CTAs, and updates `f.kept`.
+    """Finds the last entry by rounds of `narrow` over the elements of all CTAs, and updates `f.kept`.
 
-    The last kept key is from `high` down to `low`; `above` is the measure above `high`. A sum has two words: for the
-    lower 16 bits of the integers, and for the upper ones.
+    Its key is from `high` down to `low`; `above` is the measure above `high`. A sum has two words, for the lower and
+    the upper 16 bits of the integers.
     """
     p = f.p
     keys, greatest = KeyRange(p, high, low), p.from_key(high)
@@ -165,7 +151,6 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
 
 
 def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
-    """Returns the sums over this lane's buckets, in all CTAs; `rest` is above 0."""
     totals = [p.var(0, "f32") for _ in range(_LANE_BUCKETS)]
     # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.
     with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
@@ -183,8 +168,7 @@ def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
 def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
     """Returns the CTA of the last kept tie, its position in this CTA, and whether any tie is left out.
 
-    The kept ties are the first ones of the row: all of them in lower CTAs, none in higher ones. The filters know how
-    many ties each CTA has and keeps.
+    The kept ties are the first ones of the row: all of them in lower CTAs, none in higher ones.
     """
     is_cut = p.any(kept.equal_kept < kept.equal)
     last = p.last_that(kept.equal_kept > 0)
@@ -197,12 +181,12 @@ def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
 def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     """Returns the position of element `number`, from 1, of the CTA's elements with this key.
 
-    Each warp counts its elements with the key. Then the warp that has the element looks for it, load by load.
+    Each warp counts its elements with the key. The warp that has the element looks for it, load by load.
     """
     equal = p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
     own = p.over_lanes("add", equal)
-    p.store(p.word(SCRATCH.warps, p.warp, RECORD_WORDS), own, when=p.first_lane)
+    p.store(p.record_of_warp(p.warp), own, when=p.first_lane)
     p.barrier()
     (each,) = p.from_warps(["u32"], [0])
     before, _ = p.before(each)
@@ -234,7 +218,6 @@ _THREAD_BUCKETS = 8  # buckets that a thread sums up
 
 
 def clear_buckets(p: PartProgram) -> None:
-    """Sets the numbers of elements in all buckets to 0."""
     zeros = [p.var(0, "u32")] * 4
     for first in range(0, p.plan.buckets, 4 * p.plan.threads):
         inside = p.thread * 4 < p.plan.buckets - first
@@ -243,10 +226,7 @@ def clear_buckets(p: PartProgram) -> None:
 
 
 def sum_sections(p: PartProgram, sum_up: Callable[[Value, list[Value]], list[Value]]) -> None:
-    """Sums up each section of the buckets; afterwards all CTAs can read the sums.
-
-    sum_up(bucket, numbers) writes one or two sums over eight buckets, from their numbers of elements.
-    """
+    """Sums up each section for all CTAs. sum_up(bucket, numbers) returns one or two sums over eight buckets."""
     p.barrier()
     threads = p.plan.buckets // _THREAD_BUCKETS
     neighbours = threads // SECTIONS  # lanes that sum up one section
@@ -265,10 +245,9 @@ def sum_sections(p: PartProgram, sum_up: Callable[[Value, list[Value]], list[Val
 
 
 def section_that_reaches(p: PartProgram, goal: Value, at: Value) -> tuple[Value, Value]:
-    """Returns the section at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
+    """Returns the section at which the sums, from word `at` on, reach a goal, and what it must reach of the goal.
 
-    The sums over the sections start at word `at`. The last bucket has all elements further away, so its section reaches
-    any goal.
+    Each warp works alone. The last bucket has all elements further away, so its section reaches any goal.
     """
     at = p.word(0, at + p.lane * 2)
     each = [p.of_cta(at, cta, "f32", 2) for cta in range(p.ctas)]
@@ -293,8 +272,7 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
     """Finds the last entry of the filter, and updates `f.kept`. Returns whether the next filter can use the histogram.
 
     `counted` is a condition: whether the histogram is there already. The row is searched digit by digit if the goal
-    lies in a bucket of many values. The same happens if so many elements are near 0 that their mass is not known well
-    enough.
+    lies in a bucket of many values, or if the mass of the elements near 0 is not known well enough.
     """
     p = f.p
     zero = _bucket_of_zero(p)
@@ -339,17 +317,14 @@ def _bucket_of_zero(p: PartProgram) -> Value:
 
 
 def _bucket_of_negative_zero(zero: Value) -> Value:
-    """Returns the bucket of -0."""
     return (zero + 1) & 0xFFFF
 
 
 def _buckets_near_zero(zero: Value) -> tuple[Value, Value]:
-    """Returns the bucket of the positive elements near 0, and the bucket of the negative ones."""
     return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
 
 
 def _count_values(p: PartProgram, zero: Value) -> None:
-    """Counts elements by value, two elements of a word at a time."""
     base = p.word(SCRATCH.histogram)
     negative_zero = _bucket_of_negative_zero(zero)
     offset = negative_zero | (negative_zero << 16)
@@ -401,7 +376,6 @@ def _number_and_mass(p: PartProgram, zero: Value, bucket: Value, numbers: list[V
 
 
 def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
-    """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
     numbers, masses = SCRATCH.sections, SCRATCH.sections + SECTIONS
     section, rest = section_that_reaches(p, f.goal, p.select(f.is_mass, masses, numbers, "u32"))
@@ -418,11 +392,7 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
 
 
 def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:
-    """Returns sums over elements above a bucket, in it, and near 0.
-
-    First, the measure and the mass above the bucket. Then, for each CTA, in the lane with its number, the number of
-    elements in the bucket. Last, the number of elements near 0, as a float.
-    """
+    """Returns the measure and the mass above a bucket, the number in it of this lane's CTA, and the number near 0."""
     p = f.p
     with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp sums up one CTA after another
         at = p.word(SCRATCH.sections, p.lane, 2)
@@ -441,7 +411,7 @@ def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Va
         near_zero = [p.word(SCRATCH.histogram, p.min(one, _LAST)) for one in _buckets_near_zero(zero)]
         near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])
         sums = p.over_warp(["add"] * 3, [number, mass, equal])
-        p.store(p.gathered(cta), *sums, near_zero, when=p.first_lane)
-    number, mass, equal, near_zero = p.from_gathered(("f32", "f32", "u32", "u32"), (0, 0, 0, 0), p.ctas)
+        p.store(p.record_of_cta(cta), *sums, near_zero, when=p.first_lane)
+    number, mass, equal, near_zero = p.from_records(("f32", "f32", "u32", "u32"), (0, 0, 0, 0), p.ctas)
     number, mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
     return f.measure(mass, number), mass, equal, p.convert(near_zero, "f32")

@@ -5,7 +5,8 @@
                  other shards: the best entries of each row are gathered, as by top-k; every device filters them and
                  draws from them. If some row keeps more entries, the devices exchange the shards.
 
-The start of the noise moves with the shard, so tokens equal the tokens of whole rows. In all functions,
+The start of the noise moves with the shard, so tokens equal the tokens of whole rows. Functions have the arguments and
+results of `xla.cutoff` and so on: logits and mask are this device's shard, all others are of whole rows.
 run_shard(operation, arrays, static) returns the operation's results on this device's shard.
 """
 
@@ -16,16 +17,8 @@ from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import at, logits_of, positions
 from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
+from pallas_softmax._src.sample import rows
 from pallas_softmax._src.sample.noise import advance, gumbel_at
-from pallas_softmax._src.sample.rows import (
-    NOWHERE,
-    as_float,
-    cutoff_of,
-    drawn_results,
-    is_greedy,
-    tempered,
-    totals_of,
-)
 from pallas_softmax._src.sample.xla import Best, cutoff_among, draw_by_mass, sample_among, unless_complete
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.mesh import partial_merge, wide_logits, winners_of_shard
@@ -35,9 +28,8 @@ from pallas_softmax._src.topk.xla import lowest_value
 _WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
 
 # Shards up to this size are exchanged. An exchange takes as long as its bytes take. The best entries of a row are few,
-# but whether they are enough is a condition, which the host waits for, on each device. Draws on four H100, in µs, by an
-# exchange and by the best entries; in the last row these were too few (2026-11-27).
-# The limit lies between the two sizes that were measured:
+# but whether they are enough is a condition, which the host waits for, on each device. The limit lies between two sizes
+# of draws on four H100, in µs, by an exchange and by the best entries; in the last row these were too few (2026-11-27):
 #
 #                                           8 MiB on each GPU    32 MiB
 #     top_k = 50                            123    180           238    227
@@ -47,7 +39,6 @@ _EXCHANGED_BYTES = 2**24
 
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
-    """Returns the `Cutoff` of each row. `xla.cutoff` documents the arguments, here for this device's shard."""
     filters = top_k, top_p, min_p
     is_filtered = any(f is not None for f in filters)
 
@@ -63,7 +54,6 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
-    """Returns the results of `xla.sample`, with the arguments of `cutoff_on_mesh`, and the words of whole rows."""
     filters = top_k, top_p, min_p
 
     def unfiltered():
@@ -91,7 +81,7 @@ def _is_small(logits) -> bool:
 
 
 def _on_whole_rows(run_shard, arrays, static, mesh_axes):
-    """Returns the operation's results. Each device receives some whole rows, and runs the operation on them."""
+    """Each device receives some whole rows, and runs the operation on them."""
     logits, where, *per_row = arrays
     where = None if where is None else jnp.broadcast_to(where, (*where.shape[:-1], logits.shape[-1]))
 
@@ -102,13 +92,12 @@ def _on_whole_rows(run_shard, arrays, static, mesh_axes):
 
 
 def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
-    """Returns the result of `xla.draw_by_mass`; the masses are this device's shard. Devices exchange the shards."""
     del run_shard, again  # there is no kernel, and XLA stores what is exchanged
     return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
 def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes):
-    """Returns the results of `xla.sample` without filters. Each device draws from its shard; the draws are gathered."""
+    """Each device draws from its shard; the draws are gathered."""
     start = lax.axis_index(mesh_axes) * logits.shape[-1]
     in_shard = advance(words, start, stride)
     arrays = (logits, where, in_shard, temperature, None, None, None)
@@ -117,30 +106,30 @@ def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
 
     # A shard without a draw is bad, or it only has -inf: its largest logit tells. A `lax.cond` would only add
     # kernels: XLA for GPUs computes the largest logit anyway.
-    largest = jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
+    largest = jnp.max(logits_of(rows.as_float(logits), where), -1, keepdims=True)
     bad = ~has_draw & (largest != -jnp.inf)
     # The mass of the shard relative to the drawn logit.
     d = jnp.where(bad, jnp.nan, jnp.where(has_draw, jnp.exp(-log_probs), 0))
     noise = gumbel_at(in_shard, drawn, stride)
     x = at(wide_logits(logits), drawn)
     x = jnp.where(has_draw, x, lowest_value(x.dtype))
-    index = jnp.where(has_draw, start + drawn, NOWHERE)
+    index = jnp.where(has_draw, start + drawn, rows.NOWHERE)
 
     def merge(gathered, temperature):
         noise, index, x, tops, d = gathered
         parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
         _, total = normalizers.combine_parts(parts, Temperature.of(temperature))
         top = normalizers.largest(tops)
-        greedy, shards = is_greedy(as_float(top), temperature), split_if_few((noise, index, x))
+        greedy, shards = rows.is_greedy(rows.as_float(top), temperature), split_if_few((noise, index, x))
 
         def rank(noise, index, x):
-            perturbed = tempered(as_float(x), as_float(top), temperature) + noise
-            perturbed = jnp.where(index == NOWHERE, -jnp.inf, perturbed)
+            perturbed = rows.tempered(rows.as_float(x), rows.as_float(top), temperature) + noise
+            perturbed = jnp.where(index == rows.NOWHERE, -jnp.inf, perturbed)
             return jnp.where(greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
 
         ranks = [rank(*shard) for shard in shards]
         best = reduce_split(jnp.maximum, ranks)
-        firsts = [jnp.where(rank == best, index, NOWHERE) for rank, (_, index, _) in zip(ranks, shards)]
+        firsts = [jnp.where(rank == best, index, rows.NOWHERE) for rank, (_, index, _) in zip(ranks, shards)]
         index = reduce_split(jnp.minimum, firsts)
 
         def drawn(numbers):  # an index is of one shard only
@@ -153,8 +142,9 @@ def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
 
     _, index, x, top, total = merge_over(mesh_axes, merge, (noise, index, x, x, d), temperature)
     m, x = jnp.split(normalizers.to_float(jnp.concatenate([top, x], -1), (-1,)), 2, -1)
-    cut = cutoff_of(jnp.zeros_like(index), index, total, totals_of(as_float(top), m, total, temperature))
-    return drawn_results(index, x, m, cut, temperature)
+    totals = rows.totals_of(rows.as_float(top), m, total, temperature)
+    cut = rows.cutoff_of(jnp.zeros_like(index), index, total, totals)
+    return rows.drawn_results(index, x, m, cut, temperature)
 
 
 def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
@@ -175,5 +165,5 @@ def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
     partly = partial_merge(n, where is not None)
     won, index, m, total = merge_over(mesh_axes, merge, winners, temperature, partly)
     best = Best(won.astype(logits.dtype), None if where is None else index >= 0, jnp.maximum(index, ~index))
-    top = logits_of(as_float(best.logits), best.where)[..., :1]
-    return best, totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)
+    top = logits_of(rows.as_float(best.logits), best.where)[..., :1]
+    return best, rows.totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)

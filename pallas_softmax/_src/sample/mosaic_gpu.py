@@ -17,9 +17,8 @@ powers of two:
                                           ^
     results               log_prob = log(.5 / 3.84), log_mass = log(3 / 3.84)
 
-A CTA has several warpgroups. The first one starts the bulk copies of the part, one step for each warpgroup. Each
-warpgroup waits for its own step and masks it. `SamplePlan` draws the steps and the warps. Then the CTA synchronizes,
-and one program of inline PTX does the rest:
+The first warpgroup of a CTA starts the bulk copies of the part, one step for each warpgroup. Each warpgroup waits for
+its own step and masks it. `SamplePlan` draws the steps and the warps. Then one program of inline PTX does the rest:
 
     part of the program                   function                  exchanges over the cluster
     the row's maximum and its mass        row_ptx.arrive            1
@@ -34,9 +33,8 @@ and one program of inline PTX does the rest:
     the index of the last kept entry      filter_ptx.find_last_tie  0
     the draw                              race_ptx.WinnerSearch     1; 1 more in 1 of 1,600 rows
 
-All of them use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words of `plan.SCRATCH`. The mass of
-an element x is exp((x - top) / temperature), where top is the largest element of the row; the program takes it as a
-power of 2. Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
+The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row. The program takes
+it as a power of 2. Decisions rest on integers, or on sums in a fixed order. So a draw has the same bits each time.
 
 The filters have one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
 filter, and where the entry is looked for:
@@ -59,10 +57,8 @@ filter, and where the entry is looked for:
 After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -70,7 +66,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
-from pallas_softmax._src.folding import Mask, fold_mask
+from pallas_softmax._src.folding import fold_mask
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
@@ -80,24 +76,12 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log
-from pallas_softmax._src.sample.row_ptx import (
-    DRAWN,
-    HIGHEST,
-    INF,
-    KEEP_ALL,
-    LEAST_FINITE,
-    LN2,
-    TINY,
-    PartProgram,
-    row_operands,
-)
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log, log_prob_of
+from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, PartProgram
 from pallas_softmax._src.sample.rows import Cutoff
 
 # The results of a cutoff, by their names in the program.
-_OF_CUTOFF = dict.fromkeys(("key", "index"), jnp.int32) | dict.fromkeys(
-    ("top", "log_total", "log_mass"), jnp.float32
-)
+_OF_CUTOFF = dict.fromkeys(Cutoff._fields, jnp.float32) | dict.fromkeys(("key", "index"), jnp.int32)
 
 # The stages. Their order counts: those up to TOP_K_BEST start from a bound, the next one follows after an overflow, and
 # those after TOP_P use what the last turn made.
@@ -107,40 +91,36 @@ _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
-class Params(NamedTuple):
-    """The parameters of a row, as float32; top_k as int32. A filter that is off has a value that filters nothing."""
-
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
+_PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 
 
-def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, stride: int = 1) -> list:
-    """Draws once from each row of x, (rows, vocab), or finds where the filters cut it.
-
-    Each parameter is an array (rows,), or (1,) if all rows have the same value. The words of the noise are (rows, 4),
-    with their stride, and the results of `xla.sample` are returned, (rows,). If the words are None, the fields of a
-    `Cutoff` are returned.
-    """
-    rows, vocab = x.shape
-    window = plan.window
+def sample_rows(
+    plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride: int | None = None
+) -> list:
+    """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`."""
+    *batch, vocab = logits.shape
+    # with the number of each filter that filters nothing
+    filters = (top_k, vocab, jnp.int32), (top_p, 1, jnp.float32), (min_p, 0, jnp.float32)
+    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
+    parameters = [_per_row(a, batch) for a in (temperature, *numbers)]
+    x, mask = logits.reshape(-1, vocab), fold_mask(where, logits.shape, len(batch))
+    rows, window = len(x), plan.window
     view = aligned_view(rows, vocab, window.vec)
     names = _OF_CUTOFF if words is None else DRAWN
 
     def sample(
-        x_gmem, params_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
+        x_gmem, parameters_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
     ):
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
-        row_params = Params(*(number_of_row(ref, row) for ref in params_gmem))
+        parameters = {name: number_of_row(ref, row) for name, ref in zip(_PARAMETERS, parameters_gmem)}
         words = [] if words_gmem is None else [words_gmem[row, i] for i in range(4)]
         _copy_and_mask(window, part, x_smem, arrived, barrier)
         refs = {"x": x_smem, "scratch": scratch, **dict(zip(names, out))}
-        _run_program(plan, stride, part, refs, row_params, dict(zip(NOISE_OPERANDS, words)), barrier)
+        _run_program(plan, stride, part, refs, parameters, dict(zip(NOISE_OPERANDS, words)), barrier)
 
-    return gpu_kernel(
+    results = gpu_kernel(
         sample,
         name="filter_cutoff" if words is None else "sample",
         grid={"row": rows, "part": window.count},
@@ -154,22 +134,26 @@ def sample_rows(x, mask: Mask | None, params: Params, words, plan: SamplePlan, s
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
         approximate=True,
-    )(x.reshape(view), params, words, None if mask is None else mask.array)
+    )(x.reshape(view), parameters, words, None if mask is None else mask.array)
+    return [result.reshape(*batch, 1) for result in results]
+
+
+def _per_row(numbers, batch):
+    """Returns one number for each row of the batch, or one for all."""
+    numbers = jnp.asarray(numbers)
+    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
+    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 @twin
-def _run_program(
-    plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, params: Params, words, barrier
-) -> None:
-    """Runs the program in this CTA. The interpreter synchronizes the warpgroups by the barrier."""
-    numbers = params._asdict() | row_operands(part.place.row, part.place.index, params.temperature) | words
-    arguments = plan, refs["x"].dtype
-    program = draw_program(*arguments, stride) if words else cutoff_program(*arguments)
-    insert_ptx(program, refs, numbers | {"origin": jnp.int32(part.origin)})
+def _run_program(plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, parameters, words, barrier):
+    del barrier  # the interpreter synchronizes the warpgroups by it
+    numbers = row_ptx.row_operands(part.place.row, part.place.index, parameters["temperature"])
+    numbers = parameters | numbers | words | {"origin": jnp.int32(part.origin)}
+    insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers)
 
 
 def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arrived, barrier) -> None:
-    """Starts the copies of the part to shared memory. Then each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -199,75 +183,57 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def draw_program(plan: SamplePlan, dtype, stride: int) -> PartProgram:
-    """Returns the program that draws from a row; a part is at <x>, where missing and masked elements are -inf.
+def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
+    """Returns the program that draws from a row; if the stride of the noise is None, it finds the cutoff.
 
-    It has the operands of `PartProgram`, the number of the row, <row>, `NOISE_OPERANDS`, and addresses in device
-    memory of the results <index>, <log_prob> and <log_mass>. `stride` belongs to the noise.
+    A part is at <x>, where missing and masked elements are -inf. Other operands are those of `PartProgram`, <row>, and
+    for a draw `NOISE_OPERANDS`. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in device memory.
     """
     p = PartProgram(plan, dtype)
-    with _filtered(p, lambda nan: {"index": p.var(-1, "s32"), "log_prob": nan, "log_mass": nan}) as kept:
-        noise = Noise.of_row(p, stride)
-        if plan.value_buckets:
-            p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
-        _, last_tie, _ = find_last_tie(p, kept)
-        index, x = WinnerSearch(p, noise, kept, last_tie).run()
-        with p.writes(0) as write:
-            log_prob = (x - p.top) * p.octaves_per_unit * LN2 - log(p, kept.total)
-            write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
-    return p
-
-
-@functools.lru_cache(maxsize=16)
-def cutoff_program(plan: SamplePlan, dtype) -> PartProgram:
-    """Returns the program that finds the cutoff of a row, with results <key>, <index>, <top>, <log_total>, <log_mass>.
-
-    Otherwise it is like `draw_program`, without noise.
-    """
-    p = PartProgram(plan, dtype)
-
-    def nothing(nan):
-        key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
-        return {"key": key, "index": index, "top": p.top, "log_total": nan, "log_mass": nan}
-
-    with _filtered(p, nothing) as kept:
-        cta, last_tie, is_cut = find_last_tie(p, kept)
-        with p.writes(cta) as write:
-            index = p.select(is_cut, last_tie + p.origin, HIGHEST)
-            key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
-            write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
-    return p
-
-
-@contextlib.contextmanager
-def _filtered(p: PartProgram, nothing: Callable[[Value], dict[str, Value]]) -> Iterator[Kept]:
-    """Opens a block for what follows the filters, and yields what they keep.
-
-    In a row without a draw, the program writes the results nothing(nan) instead.
-    """
-    p.barrier()
     total, small_top_k, bound = row_ptx.arrive(p)
-    p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
-    p.update(p.greedy, "or", p.absolute(p.tempered_top).equals(INF))
-    p.keep_first(p.greedy)
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         nan = p.var(_NAN, "f32")
         with p.writes(0) as write:
-            write(**nothing(nan))
+            if stride is None:
+                key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
+                write(key=key, index=index, top=p.top, log_total=nan, log_mass=nan)
+            else:
+                write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, small_top_k, bound)
         _apply_min_p(p, kept)
-        yield kept
+        if stride is None:
+            _write_cutoff(p, kept)
+        else:
+            _draw(p, kept, Noise(p, stride))
+    return p
+
+
+def _write_cutoff(p: PartProgram, kept: Kept) -> None:
+    cta, last_tie, is_cut = find_last_tie(p, kept)
+    with p.writes(cta) as write:
+        index = p.select(is_cut, last_tie + p.origin, HIGHEST)
+        key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
+        write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
+
+
+def _draw(p: PartProgram, kept: Kept, noise: Noise) -> None:
+    if p.plan.value_buckets:
+        p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
+    _, last_tie, _ = find_last_tie(p, kept)
+    index, x = WinnerSearch(p, noise, kept, last_tie).run()
+    with p.writes(0) as write:
+        log_prob = log_prob_of(p, x, p.top, kept.total)
+        write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
 
 
 def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value) -> None:
-    """Applies top_k and top_p in turn to `kept`."""
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
-    bound, zone = p.var(p.max(bound, LEAST_FINITE)), zone_ptx.Zone(p)
+    bound, zone = p.var(p.max(bound, row_ptx.LEAST_FINITE)), zone_ptx.Zone(p)
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
@@ -283,7 +249,7 @@ def _apply_filters(p: PartProgram, kept: Kept, small_top_k: Value, bound: Value)
 
 
 def _search_zones(f: FilterSearch, stage: Value, bound: Value, zone: zone_ptx.Zone) -> None:
-    """Runs one turn for float32 or float16, and sets the stage of the next turn; for TOP_K_BEST also a better bound."""
+    """Runs one turn for float32 or float16. Sets the stage of the next turn, and for TOP_K_BEST a better bound."""
     p = f.p
     overflow = p.var(False, "pred")
     with p.when(stage <= TOP_K_BEST):
@@ -321,8 +287,7 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
 
 
 def _log_mass(p: PartProgram, kept: Kept) -> Value:
-    """Returns the log of the kept share of the mass."""
-    return p.select(kept.last_key.equals(KEEP_ALL), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
+    return p.select(kept.keeps_all(), 0.0, log(p, p.min(p.divide(kept.mass, kept.total), 1.0)))
 
 
 # --- Calls of any rank
@@ -333,7 +298,6 @@ Plans = tuple[SamplePlan, StreamPlan]
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
-    """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
@@ -345,42 +309,18 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
 
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
-    """Returns what `xla.sample` returns."""
     *batch, vocab = logits.shape
     words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
     general, unfiltered = plans
     if any(a is not None for a in (where, *filters)):
-        return _run(general, logits, where, temperature, *filters, words, stride)
+        return tuple(sample_rows(general, logits, where, temperature, *filters, words, stride))
     x = logits.reshape(-1, vocab)
     results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 
-def cutoff(plans: Plans, logits, where, temperature, top_k, top_p, min_p):
-    """Returns what `xla.cutoff` returns."""
-    return Cutoff(*_run(plans[0], logits, where, temperature, top_k, top_p, min_p))
-
-
-def _run(plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride=1):
-    """Folds the arrays to rows, and runs the kernel."""
-    *batch, vocab = logits.shape
-    filters = (
-        (top_k, vocab, jnp.int32),
-        (top_p, 1, jnp.float32),
-        (min_p, 0, jnp.float32),
-    )  # with what filters nothing
-    numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
-    params = Params(*(_per_row(a, batch) for a in (temperature, *numbers)))
-    mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_rows(logits.reshape(-1, vocab), mask, params, words, plan, stride)
-    return tuple(result.reshape(*batch, 1) for result in results)
-
-
-def _per_row(numbers, batch):
-    """Returns an array with one number for each row of the batch, or one for all."""
-    numbers = jnp.asarray(numbers)
-    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
-    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
+def cutoff(plans: Plans, *arrays):
+    return Cutoff(*sample_rows(plans[0], *arrays))
 
 
 KERNELS = {"sample": Kernel(plan, sample), "filter_cutoff": Kernel(plan, cutoff)}

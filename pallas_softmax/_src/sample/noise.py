@@ -27,7 +27,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
-    """Returns whether words can describe the noise of these keys, in an array of this shape and dtype."""
+    """Returns whether words can describe the noise of these keys."""
     threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
     static = all(isinstance(n, int) for n in shape)
     return bool(threefry and static and mode == "low" and jnp.dtype(dtype) == jnp.float32)
@@ -36,10 +36,7 @@ def has_words(key: jax.Array, shape: tuple, dtype, mode: str) -> bool:
 def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
     """Returns the words of each row along an axis: four arrays of the shape of the batch, with an axis of size 1 last.
 
-    Args:
-      key: one key, or one for each row. In the second case, each row has its own array of noise, from counter 0 on.
-      shape: the shape of the array of noise.
-      axis: the axis of a row.
+    `shape` is the shape of the array of noise. With a key for each row, each row has its own array, from counter 0 on.
     """
     batch = shape[:axis] + shape[axis + 1 :]
     data = jnp.broadcast_to(jax.random.key_data(key), (*batch, 2))
@@ -48,12 +45,12 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
         before, after = (math.prod(s) for s in (shape[:axis], shape[axis + 1 :]))
         # arrays (before, after): row (i, j) starts at i * V * after + j
         i, j = (lax.broadcasted_iota(jnp.uint32, (before, after), dimension) for dimension in (0, 1))
-        high, low = (a.reshape(batch) for a in _counter((0, 0), i, shape[axis] * after, j))
+        start = _counter(_counter((0, 0), i, shape[axis] * after), j, 1)
+        high, low = (a.reshape(batch) for a in start)
     return [a[..., None] for a in (data[..., 0], data[..., 1], high, low)]
 
 
 def stride(key: jax.Array, shape: tuple[int, ...], axis: int) -> int:
-    """Returns the stride of the rows along an axis, with the arguments of `words`."""
     return math.prod(shape[axis + 1 :]) if key.ndim == 0 else 1
 
 
@@ -66,9 +63,8 @@ def gumbel_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 
 def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
-    """Returns the words of `jax.random.bits` at these elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
-    high, low = _counter(start, index.astype(jnp.uint32), stride, np.uint32(0))
+    high, low = _counter(start, index.astype(jnp.uint32), stride)
     # The keys stay one per row: a CPU would store a key for each element.
     arrays = vary_together(key0, key1, *jnp.broadcast_arrays(high, low))
     bits = functools.reduce(lax.bitwise_xor, threefry2x32_p.bind(*arrays))
@@ -76,24 +72,18 @@ def bits_at(words: jax.Array, index: jax.Array, stride: int) -> jax.Array:
 
 
 def advance(words: jax.Array, index, stride: int) -> jax.Array:
-    """Returns the words of the rows without their first `index` elements."""
     key0, key1, *start = jnp.split(words, 4, -1)
     index = jnp.asarray(index).astype(jnp.uint32)
-    return jnp.concatenate([key0, key1, *_counter(start, index, stride, np.uint32(0))], -1)
+    return jnp.concatenate([key0, key1, *_counter(start, index, stride)], -1)
 
 
-def _counter(start, index, stride: int, offset):
-    """Returns the high and the low word of start + index * stride + offset.
-
-    `start` is a pair of words. `index` and `offset` have one word.
-    """
+def _counter(start, index, stride: int):
+    """Returns both words of start + index * stride, where start is two words."""
     stride_high, stride_low = (np.uint32(word) for word in divmod(stride, 2**32))
-    high, low = start
-    high = high + index * stride_high + _high_of_product(index, stride_low)
-    for term in (index * stride_low, offset):
-        low = low + term
-        high = high + (low < term).astype(jnp.uint32)
-    return high, low
+    product = index * stride_low
+    low = start[1] + product
+    high = start[0] + index * stride_high + _high_of_product(index, stride_low)
+    return high + (low < product).astype(jnp.uint32), low
 
 
 def _high_of_product(a, b: np.uint32):
@@ -107,7 +97,7 @@ def _high_of_product(a, b: np.uint32):
 
 
 def gumbel_array(key: jax.Array, shape: tuple, axis: int, dtype, mode: str | None = None) -> jax.Array:
-    """Returns the noise of the whole array, with the axis of a row last; arguments as for `words`."""
+    """Returns the noise of the whole array, with the axis of a row last."""
     if key.ndim == 0:
         return jnp.moveaxis(jax.random.gumbel(key, shape, dtype, mode), axis, -1)
     of_row = functools.partial(jax.random.gumbel, shape=(shape[axis],), dtype=dtype, mode=mode)

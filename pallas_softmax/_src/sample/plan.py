@@ -38,11 +38,11 @@ SECTIONS = 64  # in a histogram, two for each lane; the CTAs exchange the sums o
 DIGIT = 128  # buckets in a round over the row's keys, four for each lane
 RECORD_WORDS = 8  # of a warp in `ScratchSizes.warps`, and of a CTA in `ScratchSizes.gathered`
 
-# For normal logits and V = 151,936, the zone has 170, 270 and 580 keys for top_p = 0.5, 0.9 and 0.99. It has 1,056 keys
-# for top_k = 1000.
-ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
-# Keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone. Zones of top_p up to
-# 0.9 fit. In a sorted row, a larger zone is searched digit by digit.
+# Keys that the lists of a row have room for, together. For normal logits and V = 151,936, the zone has 170, 270 and 580
+# keys for top_p = 0.5, 0.9 and 0.99, and 1,056 keys for top_k = 1000.
+ROW_KEYS = 2_500
+# Keys that each list has room for, at least. In a sorted row, one CTA has all keys of a zone: zones of top_p up to 0.9
+# fit, and a larger zone is searched digit by digit.
 CTA_KEYS = 512
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
@@ -61,7 +61,7 @@ FEWER_RESIDENT, MORE_WARPGROUPS = 2, 3
 
 
 class ScratchSizes(NamedTuple):
-    """The fields of the scratch memory of a CTA, in order, and their numbers of 32-bit words: multiples of 16 bytes."""
+    """The fields of the scratch memory of a CTA, in order, and their 32-bit words: multiples of 16 bytes."""
 
     # The largest element of the CTA, and its relative mass. Then a bound for a small top_k; or, without filters, the
     # best sum with noise, its index and its element.
@@ -75,9 +75,7 @@ class ScratchSizes(NamedTuple):
     warps: int = RECORD_WORDS * MAX_WARPS  # numbers of each warp
     sums: int = 2 * LANES  # with `sections`, the sums of a round over listed keys
     sections: int = 2 * SECTIONS  # two sums over each section of the histogram
-    gathered: int = (
-        RECORD_WORDS * MAX_CTAS
-    )  # numbers of each CTA, fetched or added up by one warp, read by all
+    gathered: int = RECORD_WORDS * MAX_CTAS  # numbers of each CTA, from one warp, read by all
     # Numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over the row's keys; at last,
     # if there is room, the list of positions of each warp. `SamplePlan` has its size, and what follows.
     histogram: int = 0
@@ -105,12 +103,10 @@ class SamplePlan:
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
 
     @property
     def buckets(self) -> int:
-        """Number of buckets of the histogram."""
         return VALUE_BUCKETS if self.value_buckets else BUCKETS
 
     @property
@@ -121,7 +117,6 @@ class SamplePlan:
 
     @property
     def listed_at_once(self) -> int:
-        """Number of elements that a thread looks at together, to list those that can win."""
         most = LISTED_AT_ONCE_BFLOAT16 if self.value_buckets else LISTED_AT_ONCE
         return most // self.window.vec * self.window.vec
 
@@ -130,21 +125,21 @@ class SamplePlan:
         """Number of words of a warp's list of positions, two in each word."""
         return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
-    # --- The fields after the histogram: the list of keys, the list of their positions, and the lists of the warps
+    # --- The first words of the fields after the histogram
 
     @property
     def keys(self) -> int:
-        """The first word of the list of keys in the zone."""
+        """The list of keys in the zone."""
         return SCRATCH.histogram + self.buckets
 
     @property
     def key_positions(self) -> int:
-        """The first word of the positions of the listed keys, two in each word."""
+        """The positions of the listed keys, two in each word."""
         return self.keys + self.list_size
 
     @property
     def positions(self) -> int:
-        """The first word of the warps' lists of positions: over the histogram, if it has room for them.
+        """The warps' lists of positions. They lie over the histogram, if it has room.
 
         They are never over the keys, which other CTAs may still read.
         """
@@ -153,7 +148,6 @@ class SamplePlan:
 
     @property
     def words(self) -> int:
-        """Number of words of the scratch memory."""
         end_of_positions = self.positions + self.warpgroups * WARPS * self.noise_words
         return max(self.key_positions + self.list_size // 2, end_of_positions)
 
@@ -165,7 +159,6 @@ class SamplePlan:
 
 
 def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
-    """Returns the plan of rows in `count` parts, with `warpgroups` warpgroups in each CTA."""
     vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
     step_blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)  # each warpgroup has one step
     return SamplePlan(
@@ -174,7 +167,7 @@ def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
 
 
 def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
-    """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
+    """Returns None if no cluster of this compute capability can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
 
     def first_that_fits(counts: range, warpgroups: int, room: int) -> SamplePlan | None:
@@ -222,12 +215,10 @@ class StreamPlan:
 
     @property
     def warpgroups(self) -> int:
-        """Number of warpgroups of a CTA."""
         return 1 if self.vocab <= SHORT else WARPGROUPS
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
 
     @property
@@ -242,32 +233,22 @@ class StreamPlan:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of a lane in a step."""
         return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
 
     @property
-    def lists(self) -> int:
-        """The first word of the lists: one list for each lane, of elements and of their indices."""
-        return SCRATCH.histogram
-
-    @property
     def normalizers(self) -> int:
-        """The first word of the normalizers (m, d) of the threads: slot by slot."""
-        return self.lists + 2 * LIST_SIZE * self.threads
+        """The first word of the normalizers (m, d) of the threads, slot by slot; before them are the lanes' lists."""
+        return SCRATCH.histogram + 2 * LIST_SIZE * self.threads
 
     @property
     def words(self) -> int:
-        """Number of words of the scratch memory."""
         return self.normalizers + 2 * self.slots * self.threads
 
 
 def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> StreamPlan:
-    """Returns how rows lie over a GPU of this compute capability.
-
-    All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
-    """
     itemsize = jnp.dtype(dtype).itemsize
 
+    # All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
     def time(ctas: int) -> float:
         places = PLACES if ctas <= (1 if vocab * itemsize % ACCESS_BYTES else 2) else FEWER_PLACES
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)

@@ -9,9 +9,8 @@ another element needs noise of at least threshold - x / temperature. Noise is at
                 no logarithm: see `Race.enter`. A thread computes the two logarithms and the division only if this bound
                 reaches the threshold
 
-The winner does not depend on the thresholds: ties go to the lowest index.
-
-With filters, `WinnerSearch` runs the race over a row in shared memory. Each warp lists the elements that take part:
+The winner does not depend on the thresholds: ties go to the lowest index. With filters, `WinnerSearch` runs the race
+over a row in shared memory. Each warp lists the elements that take part:
 
     threshold   at first a guess, 2 below logsumexp of the kept entries. The winner exceeds the guess with probability
                 1 - exp(-e^2), in 99.94% of all rows
@@ -20,13 +19,12 @@ With filters, `WinnerSearch` runs the race over a row in shared memory. Each war
     again       if the winner is below the guess, its sum becomes the threshold of another sweep; if no sum was found,
                 that sweep takes all elements
 
-If the filters have listed all that they keep, these lists replace the warps' own lists. The winner depends neither on
-the guess nor on the order of the sums.
+If the filters have listed all that they keep, these lists replace the warps' own lists.
 """
 
 import contextlib
-import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -39,48 +37,33 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample.filter_ptx import Kept
 from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import (
-    HIGHEST,
-    INF,
-    KEEP_ALL,
-    LEAST_FINITE,
-    LN2,
-    TINY,
-    ClusterProgram,
-    PartProgram,
-)
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, LEAST_FINITE, TINY, ClusterProgram, PartProgram
 
 # Operands: the key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _SIGN = 0x80000000
+_LN2 = math.log(2)
 # Bounds on rounding errors: 8 and 16 times the relative error of one operation, 2^-24. Near the threshold they are
 # relative to |threshold| + 32: noise is between -5 and 16, so |x / temperature| and |noise| together are less.
 _SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
 _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 
 
-@dataclasses.dataclass(frozen=True)
 class Noise:
     """The noise of a row: the element with index i has counter start + i * stride, modulo 2^64."""
 
-    p: ClusterProgram
-    schedule: list[tuple[Value, Value]]  # `key_schedule`
-    start: Value
-    stride: int
-
-    @staticmethod
-    def of_row(p: ClusterProgram, stride: int) -> "Noise":
-        """Returns the noise of the operands."""
+    def __init__(self, p: ClusterProgram, stride: int):
         key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        return Noise(p, key_schedule(p, key0, key1), p.join(low, high), stride)
+        self.p, self.stride = p, stride
+        self.schedule, self.start = key_schedule(p, key0, key1), p.join(low, high)
 
-    def from_origin(self, origin: Value) -> "Noise":
-        """Returns the same noise, with elements counted from the index `origin`, which may be negative."""
+    def count_from(self, origin: Value) -> None:
+        """Counts elements from the index `origin`, which may be negative."""
         p = self.p
         # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
         start = p.multiply_add_wide(origin.bits("u32"), self.stride, self.start)
         excess = p.select(origin < 0, self.stride, 0, "u32")
-        return dataclasses.replace(self, start=start - p.join(p.var(0, "u32"), excess))
+        self.start = start - p.join(p.var(0, "u32"), excess)
 
     def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
         """Returns both halves of the counters of elements, with the first keys added."""
@@ -89,24 +72,23 @@ class Noise:
         return [(high + key0, low + key1) for low, high in map(p.split, counters)]
 
 
-class Segment:
+class Segment(Noise):
     """A stretch of a row with the same upper half of all counters: nearly always the whole row.
 
     `first` and `end` are indices in the row.
     """
 
-    def __init__(self, noise: Noise, vocab: int):
-        p = noise.p
-        self.schedule, self._noise, self._vocab = noise.schedule, noise, vocab
-        low, _ = p.split(noise.start)
-        self._keyed_low = low + noise.schedule[0][1]
+    def __init__(self, p: ClusterProgram, stride: int, vocab: int):
+        super().__init__(p, stride)
+        self._vocab = vocab
+        low, _ = p.split(self.start)
+        self._keyed_low = low + self.schedule[0][1]
         self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
 
     def start_at(self, first: Value | int) -> None:
-        """Starts with this element, and goes as far as possible."""
-        p, stride = self._noise.p, self._noise.stride
+        p, stride = self.p, self.stride
         p.set(self.first, first)
-        low, high = p.split(p.multiply_add_wide(self.first, stride, self._noise.start))
+        low, high = p.split(p.multiply_add_wide(self.first, stride, self.start))
         p.set(self._keyed_high, high + self.schedule[0][0])
         room = p.op("not", "u32", low)  # how much the lower half may grow
         room = room if stride == 1 else p.op("div", "u32", room, stride)
@@ -114,9 +96,7 @@ class Segment:
         p.set(self.end, self.first + 1 + p.min(room, last))
 
     def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Does what `Noise.keyed` does, for indices in this stretch."""
-        stride = self._noise.stride
-        scaled = [i.bits("u32") if stride == 1 else i.bits("u32") * stride for i in numbers]
+        scaled = [i.bits("u32") if self.stride == 1 else i.bits("u32") * self.stride for i in numbers]
         return [(self._keyed_high, i + self._keyed_low) for i in scaled]
 
 
@@ -126,7 +106,7 @@ class Race:
     def __init__(
         self,
         p: ClusterProgram,
-        noise: Noise | Segment,
+        noise: Noise,
         least: Value | float = LEAST_FINITE,
         is_kept: Callable[[Value, Value], Value] | None = None,
         origin: Value | int = 0,
@@ -141,25 +121,21 @@ class Race:
         self.best, self.index, self.x = p.fresh("f32"), p.fresh("s32"), p.fresh("f32")
         self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
 
-    def start(self, threshold: Value | float = -INF, *, silent: Value | None = None) -> None:
-        """Starts with this threshold; where `silent` holds, no finite entry takes part, and `low` stays infinite."""
+    def start(self, threshold: Value | float) -> None:
         p = self.p
-        for register, number in ((self.best, -INF), (self.index, HIGHEST), (self.x, -INF)):
-            p.set(register, number)
+        p.set(self.best, -INF)
+        p.set(self.index, HIGHEST)
+        p.set(self.x, -INF)
         self.set_threshold(p.var(threshold, "f32"))
-        if silent is not None:
-            p.set(self.threshold, INF, when=silent)
-            p.set(self.low, INF, when=silent)
 
     def catch_up(self) -> None:
-        """Takes the threshold of the CTA, if it is better."""
-        # No barrier orders this read and the raises of other warps. An old value will do: it is lower.
+        """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is lower."""
         best = _from_order(self.p.load(self.threshold_of_cta, "u32"))
         with self.p.when(best > self.threshold):
             self.set_threshold(best)
 
     def enter(self, elements: Sequence[Value], numbers: Sequence[Value], more: Value) -> None:
-        """Adds noise to entries of each lane. `more` is a condition: whether further ones will follow."""
+        """Adds noise to entries of each lane. `more` says whether further ones will follow."""
         p, noise = self.p, self.noise
         words = words_at(p, noise.schedule, noise.keyed(numbers))
         ones_plus_u = [one_plus_uniform(p, word) for word in words]
@@ -184,11 +160,7 @@ class Race:
         return [largest, first, p.shuffle(x, "idx", p.first_that(index.equals(first)))]
 
     def set_threshold(self, threshold: Value) -> None:
-        """Sets the threshold and what depends on it.
-
-        `minus_threshold` is -threshold * log2(e), plus a margin for rounding. Elements below `low` do not reach it, or
-        do not take part.
-        """
+        """Sets the threshold and what depends on it, with margins for rounding. `minus_threshold` is times log2(e)."""
         p = self.p
         scale = p.absolute(threshold) + _NOISE_RANGE
         p.set(self.threshold, threshold)
@@ -198,7 +170,6 @@ class Race:
         p.set(self.low, p.max(low, self.least))
 
     def _compare(self, one_plus_u: Value, x: Value, number: Value) -> None:
-        """Makes an entry the best one of this thread, if it takes part and is better."""
         p = self.p
         z = p.divide_exactly(x, self.temperature) + gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
         index = number if isinstance(self.origin, int) else number + self.origin
@@ -210,7 +181,6 @@ class Race:
             p.set(register, value, when=wins)
 
     def _publish(self) -> None:
-        """Makes the best sum of the warp its threshold, and sends it to all CTAs."""
         p = self.p
         (best,) = p.over_warp(["max"], [self.best])
         with p.when(best > self.threshold):
@@ -241,16 +211,16 @@ class WinnerSearch:
     """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
 
     def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
-        """`last_tie` is the position of the last kept tie: ties have the key `kept.last_key`."""
         self.p, self.kept, self.last_tie = p, kept, last_tie
-        least = p.select(kept.last_key.equals(KEEP_ALL), LEAST_FINITE, p.from_key(kept.last_key))
-        self.race = Race(p, noise.from_origin(p.origin), least, self._is_kept, p.origin)
+        least = p.select(kept.keeps_all(), LEAST_FINITE, p.from_key(kept.last_key))
+        noise.count_from(p.origin)
+        self.race = Race(p, noise, least, self._is_kept, p.origin)
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
         p, race = self.p, self.race
         index, x = p.fresh("s32"), p.fresh("f32")
-        guess = p.var(p.tempered_top + p.log2(self.kept.mass) * LN2 - _GUESS_BELOW)
+        guess = p.var(p.tempered_top + p.log2(self.kept.mass) * _LN2 - _GUESS_BELOW)
         slot = p.var(p.word(SCRATCH.best))  # one of two
         race.start(guess)
         with p.loop() as leave:
@@ -267,7 +237,6 @@ class WinnerSearch:
         return index, x
 
     def _is_kept(self, x: Value, position: Value) -> Value:
-        """Returns whether the filters keep the element at a position."""
         key = self.p.key(x)
         return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
@@ -306,42 +275,35 @@ class WinnerSearch:
         # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
         may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
         with contextlib.nullcontext() if may_list is None else p.when(may_list):
-            self._list_words(end, p.position_of(at), vectors, remaining)
+            position = p.position_of(at)
+            above_ties = p.from_key(self.kept.last_key + 1)
+            least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
+            inside = p.var(0, "u32")
+            for i, words in enumerate(vectors):  # the last element has the lowest bit
+                outside = p.var(0, "u32")
+                for x in p.floats(words):
+                    outside = p.append_sign(outside, (x - least).bits("u32"))
+                inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
+            positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
+            number = p.over_lanes("add", p.count_ones(inside))
+            lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= loads)
+            with p.when(lists_all):
+                for i, here in enumerate(positions):
+                    p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
+                p.increase(end, 2 * LANES * count)
+            with p.when(~lists_all & (number > 0)):
+                before, _ = p.scan(p.count_ones(inside))
+                to = p.var(end + before * 2)
+                for i, here in enumerate(positions):
+                    is_inside = (inside & 1 << count - 1 - i).differs(0)
+                    p.store(to, p.convert(here, "u16"), when=is_inside)
+                    p.increase(to, 2, when=is_inside)
+                p.increase(end, number * 2)
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
 
-    def _list_words(self, end: Value, position: Value, vectors: list[list[Value]], remaining: Value) -> None:
-        """Lists elements of these vectors; the first one has the position. `remaining` of the vectors exist."""
-        p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
-        above_ties = p.from_key(self.kept.last_key + 1)
-        least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
-        inside = p.var(0, "u32")
-        for i, words in enumerate(vectors):  # the last element has the lowest bit
-            outside = p.var(0, "u32")
-            for x in p.floats(words):
-                outside = p.append_sign(outside, (x - least).bits("u32"))
-            inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
-        positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
-        number = p.over_lanes("add", p.count_ones(inside))
-        lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= len(vectors))
-        with p.when(lists_all):
-            for i, here in enumerate(positions):
-                p.store(end + p.lane * 2, p.convert(here, "u16"), offset=2 * LANES * i)
-            p.increase(end, 2 * LANES * count)
-        with p.when(~lists_all & (number > 0)):
-            before, _ = p.scan(p.count_ones(inside))
-            to = p.var(end + before * 2)
-            for i, here in enumerate(positions):
-                is_inside = (inside & 1 << count - 1 - i).differs(0)
-                p.store(to, p.convert(here, "u16"), when=is_inside)
-                p.increase(to, 2, when=is_inside)
-            p.increase(end, number * 2)
-
     def _perturb(self, list_: Value, end: Value, more: Value) -> None:
-        """Takes the last positions of the list, and enters the elements there in the race.
-
-        `more` is a condition: whether further positions will be listed.
-        """
+        """Enters the last positions of the list in the race, and removes them from the list."""
         p = self.p
         p.increase(end, -2 * _BATCH)
         first = end + p.lane * 2
@@ -349,11 +311,12 @@ class WinnerSearch:
         entries = [p.max(first + 2 * LANES * i, list_) for i in range(NOISE_AT_ONCE)]
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
-        self.race.enter([p.element_at(position) for position in positions], positions, more)
+        elements = [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions]
+        self.race.enter(elements, positions, more)
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))
-
+#
 #     counter   the number of an element in the array of noise, 64 bits
 #     word      the bits of `jax.random.bits` there: both halves of threefry2x32(key, counter), combined by xor
 #     1 + u     a float32 with the upper 23 bits of the word as its fraction
@@ -363,12 +326,10 @@ class WinnerSearch:
 
 MAX_NOISE = 15.9424  # the noise of the largest u, 1 - 2^-23, rounded up
 
-_TINY = float(np.finfo(np.float32).tiny)
 _ONE = 0x3F800000  # the bits of 1.0
 # Constants of threefry2x32 (Salmon et al., 2011), as in `jax.random`.
 _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
-_LN2 = 0.6931471824645996  # log(2) in float32
 _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
 _EXPONENT = 0xFF800000  # the bits of the sign and the exponent
 # libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
@@ -407,14 +368,16 @@ def words_at(
 
 
 def one_plus_uniform(p: Program, word: Value) -> Value:
-    """Returns 1 + u as a float from 1 to 2 - 2^-23: the exponent of 1, then the upper 23 bits of the word."""
     return p.write("shf.l.wrap.b32", "u32", word, _ONE >> 23, 23, of=("b32", "b32", "i32")).bits("f32")
 
 
 def gumbel(p: Program, one_plus_u: Value) -> Value:
-    """Returns the noise of 1 + u."""
-    u = p.max(one_plus_u - 1.0, _TINY)
+    u = p.max(one_plus_u - 1.0, TINY)
     return log(p, log(p, u) * -1.0) * -1.0
+
+
+def log_prob_of(p: ClusterProgram, x: Value, top: Value, total: Value) -> Value:
+    return (x - top) * p.octaves_per_unit * _LN2 - log(p, total)
 
 
 def log(p: Program, x: Value) -> Value:
@@ -422,13 +385,9 @@ def log(p: Program, x: Value) -> Value:
     bits = x.bits("u32")
     exponent = (bits - _TWO_THIRDS) & _EXPONENT
     f = (bits - exponent).bits("f32") - 1.0
-    series = p.var(_float(_SERIES[0]), "f32")
-    for bits in _SERIES[1:]:
-        series = p.multiply_add(series, f, _float(bits))
+    first, *others = np.array(_SERIES, np.uint32).view(np.float32).tolist()
+    series = p.var(first, "f32")
+    for coefficient in others:
+        series = p.multiply_add(series, f, coefficient)
     log_of_m = p.multiply_add(f * series, f, f)
     return p.multiply_add(p.convert(exponent.bits("s32"), "f32") * 2.0**-23, _LN2, log_of_m)
-
-
-def _float(bits: int) -> float:
-    """Returns the float32 with these bits."""
-    return float(np.uint32(bits).view(np.float32))

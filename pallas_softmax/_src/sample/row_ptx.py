@@ -1,7 +1,5 @@
 """The base of both programs of `sample`: a thread's elements, scratch words, sums over the cluster, the normalizer.
 
-`arrive` finds the largest element of the row, and its mass relative to that, once the row is in shared memory.
-
 Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
 normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
 
@@ -26,7 +24,6 @@ spread over all warps:
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,18 +49,16 @@ TINY = float(np.finfo(np.float32).tiny)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 HIGHEST = 2**31 - 1  # a key above all others, and an index after all others
-LN2 = math.log(2)
 
 _WARP_BITS = log2(WARPS)
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
-
 
 # The results of a draw, by their names in the program.
 DRAWN = {"index": jnp.int32, "log_prob": jnp.float32, "log_mass": jnp.float32}
 
 
 def row_operands(row, part, temperature) -> dict[str, Any]:
-    """Returns the numbers that a `ClusterProgram` takes, by name; the temperature is float32, at least 0."""
+    """Returns the numbers that a `ClusterProgram` takes, by name."""
     before = jnp.where(temperature > 2.0**120, 0.25, 1.0)  # divisors above 2^126 may give 0
     octaves_per_unit = LOG2_E / jnp.maximum(temperature * before, TINY) * before
     place = {"row": jnp.int32(row), "part": jnp.int32(part)}
@@ -94,57 +89,52 @@ class ClusterProgram(CtaProgram):
             return self.scratch + 4 * (at + size * index)
         return self.scratch + index * (4 * size) + 4 * at
 
-    def from_ctas(self, at: Value, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words from each CTA, in the lane with its number; `neutral` in the other lanes.
+    def record_of_warp(self, warp: Value) -> Value:
+        return self.word(SCRATCH.warps, warp, RECORD_WORDS)
 
-        `at` is the address of the words in each CTA. This synchronizes the threads of the CTA.
-        """
-        return self.fetched(at, self.lane, self.ctas, kinds, neutral)
+    def record_of_cta(self, cta: Value) -> Value:
+        return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
 
     def fetched(
         self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence
     ) -> list[Value]:
         """Returns 1, 2, 4 or 8 words at an address in a CTA, in the first `count` lanes; `neutral` in the others.
 
-        This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
-        others one at a time.
+        Synchronizes the threads of the CTA. One warp fetches the words: a CTA answers requests one at a time.
         """
         exists = self.lane < count
         with self.when(self.warp.equals(0)):
             words = self.of_cta(at, cta, "u32", len(kinds), when=exists)
-            self.store(self.gathered(self.lane), *words, when=exists)
-        return self.from_gathered(kinds, neutral, count)
+            self.store(self.record_of_cta(self.lane), *words, when=exists)
+        return self.from_records(kinds, neutral, count)
 
-    def gathered(self, cta: Value) -> Value:
-        """Returns the address of the words of a CTA that `from_gathered` returns."""
-        return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
-
-    def from_gathered(self, kinds: Sequence[str], neutral: Sequence, count: int) -> list[Value]:
-        """Returns what `fetched` returns, once the words are in this CTA. Synchronizes its threads."""
+    def from_records(self, kinds: Sequence[str], neutral: Sequence, count: int) -> list[Value]:
+        """Returns what `fetched` returns, from the records in this CTA. Synchronizes its threads."""
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
-        self.load_into(out, self.gathered(self.lane), when=self.lane < count)
+        self.load_into(out, self.record_of_cta(self.lane), when=self.lane < count)
         return out
 
     # --- Reductions over the CTA and the cluster: `reduce` is a function over a warp, or names of instructions
 
     def over_each_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> list[Value]:
-        """Reduces values over the threads of each CTA; returns what `from_ctas` returns. Synchronizes the cluster."""
+        """Reduces values over the threads of each CTA, by the words at `at`. Synchronizes the cluster.
+
+        Returns the results of each CTA, in the lane with its number; `neutral` in the other lanes.
+        """
         self.over_cta(reduce, values, neutral, at)
         self.sync_cluster()
         unused = (1 << (len(values) - 1).bit_length()) - len(values)
         kinds = [value.kind for value in values] + ["u32"] * unused
-        return self.from_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
+        return self.fetched(at, self.lane, self.ctas, kinds, [*neutral, *[0] * unused])[: len(values)]
 
     def over_cta(self, reduce, values: Sequence[Value], neutral: Sequence, at: Value) -> None:
         """Reduces values over the threads of the CTA, and writes the results to the words at `at`.
 
-        The results are there after the next barrier. The CTA must synchronize between two calls.
+        They are there after the next barrier. The CTA must synchronize between two calls.
         """
-        over_warp: Callable[..., Any] = (
-            reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
-        )
-        own = self.word(SCRATCH.warps, self.warp, RECORD_WORDS)
+        over_warp: Any = reduce if callable(reduce) else functools.partial(self.over_warp, reduce)
+        own = self.record_of_warp(self.warp)
         for i, value in enumerate(over_warp(values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
@@ -155,7 +145,7 @@ class ClusterProgram(CtaProgram):
 
     def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns the record of each warp, in the lane with its number; `neutral` in the other lanes."""
-        at, exists = self.word(SCRATCH.warps, self.lane, RECORD_WORDS), self.lane < self.warps
+        at, exists = self.record_of_warp(self.lane), self.lane < self.warps
         return [
             self.load(at, kind, offset=4 * i, when=exists, default=default)
             for i, (kind, default) in enumerate(zip(kinds, neutral))
@@ -165,10 +155,7 @@ class ClusterProgram(CtaProgram):
 
     @contextlib.contextmanager
     def writes(self, cta: Value | int) -> Iterator[Callable[..., None]]:
-        """Opens the last block, for one thread of a CTA, and yields write(name=value), which writes results of the row.
-
-        <row> is the number of the row, and <name> the address of a result in device memory.
-        """
+        """Opens the last block, for one thread of a CTA. Yields write(name=value), which writes a result of the row."""
 
         def write(**results: Value) -> None:
             offset = self.multiply_wide(self.operand("row", "u32"), 4)
@@ -184,10 +171,7 @@ class ClusterProgram(CtaProgram):
 
 
 class PartProgram(ClusterProgram):
-    """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
-
-    A temperature of 0 keeps the first entry: the filters are then the same as for top_k = 1.
-    """
+    """A program for a row in parts, see `SamplePlan`. Positions count the elements of the CTA's part."""
 
     top: Value  # the largest element of the row, once it is known
     tempered_top: Value  # the same, divided by the temperature
@@ -210,41 +194,32 @@ class PartProgram(ClusterProgram):
         self.keep_first(self.greedy)
 
     def keep_first(self, when: Value) -> None:
-        """Makes the filters keep only the first entry, where `when` holds."""
         for register, number in ((self.top_k, 1), (self.top_p, 1.0), (self.min_p, 0.0)):
             self.set(register, number, when)
 
     # --- Elements
 
     def position_of(self, address: Value) -> Value:
-        """Returns the position of the element at an address; positions count in the part."""
         return ((address - self.x) >> log2(self.elements.itemsize)).bits("s32")
 
     def element(self, address: Value) -> Value:
-        """Returns the element at an address as a float."""
         return self.elements.float_of_bits(self, self.elements.load_bits(self, address))
 
-    def element_at(self, position: Value) -> Value:
-        """Returns the element at a position as a float."""
-        return self.element(self.at(self.x, position, self.elements.itemsize))
-
     def vector(self, address: Value, load: int = 0) -> list[Value]:
-        """Returns the four words of this lane's vector, `load` loads after the address."""
         return self.elements.vector(self, address, WARP_LOAD_BYTES * load)
 
     def floats(self, words: list[Value]) -> list[Value]:
-        """Returns the elements in words as floats."""
         return self.elements.floats(self, words, marked=False)
 
     def greatest(self, words: list[Value]) -> Value:
-        """Returns the largest of the elements in words as a float; NaN if there is one."""
+        """Returns the largest of the elements in words; NaN if there is one."""
         return self.elements.best(self, words, None)[0]
 
     def sweep(self, take: Callable[[list[Value], Value], None]) -> None:
         """Writes GPU loops over the thread's elements, with the code of take(words, address of the first vector).
 
-        The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
-        `take` is called twice, and each call writes the body of one loop.
+        The words are one vector from each of several loads. A second loop takes the remaining loads, one at a time: its
+        body is written by another call of `take`.
         """
         at, remaining = self.var(self.first_vector), self.var(self.loads)
         for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
@@ -255,8 +230,6 @@ class PartProgram(ClusterProgram):
                 self.increase(remaining, -loads)
 
     def sweep_elements(self, take: Callable[[Value], None]) -> None:
-        """Writes a `sweep` with the code of take(x) for each element as a float."""
-
         def take_words(words, _):
             for x in self.floats(words):
                 take(x)
@@ -264,7 +237,6 @@ class PartProgram(ClusterProgram):
         self.sweep(take_words)
 
     def mass(self, x: Value) -> Value:
-        """Returns the mass of an element, relative to the largest element of the row."""
         return self.exp2((x - self.top) * self.octaves_per_unit)
 
     def key(self, x: Value) -> Value:
@@ -273,7 +245,6 @@ class PartProgram(ClusterProgram):
         return key >> self.spare_bits if self.spare_bits else key
 
     def from_key(self, key: Value) -> Value:
-        """Returns the element with this sort key, as a float."""
         bits = key << self.spare_bits if self.spare_bits else key
         return flip_negative(bits, MAGNITUDE >> self.spare_bits << self.spare_bits).bits("f32")
 
@@ -302,12 +273,10 @@ class LaneNormalizer:
         self.clear()
 
     def clear(self) -> None:
-        """Removes all elements."""
         for register, number in ((self.m, -INF), (self.d, 0.0), (self._finite_m, LEAST_FINITE)):
             self._p.set(register, number)
 
     def raise_to(self, x: Value) -> None:
-        """Raises m to x, if x is greater, or NaN."""
         p = self._p
         p.set(self.m, p.op("max.NaN", "f32", self.m, x))
         finite = p.max(self.m, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
@@ -333,10 +302,11 @@ def _mass(p: ClusterProgram, x: Value, m: Value) -> Value:
 
 
 def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
-    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
+    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN, and what depends on it.
 
     Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
     """
+    p.barrier()
     # For bfloat16, the histogram is as fast as a bound.
     small = 0 if p.plan.value_buckets else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
     small_top_k = p.var((p.top_k <= small) & (p.top_k < p.plan.window.vocab))
@@ -355,7 +325,6 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     ranks = iter([(share_of_warp, LANES), (rank_in_cta, 1 << (p.warps - 1).bit_length())])
 
     def reduce(values):
-        """Reduces over the lanes of a warp, and then over the warps."""
         m, d, bounds = values
         largest, d = combine(p, m, d)
         bound, (rank, count) = p.var(largest), next(ranks)
@@ -368,6 +337,9 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     top, total = combine(p, tops, d)
     p.top = top + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [p.select(p.lane < p.ctas, bound, INF)])
+    p.tempered_top = p.divide_exactly(p.top, p.max(p.temperature, TINY))
+    p.update(p.greedy, "or", p.absolute(p.tempered_top).equals(INF))
+    p.keep_first(p.greedy)
     return total, small_top_k, bound
 
 
@@ -380,15 +352,13 @@ def bound_of_best(p: PartProgram) -> Value:
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
     share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
-    (bound,) = p.over_each_cta(
-        ["min"], [_value_of_rank(p, largest, share_of_warp, LANES)], [INF], p.word(SCRATCH.counted)
-    )
+    bound = _value_of_rank(p, largest, share_of_warp, LANES)
+    (bound,) = p.over_each_cta(["min"], [bound], [INF], p.word(SCRATCH.counted))
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 
 
 def _divided(p: PartProgram, number: Value, by: int) -> Value:
-    """Returns a small number divided by another one, rounded down."""
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
@@ -402,8 +372,10 @@ def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Val
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
+# Two normalizers of each lane are joined, and the normalizers of all lanes are combined.
+
+
 def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
-    """Combines two normalizers (m, d) of each lane."""
     m = p.op("max.NaN", "f32", a[0], b[0])
     finite = p.max(m, LEAST_FINITE)
     of_a, of_b = (d * _mass(p, p.max(own_m, LEAST_FINITE), finite) for own_m, d in (a, b))
@@ -411,7 +383,6 @@ def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Valu
 
 
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
-    """Combines the (m, d) of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     d = d * _mass(p, p.max(m, LEAST_FINITE), p.max(largest, LEAST_FINITE))
     (d,) = p.over_warp(["add"], [d])

@@ -6,11 +6,10 @@ order, so the last kept entry, as a sort key and an index, determines all kept e
 `search` finds it without a sort of the row. The measure of an entry is 1 for top_k, and its mass for top_p. The last
 kept entry is the first one, in the row's order, at which the sum of the measures reaches a goal. Two steps find it:
 
-    its key     by bisection on the bits of the sort keys: `_key_reaching`
+    its key     by bisection on the bits of the sort keys: `_last_entry`
     its index   among the entries with that key: `_index_reaching`
 
-If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
-benchmarks/results/NOTES.md). `xla.py` explains the arguments.
+Sorting many short rows is slower ("On a CPU" in benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
 import functools
@@ -33,42 +32,28 @@ class Cutoff(NamedTuple):
     """Where the filters cut each row, (..., 1), its largest logit, and two sums of it.
 
     An entry is kept if its sort key is greater than `key`, or if its key equals `key` and its index is at most `index`.
-    If several pairs (key, index) keep the right entries, any of them may be returned.
-
-    Attributes:
-      key: int32 (int64 for 64-bit logits). In a row without a draw it is the greatest integer, which keeps nothing.
-      index: int32.
-      top: the largest logit, floating. -inf in a row with nothing to draw from. NaN or +inf in a row with an unmasked
-        NaN or +inf. With a NaN temperature it may be any number.
-      log_total: the log of the row's mass, the sum of exp((x - top) / temperature), floating. NaN in a row without a
-        draw. At temperature 0, the log of the number of ties.
-      log_mass: the log of the share of the row's mass that is kept, floating. NaN in a row without a draw. At
-        temperature 0, -log of the number of ties.
+    If several pairs (key, index) keep the right entries, any of them may be returned. In a row without a draw, the key
+    is the greatest integer, the index is -1, and the logarithms are NaN.
     """
 
-    key: Any
+    key: Any  # int32; int64 for 64-bit logits
     index: Any
+    # The largest logit, floating: -inf in a row with nothing to draw from, NaN or +inf in a row with an unmasked NaN or
+    # +inf, any number with a NaN temperature.
     top: Any
-    log_total: Any
-    log_mass: Any
+    log_total: Any  # of the row's mass, the sum of exp((x - top) / temperature); at temperature 0, the number of ties
+    log_mass: Any  # of the share of this mass that is kept
 
 
 class Totals(NamedTuple):
-    """Sums of whole rows, (..., 1).
+    """Sums of whole rows, (..., 1). The mass of one of the `elements` x is exp((x - m) / temperature)."""
 
-    Attributes:
-      top: the largest logit, floating.
-      m: the largest of the row's `elements` x: `top`, or 0 for integers. The mass of x is exp((x - m) / temperature).
-      total: the mass of the row. At least 1, or 0 in a row with nothing to draw from, or NaN in a row that has failed.
-      divisor: the temperature.
-      greedy: whether only the first entry is kept. This is so at temperature 0, and if top / temperature overflows at
-        a normal temperature: then only the largest logit and its ties have a mass.
-    """
-
-    top: Any
-    m: Any
-    total: Any
+    top: Any  # the largest logit, floating
+    m: Any  # the largest of the elements: `top`, or 0 for integers
+    total: Any  # the mass: at least 1, 0 in a row with nothing to draw from, NaN in a row that has failed
     divisor: Temperature
+    # Whether only the first entry is kept: at temperature 0, and if top / temperature overflows at a normal
+    # temperature. Then only the largest logit and its ties have a mass.
     greedy: Any
 
 
@@ -82,14 +67,13 @@ def keys(logits, where):
 
 
 def is_kept(logits, where, key, index, indices):
-    """Returns which entries a cutoff (key, index) keeps. `indices` are their indices in whole rows."""
+    """Returns which entries a cutoff keeps. `indices` are their indices in whole rows."""
     keys = sort_keys.wide_key(logits)
     kept = (keys > key) | (keys == key) & (indices <= index)
     return kept if where is None else kept & where
 
 
 def as_float(logits):
-    """Returns the logits in the dtype of the arithmetic."""
     return normalizers.widen(logits.astype(normalizers.float_dtype(logits.dtype)))
 
 
@@ -114,28 +98,26 @@ def tempered(x, top, temperature):
 
 def totals_of_rows(logits, where, temperature) -> Totals:
     x = elements(logits, where)
-    m = _max(x)
+    m = jnp.max(x, -1, keepdims=True)
     some_subnormal = jnp.any(jnp.abs(m) < jnp.finfo(m.dtype).tiny)  # a CPU takes them for 0
     m = _on_cpu_if(some_subnormal, functools.partial(normalizers.largest, x), lambda: m, (x,))
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
-    top = m if is_float else _max(logits_of(as_float(logits), where))
+    top = m if is_float else jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
     below = Temperature.of(temperature).distance(x, normalizers.shift(m))
     return totals_of(top, m, sum_of(jnp.exp(below)), temperature)
 
 
 def totals_of(top, m, total, temperature) -> Totals:
-    """Returns the `Totals` with these first three fields."""
     return Totals(top, m, total, Temperature.of(temperature), is_greedy(top, temperature))
 
 
 def is_greedy(top, temperature):
-    """Returns `Totals.greedy` of rows with these largest logits."""
     normal = jnp.maximum(temperature, jnp.finfo(top.dtype).tiny)
     return is_zero(temperature) | jnp.isinf(top / normal) & jnp.isfinite(top)
 
 
 def cutoff_of(key, index, kept_total, totals: Totals) -> Cutoff:
-    """Returns the `Cutoff` with this key and index. The kept entries have the mass `kept_total`."""
+    """Returns the `Cutoff` of kept entries that end at this key and index, and have the mass `kept_total`."""
     drawable = totals.total >= 1
     log_total = jnp.log(totals.total)
     log_mass = jnp.where(totals.greedy, -log_total, jnp.minimum(jnp.log(kept_total / totals.total), 0))
@@ -150,14 +132,14 @@ def cutoff_of(key, index, kept_total, totals: Totals) -> Cutoff:
 
 
 def drawn_results(drawn, x, m, cut: Cutoff, temperature):
-    """Returns the results of `xla.sample` for the drawn index. x is the drawn one of the `elements`, m the largest."""
+    """Returns the results of `xla.sample`. x is the drawn one of the `elements`, m the largest."""
     log_probs = Temperature.of(temperature).distance(x, m) - cut.log_total
     # Rounding must not make `log_mass` less than `log_probs`.
     return jnp.where(cut.index < 0, -1, drawn), log_probs, jnp.maximum(cut.log_mass, log_probs)
 
 
 def mass_goal(top_p, total):
-    """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
+    """Returns the mass that top_p keeps: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
 
@@ -165,7 +147,6 @@ def mass_goal(top_p, total):
 
 
 def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
-    """Returns the `Cutoff` of each row, by bisection."""
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
     mass = masses(logits, where, totals)
     indices = positions(key)
@@ -189,18 +170,17 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
 
 
 def masses(logits, where, totals: Totals):
-    """Returns the mass of each entry; masked ones have 0."""
     return jnp.exp(totals.divisor.distance(elements(logits, where), totals.m))
 
 
 def _first_entries_if_greedy(last, logits, where, totals: Totals):
-    """Returns `last`, (key, index), with the first entry of the row's order in greedy rows."""
+    """Returns `last`, (key, index); in greedy rows, the first entry of the row's order."""
 
     def first(*last):
         key = keys(logits, where)
-        best = _max(key)
+        best = jnp.max(key, -1, keepdims=True)
         is_best = (key == best) & (masses(logits, where, totals) == 1)
-        index = _min(jnp.where(is_best, positions(key), NOWHERE))
+        index = jnp.min(jnp.where(is_best, positions(key), NOWHERE), -1, keepdims=True)
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
     # Both branches of a condition return arrays of one shape.
@@ -212,16 +192,17 @@ def _first_entries_if_greedy(last, logits, where, totals: Totals):
 def _least_key(logits, where, min_p, totals: Totals):
     """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
 
-    def kept():
-        return masses(logits, where, totals) >= min_p
+    def least_kept(numbers, above):
+        kept = masses(logits, where, totals) >= min_p
+        return jnp.min(jnp.where(kept, numbers, above), -1, keepdims=True)
 
     def by_key():
         key = keys(logits, where)
-        return _min(jnp.where(kept(), key, jnp.iinfo(key.dtype).max))
+        return least_kept(key, jnp.iinfo(key.dtype).max)
 
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return by_key()
-    least = _min(jnp.where(kept(), elements(logits, where), jnp.inf))
+    least = least_kept(elements(logits, where), jnp.inf)
     # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
     some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
     by_value = functools.partial(sort_keys.key, least.astype(logits.dtype))
@@ -231,23 +212,20 @@ def _least_key(logits, where, min_p, totals: Totals):
 def _on_cpu_if(condition, function, other, like, *operands):
     """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
 
-    `function` computes its arrays of whole rows itself, so that they take no time unless it runs. Elsewhere a condition
-    costs more than what it saves.
+    `function` computes its arrays of whole rows itself, so that they take no time unless it runs. On a GPU, a condition
+    costs more than it saves.
     """
 
-    def always(*operands):
-        return vary_together(function(*operands), like)[0]
+    def varying(function):
+        return lambda *operands: vary_together(function(*operands), like)[0]
 
     def if_needed(*operands):
-        return lax.cond(
-            condition, always, lambda *operands: vary_together(other(*operands), like)[0], *operands
-        )
+        return lax.cond(condition, varying(function), varying(other), *operands)
 
-    return lax.platform_dependent(*operands, cpu=if_needed, default=always)
+    return lax.platform_dependent(*operands, cpu=if_needed, default=varying(function))
 
 
 def _first_of(a, b):
-    """Returns the one of two pairs (key, index) that comes first in the order of the row."""
     is_a = (a[0] > b[0]) | (a[0] == b[0]) & (a[1] < b[1])
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
@@ -255,42 +233,34 @@ def _first_of(a, b):
 def _last_entry(key, measure, goal):
     """Returns key and index of the first entry, by key and then index, at which the measures reach a goal.
 
-    Args:
-      key: signed integers.
-      measure: not negative; of the shape of the keys, or one scalar for all of them.
-      goal: positive. If the measures do not reach it, the result keeps all entries with a measure.
+    A measure is not negative; a scalar is the measure of all entries. The goal is positive. If it is not reached, the
+    result keeps all entries with a measure.
     """
-    bound = _key_reaching(key, measure, goal)
-    above = sum_of(jnp.where(key > bound, measure, 0))
-    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above)
-
-
-def _key_reaching(key, measure, goal):
-    """Returns the highest key such that the entries with at least this key reach the goal; else the least key."""
     bits = 8 * key.dtype.itemsize
 
     def find_bit(i, bound):
-        """Finds the bit of round i: 1 if the entries from the higher bound up reach the goal."""
         higher = bound + lax.shift_left(jnp.ones((), key.dtype), jnp.asarray(bits - 1 - i, key.dtype))
         # the mask is fused with the sum, so it takes no memory
         return jnp.where(sum_of(jnp.where(key >= higher, measure, 0)) >= goal, higher, bound)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
     least, *_ = vary_together(least, goal, key)
-    return lax.fori_loop(0, bits, find_bit, least)
+    # The highest key such that the entries with at least this key reach the goal; else the least key.
+    bound = lax.fori_loop(0, bits, find_bit, least)
+    above = sum_of(jnp.where(key > bound, measure, 0))
+    return bound, _index_reaching(jnp.where(key == bound, measure, 0), goal - above)
 
 
 def _index_reaching(measure, goal):
-    """Returns the index of the first positive measure at which the sum, in the order of the row, reaches the goal.
+    """Returns the index of the first positive measure at which the sum reaches the goal.
 
-    If rounding keeps the sum below the goal, the result is the index of the last positive measure. The search goes
-    over the sums of chunks, and then over the elements of one chunk.
+    If rounding keeps the sum below the goal, it is the last positive one. Sums of chunks come first, then one chunk.
     """
     first = 0
     if chunks_of(measure.shape[-1])[0] > 1:
         chunks = in_chunks(measure)
         chunk, goal = _position_reaching(jnp.sum(chunks, -1, dtype=chunks.dtype), goal)
-        measure, first = chunk_of(measure, chunk), chunk * _CHUNK
+        measure, first = row_at(chunks, chunk), chunk * _CHUNK
     position, _ = _position_reaching(measure, goal)
     return first + position
 
@@ -307,28 +277,15 @@ def in_chunks(a):
     return jnp.pad(a, [(0, 0)] * len(batch) + [(0, count * size - vocab)]).reshape(*batch, count, size)
 
 
-def chunk_of(a, chunk):
-    """Returns one chunk of each row, the one with the number `chunk` (..., 1): (..., size)."""
-    return row_at(in_chunks(a), chunk)
-
-
 def _position_reaching(measure, goal):
-    """Like `_index_reaching`, by one cumulative sum. Also returns the goal less the measures before that position."""
+    """Does so by one cumulative sum. Also returns the goal less the measures before that position."""
     position = positions(measure)
     reached = (jnp.cumsum(measure, -1, dtype=measure.dtype) >= goal) & (measure > 0)
     there = jnp.where(reached, position, measure.shape[-1])
     last = jnp.where(measure > 0, position, 0)
-    found = jnp.minimum(_min(there), _max(last))
+    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
     return found, goal - sum_of(jnp.where(position < found, measure, 0))
 
 
 def sum_of(x):
     return jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
-
-
-def _max(x):
-    return jnp.max(x, -1, keepdims=True)
-
-
-def _min(x):
-    return jnp.min(x, -1, keepdims=True)

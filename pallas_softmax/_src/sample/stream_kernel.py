@@ -45,25 +45,9 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
-from pallas_softmax._src.sample.plan import (
-    CHAINS,
-    KEPT,
-    LIST_SIZE,
-    NOISE_AT_ONCE,
-    RECORD_WORDS,
-    SCRATCH,
-    StreamPlan,
-)
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, Segment, log
-from pallas_softmax._src.sample.row_ptx import (
-    DRAWN,
-    HIGHEST,
-    INF,
-    LEAST_FINITE,
-    LN2,
-    ClusterProgram,
-    row_operands,
-)
+from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, Segment, log, log_prob_of
+from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, LEAST_FINITE, ClusterProgram, row_operands
 
 _NAN = float("nan")
 _LINE = 4 * LANES  # bytes from one entry of a list to the next: the lists of a warp alternate word by word
@@ -74,8 +58,7 @@ _INDICES = _LINE * LIST_SIZE  # from an element to its index
 def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
     """Draws once from each row of x, (rows, vocab), without filters.
 
-    The temperature is (rows,), or (1,) for all rows; the words of the noise are (rows, 4). Returns the results of
-    `xla.sample`, (rows,).
+    The temperature is (rows,), or (1,) for all rows; the words are (rows, 4). Returns what `xla.sample` does, (rows,).
     """
     rows, _ = x.shape
 
@@ -100,7 +83,6 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
 
 @twin
 def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
-    """Runs `row_program` in this CTA."""
     insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers | words)
 
 
@@ -111,14 +93,13 @@ def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
 def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     """Returns the program for a row of the logits at <x>, an address in device memory.
 
-    `ClusterProgram` has further operands. <row> is the number of the row, and `NOISE_OPERANDS` describe its noise.
-    <index>, <log_prob> and <log_mass> are addresses of results in device memory.
+    <row> is the number of the row, and `NOISE_OPERANDS` describe its noise. The results `DRAWN` are addresses, too.
     """
     p = StreamProgram(plan, dtype)
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    segment = Segment(Noise.of_row(p, stride), plan.vocab)
+    segment = Segment(p, stride, plan.vocab)
     race = Race(p, segment)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
@@ -128,11 +109,11 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
         if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
             p.barrier()  # other warps may still load `lanes` from the words that this writes
-            of_warp = p.word(SCRATCH.warps, p.lane, RECORD_WORDS)
+            of_warp = p.record_of_warp(p.lane)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
         top, total, _, winner, x = _combine(p, lanes)
         p.set(index, winner)
-        p.set(log_prob, (x - top) * p.octaves_per_unit * LN2 - log(p, total))
+        p.set(log_prob, log_prob_of(p, x, top, total))
         mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
         p.set(log_mass, p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
@@ -161,10 +142,7 @@ class StreamProgram(ClusterProgram):
         self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
 
     def load_step(self, position: Value, segment: Segment) -> list[Value]:
-        """Returns the lane's elements of a step as floats; its first vector is at `position`.
-
-        Elements outside of the segment are -inf.
-        """
+        """Returns the lane's elements of a step as floats; -inf outside of the segment."""
         p, vec, vectors = self, self.vec, self.plan.vectors
         out = [p.fresh("f32") for _ in range(vec * vectors)]
         at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
@@ -189,7 +167,6 @@ class StreamProgram(ClusterProgram):
         return out
 
     def normalizer_at(self, slot: Value | int) -> Value:
-        """Returns the address of the thread's normalizer in a slot."""
         return self.word(self.plan.normalizers, self.thread + slot * self.plan.threads, 2)
 
     def offset(self, i: int) -> int:
@@ -202,7 +179,7 @@ class LaneList:
 
     def __init__(self, p: StreamProgram):
         self._p = p
-        start = p.word(p.plan.lists, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
+        start = p.word(SCRATCH.histogram, p.warp, 2 * LANES * LIST_SIZE) + p.lane * 4
         for i in range(_PADDING):
             p.store(start, p.var(-INF, "f32"), offset=_LINE * i)
             p.store(start, 0, offset=_LINE * i + _INDICES)
@@ -210,17 +187,13 @@ class LaneList:
         self._end = p.var(self._first)  # the address after the last entry
 
     def append(self, x: Value, index: Value, when: Value) -> None:
-        """Appends an element, where `when` holds."""
         p = self._p
         p.store(self._end, x, when=when)
         p.store(self._end, index, offset=_INDICES, when=when)
         p.increase(self._end, _LINE, when=when)
 
     def enter(self, race: Race, keeps_some: Value, more: Value) -> None:
-        """Enters the last entries in the race, until no lane has more than `KEPT`, or any if `keeps_some` is false.
-
-        `more` is a condition: whether further elements will follow.
-        """
+        """Enters the last entries in the race, until no lane has more than `KEPT`, or any."""
         p = self._p
         until = p.select(keeps_some, self._first + _LINE * KEPT, self._first)
         with p.loop() as enough:
@@ -233,7 +206,6 @@ class LaneList:
 
 
 def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
-    """Combines m, d, and the best sum with its index and its element, of all lanes."""
     m, d, *best = values
     return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
@@ -241,8 +213,7 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
 def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
     """Takes the steps of the warp. Leaves (m, d) of each lane in shared memory, and its best sum in `race`.
 
-    The outer loop has a turn for each segment of the row, nearly always one. The inner loop has a turn for each step,
-    and one more without a step, which enters what the lists still hold.
+    The inner loop has a turn for each step, and one more without a step, which enters what the lists still hold.
     """
     plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
@@ -257,7 +228,9 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
         first = (share * p.warps + p.warp) * size + (segment.first + p.lead & 2**32 - turn)
         p.set(at, p.select(share < plan.shares, first, segment.end + p.lead))
 
-    race.start(silent=p.greedy)
+    race.start(-INF)
+    for register in (race.threshold, race.low):  # no finite entry takes part
+        p.set(register, INF, when=p.greedy)
     segment.start_at(0)
     with p.loop() as leave_row:
         start_share(p.cta)
@@ -294,7 +267,7 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
     """Returns (m, d) of each lane in all shares, for the warps of the row that this CTA combines; else (-inf, 0).
 
-    Those of warp i of each CTA are combined by CTA i modulo their number.
+    CTA i % ctas combines the normalizers of warp i of every CTA.
     """
     plan, join = p.plan, functools.partial(row_ptx.join, p)
     normalizer = [p.var(-INF, "f32"), p.var(0, "f32")]
@@ -312,7 +285,7 @@ def _normalizer_of_row(p: StreamProgram) -> list[Value]:
 
 
 def _keep_first(p: StreamProgram, race: Race, elements: list[Value], index: Value) -> None:
-    """Makes the first of the elements, in the order of sort keys, the best one of the lane, if it comes before that."""
+    """Makes the first of the elements, in the order of sort keys, the best of the lane, if it comes before that."""
     best = p.var(flip_negative(race.best.bits("s32")))
     for i, x in enumerate(elements):
         key = flip_negative(x.bits("s32"))

@@ -26,9 +26,9 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.masks import at, positions, row_at
 from pallas_softmax._src.sample import api
 from pallas_softmax._src.sample.noise import gumbel_array
@@ -126,74 +126,59 @@ def verify(
 
 
 def _verified(implementation: str | None, key, drafts, x, log_q, where, given: dict[str, Any]) -> Verified:
-    """Returns what `verify` does, for checked arguments."""
     batch, length = x.shape[:-2], x.shape[-2]
-    target = _Target.of(x, where, given, implementation)
+    target = _target_of(x, where, given, implementation)
     shape = (*batch, length + noise_of_mass(x.shape[-1]))
     noise = gumbel_array(key, shape, len(batch), target.cut.top.dtype)
     drafts, draft_log_q = _possible(drafts, log_q, noise.dtype)
 
     log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
-    is_accepted = log_u + draft_log_q < target.log_p_of(drafts)
+    log_p = _log_p(jax.tree.map(lambda a: _pick(a, drafts), target), drafts[..., None])[..., 0]
+    is_accepted = log_u + draft_log_q < jnp.where(drafts >= 0, log_p, -jnp.inf)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
     # The last position is padding, and never accepted.
     accepted = jnp.min(jnp.where(is_accepted, length, position), -1)
 
+    def masses(here):  # what the new token is drawn from
+        p = jnp.exp(_log_p(jax.tree.map(lambda a: _at(a, here), target)))
+        return _masses(p, _at(drafts, here), log_q, here)
+
     # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
-    masses, recomputed = (
-        _masses(target.log_p_at(here), _at(drafts, here), log_q, here)
-        for here in (accepted, lax.optimization_barrier(accepted))
-    )
-    call = choose_plain(describe(DRAW_BY_MASS, masses, (masses.ndim - 1,), None, function="verify"))
-    new = as_rows(call, *vary_together(masses, recomputed, noise[..., length:]))
+    twice = [masses(here) for here in (accepted, lax.optimization_barrier(accepted))]
+    call = choose_plain(describe(DRAW_BY_MASS, twice[0], (twice[0].ndim - 1,), None, function="verify"))
+    new = as_rows(call, *vary_together(*twice, noise[..., length:]))
     after = jnp.where(position == accepted[..., None], new, -1)
     return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
 
 
 class _Target(NamedTuple):
-    """The target's distributions at all positions, (..., S + 1, V) or (..., S + 1, 1).
-
-    Attributes:
-      logits: as passed.
-      distances: integer logits as distances from the largest; None for floats.
-      where: as passed; or None.
-      temperature: of each position.
-      cut: what the filters keep. For integer logits, `top` is 0.
-    """
+    """The target's distributions at all positions, (..., S + 1, V) or (..., S + 1, 1)."""
 
     logits: jax.Array
-    distances: jax.Array | None
+    distances: jax.Array | None  # of integer logits from the largest; None for floats
     where: jax.Array | None
     temperature: jax.Array
-    cut: Cutoff
+    cut: Cutoff  # for integer logits, `top` is 0
 
-    @staticmethod
-    def of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> "_Target":
-        """Returns the distributions of these logits."""
-        logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
-        distances = None
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            distances = normalizers.to_float(logits, (-1,), where)
-            cut = cut._replace(top=jnp.zeros_like(cut.top))
-        rows = _Target(logits, distances, where, t, cut)
-        return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), rows)
 
-    def log_p(self, indices=None) -> jax.Array:
-        """Returns log p of the logits. `indices` are their indices in the rows; None means whole rows."""
-        indices = positions(self.logits) if indices is None else indices
-        kept = is_kept(self.logits, self.where, self.cut.key, self.cut.index, indices)
-        elements = self.logits if self.distances is None else self.distances
-        below = Temperature.of(self.temperature).distance(as_float(elements), self.cut.top)
-        return jnp.where(kept, below - (self.cut.log_total + self.cut.log_mass), -jnp.inf)
+def _target_of(x: jax.Array, where, given: dict[str, Any], implementation: str | None) -> _Target:
+    logits, where, t, cut = api.cut_rows("verify", x, x.ndim - 1, where, None, implementation, **given)
+    distances = None
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        distances = normalizers.to_float(logits, (-1,), where)
+        cut = cut._replace(top=jnp.zeros_like(cut.top))
+    target = _Target(logits, distances, where, t, cut)
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])), target)
 
-    def log_p_of(self, drafts: jax.Array) -> jax.Array:
-        """Returns log p of each draft (..., S + 1); -inf for a draft of -1."""
-        log_p = jax.tree.map(lambda a: _pick(a, drafts), self).log_p(indices=drafts[..., None])[..., 0]
-        return jnp.where(drafts >= 0, log_p, -jnp.inf)
 
-    def log_p_at(self, position: jax.Array) -> jax.Array:
-        """Returns log p at one position of each row, (..., V)."""
-        return jax.tree.map(lambda a: _at(a, position), self).log_p()
+def _log_p(target: _Target, indices=None) -> jax.Array:
+    """Returns log p of the logits, which have these indices in the rows; None means whole rows."""
+    logits, distances, where, temperature, cut = target
+    indices = positions(logits) if indices is None else indices
+    kept = is_kept(logits, where, cut.key, cut.index, indices)
+    x = as_float(logits if distances is None else distances)
+    below = Temperature.of(temperature).distance(x, cut.top)
+    return jnp.where(kept, below - (cut.log_total + cut.log_mass), -jnp.inf)
 
 
 def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -212,18 +197,15 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
     drafts = jnp.where(drafts < x.shape[-1], drafts, -1)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
-    log_q = arguments.array("verify", "draft_log_probs", draft_log_probs)
+    log_q, shape = arguments.array("verify", "draft_log_probs", draft_log_probs), (*shape, x.shape[-1])
     if not jnp.issubdtype(log_q.dtype, jnp.floating):
         raise TypeError(f"verify: draft_log_probs must be floating, got {log_q.dtype.name}")
-    if log_q.shape != (*shape, x.shape[-1]):
-        raise ValueError(
-            f"verify: draft_log_probs must have the shape {(*shape, x.shape[-1])}, got {log_q.shape}"
-        )
+    if log_q.shape != shape:
+        raise ValueError(f"verify: draft_log_probs must have the shape {shape}, got {log_q.shape}")
     return drafts, x, log_q.astype(as_float(x).dtype)
 
 
 def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
-    """Returns a parameter as a scalar or with one number per position; None stays None."""
     if value is None or jnp.ndim(value) == 0:
         return value
     if jnp.ndim(value) not in (len(batch), len(batch) + 1):
@@ -241,13 +223,13 @@ def _possible(drafts: jax.Array, log_q: jax.Array | None, dtype) -> tuple[jax.Ar
     return jnp.pad(drafts, padding, constant_values=-1), jnp.pad(draft_log_q, padding)
 
 
-def _masses(log_p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:
+def _masses(p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:
     """Returns what the new token of each row is drawn from by `draw_by_mass`, (..., V), at one position of the row.
 
     After a rejected draft, this is p - q where p > q, except at the draft. Without q, q is 1 at the draft. Without a
     draft, q is 0. Elsewhere this is -p, for rows where rounding leaves nothing of p - q. NaN where q is NaN.
     """
-    p, draft, q = jnp.exp(log_p), draft[..., None], 0
+    draft, q = draft[..., None], 0
     if log_q is not None:
         log_q = _at(log_q, jnp.minimum(position, log_q.shape[-2] - 1))
         q = jnp.where(draft >= 0, jnp.exp(log_q), 0)
@@ -258,11 +240,11 @@ def _masses(log_p: jax.Array, draft: jax.Array, log_q: jax.Array | None, positio
 
 
 def _at(a: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns the element, or the row, of a (..., S) or (..., S, n) at a position (...) of each row."""
+    """Returns a (..., S), or the rows of a (..., S, n), at a position (...)."""
     position = position[..., None]
     return at(a, position)[..., 0] if a.ndim == position.ndim else row_at(a, position)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns the elements of a (..., S, V or 1) at the drafts, (..., S, 1). A draft of -1 gets some element."""
+    """Returns a (..., S, V or 1) at the drafts, (..., S, 1). A draft of -1 gets some element."""
     return a if a.shape[-1] == 1 else at(a, jnp.maximum(drafts, 0)[..., None])

@@ -44,10 +44,7 @@ _SHORTLIST = SCRATCH.histogram + 2 * _MAX_KEYS
 
 
 class Zone:
-    """A range of keys that may contain the key of the last entry, in variables.
-
-    `number_of_cta` has the number of each CTA, in the lane of the CTA. The others are of all CTAs together.
-    """
+    """A range of keys that may contain the key of the last entry, in variables. Sums are over all CTAs."""
 
     def __init__(self, p: PartProgram):
         self._p = p
@@ -60,7 +57,6 @@ class Zone:
         self.mass_above = p.fresh("f32")  # of these elements
 
     def set(self, **values) -> None:
-        """Sets variables by their names."""
         for name, value in values.items():
             self._p.set(getattr(self, name), value)
 
@@ -77,7 +73,7 @@ class Zone:
 def sweep_from_bound(p: PartProgram, zone: Zone, low: Value) -> Value:
     """Lists the keys from a bound up: at least top_k elements reach `low`. Returns whether the lists overflow.
 
-    If they overflow, a CTA stops when its list is full. A single key needs no list, so it never overflows.
+    A CTA stops when its list is full. A single key needs no list, so it never overflows.
     """
     listed, may_overflow = _start_list(p), low < p.top
     mass, number = p.var(0, "f32"), p.var(0, "u32")
@@ -101,7 +97,7 @@ def sweep_from_bound(p: PartProgram, zone: Zone, low: Value) -> Value:
 
 
 def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
-    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
+    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as far as there is room."""
     p = f.p
     _start_list(p)
     mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
@@ -147,7 +143,6 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
 
 
 def _start_list(p: PartProgram) -> Value:
-    """Empties the list of the CTA; returns the address of its number of keys."""
     listed = p.word(SCRATCH.listed)
     p.store(listed, 0, when=p.thread.equals(0))
     p.barrier()
@@ -155,9 +150,9 @@ def _start_list(p: PartProgram) -> Value:
 
 
 def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
-    """Lists the keys of the elements of a sweep that have their bit in `inside`, if the CTA's list has room for all.
+    """Lists the keys of a sweep's elements that have a bit in `inside`, and calls add(element, key) for each.
 
-    Then this clears `inside`, and add(element, key) writes what else is done with each. Returns `inside`.
+    If the CTA's list has room for all of them, `inside` becomes 0. It is returned.
     """
     vec, count = p.plan.window.vec, p.count_ones(inside)
     entry = p.take_from(p.word(SCRATCH.listed), count, when=inside > 0, default=0)
@@ -180,7 +175,7 @@ def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Val
 
 
 def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
-    """Finds the last entry of the filter, and updates `f.kept`. The entry may be outside of the zone.
+    """Finds the last entry of the filter, which may be outside of the zone, and updates `f.kept`.
 
     `searched` is a condition: whether the zone was searched before, for another filter.
     """
@@ -205,17 +200,14 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
 
 
 def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
-    """Like `search_zone`, for a zone of two keys, such as +0 and -0.
-
-    `counted` is a condition: whether an earlier filter counted the elements with the greater key.
-    """
+    """Searches a zone of two keys, such as +0 and -0. `counted` says whether the greater ones are counted."""
     p, at = f.p, f.p.word(SCRATCH.counted)
     with p.when(~counted):
         number = p.var(0, "u32")
         p.sweep_elements(lambda x: p.increase(number, 1, p.key(x).equals(zone.greatest)))
         p.over_cta(["add"], [number], [0], at)
         p.sync_cluster()
-    (greater,) = p.from_ctas(at, ["u32"], [0])
+    (greater,) = p.fetched(at, p.lane, p.ctas, ["u32"], [0])
     number = p.convert(p.over_lanes("add", greater), "f32")
     mass = p.mass(p.from_key(zone.greatest))
     above = zone.above + f.measure(number * mass, number)
@@ -228,7 +220,7 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
 
 
 def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
-    """Like `search_zone`, if the last key is in the lists. `copied` is a condition: whether all keys are in one list.
+    """Searches the lists. `copied` is a condition: whether all keys are in one list.
 
     Masses are added as integers, as in `search_digits`; here the mass of the whole zone counts as `MOST_UNITS`.
     """
@@ -258,7 +250,6 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
 
 
 def _copy_lists(p: PartProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
-    """Copies the keys of all CTAs to one list, with a mass for each."""
     with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
         cta, is_key = p.var(0, "u32"), entry < zone.number
         for bit in reversed(range((p.ctas - 1).bit_length())):
@@ -270,24 +261,22 @@ def _copy_lists(p: PartProgram, zone: Zone, first_of_cta: Value, units_of) -> No
 
 
 def _clear_sums(p: PartProgram) -> None:
-    """Clears the sums over buckets, and the shortlist."""
     p.store(p.word(SCRATCH.sums, p.thread), p.var(0, "u32"), when=p.thread < 2 * _ROUND_BUCKETS)
     p.store(p.word(_SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
 @contextlib.contextmanager
 def _each_key(p: PartProgram, first: Value, end: Value, step: int) -> Iterator[tuple[Value, Value]]:
-    """Opens a GPU loop over the keys and masses of entries first, first + step, .. of the list of all keys."""
+    """Opens a GPU loop over entries of the list of all keys."""
     with p.each(first, end, step) as entry:
         key, units = p.load_vector(p.word(SCRATCH.histogram, entry, 2), "u32", 2)
         yield key.bits("s32"), units
 
 
 def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
-    """Returns the last kept key, in all threads. Measures are integers.
+    """Returns the last kept key, in all threads. `rest` becomes what the entries with this key must reach.
 
-    Once a range has no more keys than a warp has lanes, they are copied to the shortlist. `rest` is what the zone must
-    reach, and becomes what the entries with the last key must reach.
+    Once a range has no more keys than a warp has lanes, they are copied to the shortlist.
     """
     p = f.p
     keys, number_inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
@@ -323,7 +312,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
 
 
 def _last_of_shortlist(p: PartProgram, number: Value, rest: Value) -> Value:
-    """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to that key."""
+    """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to it."""
     at = p.var(p.word(_SHORTLIST))
     own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
     before, upto = p.var(0, "u32"), p.var(0, "u32")
@@ -341,7 +330,7 @@ def _last_of_shortlist(p: PartProgram, number: Value, rest: Value) -> Value:
 
 
 def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value) -> list[Value]:
-    """Returns the mass above a key and the number of entries with that key, in the list of each CTA."""
+    """Returns the mass above a key and the number of entries with it, in the list of this lane's CTA."""
     with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp counts the keys of one list after another
         units_above, equal = p.var(0, "u32"), p.var(0, "u32")
         first = p.shuffle(first_of_cta, "idx", cta)
@@ -350,8 +339,8 @@ def _sums_of_lists(p: PartProgram, zone: Zone, first_of_cta: Value, last: Value)
             p.increase(units_above, units, key > last)
             p.increase(equal, 1, key.equals(last))
         sums = p.over_warp(["add", "add"], [units_above, equal])
-        p.store(p.gathered(cta), *sums, when=p.first_lane)
-    return p.from_gathered(("u32", "u32"), (0, 0), p.ctas)
+        p.store(p.record_of_cta(cta), *sums, when=p.first_lane)
+    return p.from_records(("u32", "u32"), (0, 0), p.ctas)
 
 
 # --- Where the zone is
@@ -387,7 +376,6 @@ def expected_zone(f: FilterSearch) -> tuple[Value, Value]:
 
 
 def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value) -> None:
-    """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
     p = f.p
     filter_ptx.clear_buckets(p)
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
@@ -417,8 +405,7 @@ def _end_of_zone(
 ) -> Value:
     """Returns the greatest element of the zone, or the least one: the upper or the lower end of a bucket.
 
-    The bucket reaches a goal that is lowered (for the greatest element) or raised by the bound on its error. Nothing
-    lies above the first bucket or below the last one, so their ends are the largest element and the least number.
+    The bucket reaches a goal that is lowered (for the greatest element) or raised by the bound on its error.
     """
     p = f.p
     goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, is_greatest), f.goal)

@@ -53,7 +53,7 @@ class HeldRowProgram(SelectProgram):
                 yield words[4 * j : 4 * j + 4], first + LANES * j
 
     def read_row(self) -> list[Value]:
-        """Returns the thread's words, as distances from the highest key. All bits are set where there is no element."""
+        """Returns the thread's words, as distances from the highest key; all ones where there is no element."""
         words = [self.fresh("s32") for _ in range(4 * self.loads)]
         vectors = [self.thread_first + LANES * j for j in range(self.loads)]
         for word in words:
@@ -119,10 +119,7 @@ class HeldRowProgram(SelectProgram):
         self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
 
     def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
-        """Counts the elements in buckets of 2^shift distances from `low` on.
-
-        If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`.
-        """
+        """If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`."""
         minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
         minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
         for skips in (True, False):
@@ -142,7 +139,9 @@ class HeldRowProgram(SelectProgram):
         self.barrier()
 
     def element_words(self, words: list[Value]) -> Iterator[Value]:
-        """Yields a word for each element. A 16-bit element is its upper half, and the lower half may hold anything."""
+        """Yields a word for each element, which is the upper half if it has 16 bits; the lower half may hold
+        anything.
+        """
         for word in words:
             if self.element.halves:
                 yield (word << 16).bits("u32")
@@ -160,7 +159,6 @@ class HeldRowProgram(SelectProgram):
         return bits
 
     def first_ties(self, words: list[Value], winners: list[Value]) -> None:
-        """Adds the first ties at the limit to the winners."""
         ties = [upto ^ below for upto, below in zip(self.bits_of(words, "le"), winners)]
         fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
         masks = [((1 << self.vec) - 1) << bit for _, bit in fields]
@@ -180,7 +178,6 @@ class HeldRowProgram(SelectProgram):
             self.update(own, "or", more)
 
     def list_winners(self, words: list[Value], winners: list[Value]) -> None:
-        """Lists the winners, in the order of threads."""
         before, upto = self.scan(self.reduce("add", [self.count_ones(bits) for bits in winners]))
         lower, added = self.scan_warps(upto)
         entry = self.var(self.entry(lower + before))
@@ -197,7 +194,6 @@ class HeldRowProgram(SelectProgram):
         self.barrier()
 
     def select_row(self) -> None:
-        """Lists the winners."""
         self.histogram.clear()
         words = self.read_row()
         with self.when(self.length > self.plan.k):
@@ -211,7 +207,7 @@ class HeldRowProgram(SelectProgram):
             self.fill_list()
 
     def fill_list(self) -> None:
-        """Fills the list up to k entries, by the lowest indices that it lacks."""
+        """Fills the list up to k entries, with the lowest indices that it lacks."""
         k = self.plan.k
         with self.each(self.n + self.thread, k, self.plan.threads) as number:
             self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
@@ -236,12 +232,10 @@ class HeldRowProgram(SelectProgram):
         self.barrier()
 
     def elements(self, keys: list[Value]) -> list[Value]:
-        """Returns elements, given words of their keys."""
         kind = "s16x2" if self.element.halves else "s32"
         return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
 
     def write_list(self) -> None:
-        """Writes the values and indices of a list of k entries."""
         if self.plan.sorted:
             put = self.result_writer()
             with self.each(self.listed + self.thread, self.plan.k, self.plan.threads) as number:

@@ -28,10 +28,7 @@ from pallas_softmax._src.topk.xla import TopK
 
 @functools.lru_cache(maxsize=16)
 def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """Returns the program of the kernel, with the stages in their order.
-
-    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones.
-    """
+    """`fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones."""
     if plan.in_registers:
         held = HeldRowProgram(plan, dtype, fill)
         held.select_row()
@@ -52,7 +49,8 @@ def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None
                 p.gather()
             p.set(gathered, True)
             leave(p.part.differs(0))
-            p.take_row()
+            p.set(p.end, p.vectors)  # the first CTA takes the whole row
+            p.set(p.whole_to, p.whole_vectors())
         leave((p.n >= plan.k) | p.floor.equals(p.lowest))
         p.stream(ties=True)
         leave(p.n >= plan.k)
@@ -68,7 +66,7 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
     part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
-    int32, or None. Unless `plan.sorted`, the winners are in no promised order, but in the same order in each run.
+    int32, or None. Unless `plan.sorted`, the winners are in the same order in each run, but in no promised one.
     """
     if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]
@@ -79,7 +77,6 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
 
 
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
-    """Runs the kernel. `fill` is the value of fillings; None is the value with the lowest key."""
     rows, vocab = x.shape
 
     def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
@@ -107,7 +104,6 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 @twin
 def _select(plan: SelectPlan, fill, refs: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Runs `program_of` in this CTA, with these operands."""
     fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
     program = program_of(plan, np.dtype(refs["x"].dtype), "mask" in refs, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

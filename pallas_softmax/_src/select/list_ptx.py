@@ -26,8 +26,8 @@ _SYNC = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"  # also 
 class ListProgram(CtaProgram):
     """A program of a CTA with a list. `SelectPlan` has the layout of the scratch.
 
-    Variables: `n` is the number of entries, at most `plan.capacity`. All entries have keys of at least `floor`. Few
-    elements have keys above `greatest`, the greatest key of the sample.
+    Variables: `n` is the number of entries. All entries have keys of at least `floor`. Few elements have keys above
+    `greatest`, the greatest key of the sample.
     """
 
     def __init__(self, plan: SelectPlan, dtype):
@@ -43,21 +43,18 @@ class ListProgram(CtaProgram):
         self.floor, self.greatest = self.var(self.lowest, "s32"), self.var(self.highest, "s32")
 
     def entry(self, number: Value) -> Value:
-        """Returns the address of an entry."""
         return self.at(self.list, number, ENTRY_BYTES)
 
     def key(self, word: Value, number: Value) -> Value:
         """Returns the key that decides whether an entry wins, given its number times `unit`.
 
-        For 16-bit dtypes the upper half is the sort key, and the lower half falls with the number. So all keys differ,
-        and the first of several ties wins.
+        For 16-bit dtypes the lower half falls with the number. So all keys differ, and the first of several ties wins.
         """
         if not self.element.halves:
             return word
         return self.bitwise3(lambda a, b, upper: a & upper | ~b & ~upper, word, number, ~0xFFFF)
 
     def key_at(self, sort_key: Value, lower: int) -> Value:
-        """Returns the key of an entry with this sort key, and for 16-bit dtypes with this lower half."""
         return sort_key << 16 | lower if self.element.halves else sort_key
 
     def visit(self, see: Callable[[Value, Value], None]) -> None:
@@ -66,12 +63,7 @@ class ListProgram(CtaProgram):
         with self.each(self.thread * 2, self.n, 2 * pairs) as entry:
             number = (entry * self.unit).bits("s32")
             for first in (0, pairs):
-                words = [
-                    self.var(_LOWEST_WORD, "s32"),
-                    self.fresh("u32"),
-                    self.fresh("s32"),
-                    self.fresh("u32"),
-                ]
+                words = [self.var(_LOWEST_WORD, "s32"), *map(self.fresh, ("u32", "s32", "u32"))]
                 inside = entry + first < self.n if first else None
                 self.load_into(words, self.entry(entry), offset=ENTRY_BYTES * first, when=inside)
                 words[2] = self.select(entry + (first + 1) < self.n, words[2], _LOWEST_WORD)
@@ -94,23 +86,15 @@ class ListProgram(CtaProgram):
             self.set(low, middle + 1, when=~beyond)
         return number + low
 
-    # --- Sums
-
     def scan_warps(self, upto: Value) -> tuple[Value, Value]:
-        """Returns what `lower_warps` returns."""
         sums = self.lower_warps(upto, self.sums)
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
         return sums
 
-    # --- Finding a key
+    # --- The k best
 
     def find(
-        self,
-        visit: Callable[[Callable[[Value], None]], Any],
-        low: Value,
-        high: Value,
-        rank: Value,
-        enough: Value,
+        self, visit: Callable[[Callable], Any], low: Value, high: Value, rank: Value, enough: Value
     ) -> tuple[KeyRange, Value, Value]:
         """Returns a range with the key of a rank among keys from `low` to `high`, and the results of `find_rank`.
 
@@ -127,8 +111,6 @@ class ListProgram(CtaProgram):
             visit(see)
 
         return keys, *find_rank(self.histogram, keys, rank, enough, count)
-
-    # --- The k best
 
     def last_key(self) -> tuple[KeyRange, Value, Value]:
         """Returns a range with the key of the last entry that wins, and how many entries are above it, and reach it.
@@ -149,15 +131,6 @@ class ListProgram(CtaProgram):
             self.set(high, MAGNITUDE)
         return found, above, reach
 
-    def last_tie(self, key: Value, rank: Value) -> Value:
-        """Returns the number of the entry that is number `rank`, from 1, of the entries with this key."""
-
-        def visit(see):
-            self.visit(lambda own, number: see(self.select(own.equals(key), ~number, _LOWEST_WORD)))
-
-        found, *_ = self.find(visit, ~self.n.bits("s32"), self.var(-1, "s32"), rank, rank)
-        return ~found.least()
-
     def compact(self, put: Callable[..., None]) -> None:
         """Passes the k best of more than k entries to put(number, word, index, when), in the same order.
 
@@ -168,7 +141,13 @@ class ListProgram(CtaProgram):
         least, last = found.least(), self.var(self.n.bits("s32"))
         if not self.element.halves:
             with self.when(reach > self.plan.k):  # rare
-                self.set(last, self.last_tie(least, self.plan.k - above))
+                ties = self.plan.k - above
+
+                def visit(see):
+                    self.visit(lambda own, number: see(self.select(own.equals(least), ~number, _LOWEST_WORD)))
+
+                tied, *_ = self.find(visit, ~self.n.bits("s32"), self.var(-1, "s32"), ties, ties)
+                self.set(last, ~tied.least())
         kept, lower_lanes = self.var(0, "u32"), self.special("lanemask_lt")
         with self.each(0, self.n, _ENTRIES * self.plan.threads) as first:
             number, entries = first + self.warp * (_ENTRIES * LANES) + self.lane, []
@@ -200,8 +179,8 @@ class ListProgram(CtaProgram):
 
     # --- The cluster
 
-    def count_lists(self) -> Value:
-        """Returns the number of entries in the list of each CTA, in the lane with its number."""
+    def gather(self) -> None:
+        """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""
         here, exists = self.scratch + self.plan.counts, self.lane < self.ctas
         gathered = self.at(self.scratch + self.plan.gathered, self.lane, 4)
         self.store(here, self.n, when=self.thread.equals(0))
@@ -210,11 +189,7 @@ class ListProgram(CtaProgram):
             (count,) = self.of_cta(here, self.lane, "u32", when=exists)
             self.store(gathered, count, when=exists)
         self.barrier()
-        return self.load(gathered, "u32", when=exists, default=0)
-
-    def gather(self) -> None:
-        """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""
-        counts = self.count_lists()
+        counts = self.load(gathered, "u32", when=exists, default=0)  # of the CTA with the lane's number
         # Lists before `appended` are in the list of CTA 0, which has `base` entries.
         appended, base = self.var(1, "u32"), self.var(self.shuffle(counts, "idx", 0))
         with self.loop() as leave:

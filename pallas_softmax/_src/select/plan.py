@@ -1,10 +1,12 @@
-"""How the rows of a selection lie over the GPU: `plan_selection`, a pure function of shape, dtype and device."""
+"""How the rows of a selection lie over the GPU: `plan_selection`."""
 
 import dataclasses
 import math
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.dispatch.operation import Call, Refusal
+from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
     FULL_CLUSTERS,
@@ -105,21 +107,18 @@ class SelectPlan:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets of a round."""
         return self.threads * max(4, self.thread_bytes // ACCESS_BYTES if self.in_registers else 0)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch. After the buckets, a word for each lane counts the keys in no bucket."""
+        """After the buckets, a word for each lane counts the keys in no bucket."""
         return self.histogram + 4 * self.buckets + 4 * LANES
 
     @property
     def threads(self) -> int:
-        """Number of threads of a CTA."""
         return self.warpgroups * WARPGROUP
 
     def warp_elements(self, itemsize: int) -> int:
-        """Returns the number of elements of a warp in a block."""
         return LANES * self.thread_bytes // itemsize
 
     @property
@@ -134,16 +133,14 @@ class SelectPlan:
 
     @property
     def list_bytes(self) -> int:
-        """Bytes of a list. To rank its entries, a CTA needs a word for each one after them."""
+        """To rank its entries, a CTA needs a word for each one after them."""
         return max(8 * self.capacity, 12 * self.ranked if self.sorted else 0)
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
         return self.list_bytes + self.scratch_bytes
 
     def sampled(self, itemsize: int) -> int:
-        """Returns the number of elements of the sample."""
         return self.threads * self.sample_vectors * (ACCESS_BYTES // itemsize)
 
     def rank_coefficients(self, itemsize: int) -> tuple[float, float]:
@@ -159,7 +156,6 @@ class SelectPlan:
 
 
 def registers_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> SelectPlan:
-    """Returns a plan of rows in registers. A thread has at most `thread_bytes` of the row."""
     return SelectPlan(vocab, k, 1, warpgroups, -(-k // LANES) * LANES, 1, thread_bytes, in_registers=True)
 
 
@@ -177,24 +173,23 @@ def plan_in_registers(rows: int, vocab: int, k: int, itemsize: int, has_lengths:
     return registers_plan(vocab, k, warpgroups, thread_bytes)
 
 
-def plan_selection(
-    rows: int,
-    vocab: int,
-    k: int,
-    dtype,
-    capability: tuple[int, int],
-    masked: bool = False,
-    has_lengths: bool = False,
-    sorted: bool = False,
-) -> SelectPlan | None:
-    """Returns how `rows` rows of `vocab` elements, with k winners each, lie over a GPU; None if they do not fit."""
-    itemsize = jnp.dtype(dtype).itemsize
+def plan_selection(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
+    """Returns how the rows of a call lie over a GPU.
+
+    Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
+    before the elements beyond the length all the same, since its index is lower.
+    """
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
+    if reason:
+        return Refusal(reason)
+    rows, vocab, k, itemsize = call.rows, call.vocab, call.k or 0, jnp.dtype(call.dtype).itemsize
+    none = Refusal(f"no selection of k={call.k} in rows of V={vocab}")
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
-        return None
-    if not masked and (held := plan_in_registers(rows, vocab, k, itemsize, has_lengths)):
-        if sorted and held.ranked > MOST_RANKED_OF_THREAD * held.threads:
+        return none
+    if not call.masked and (held := plan_in_registers(rows, vocab, k, itemsize, call.lengths)):
+        if call.sorted and held.ranked > MOST_RANKED_OF_THREAD * held.threads:
             held = registers_plan(vocab, k, 2 * held.warpgroups, held.thread_bytes // 2)
-        return dataclasses.replace(held, sorted=sorted)
+        return dataclasses.replace(held, sorted=call.sorted)
     cluster = 16 if rows <= FULL_CLUSTERS else 8  # more clusters of 16 CTAs would not run at once
     most_ctas = min(MAX_CLUSTER[capability[0]], cluster, vocab // MIN_PART, MULTIPROCESSORS // rows)
     ctas = 1 << max(most_ctas, 1).bit_length() - 1
@@ -208,7 +203,7 @@ def plan_selection(
     most = vocab * itemsize // (ctas * warpgroups * WARPGROUP)  # more would make a block longer than a part
     while thread_bytes > max(most, LEAST_THREAD_BYTES):
         thread_bytes //= 2
-    if masked:
+    if call.masked:
         thread_bytes = min(thread_bytes, MASKED_THREAD_ELEMENTS * itemsize)
     # Usually, 1.3 to 2.3 k elements of a row are above the floor. There is always room for the winners and one warp.
     of_warp = LANES * thread_bytes // itemsize
@@ -218,5 +213,5 @@ def plan_selection(
         capacity = min(capacity, -(-vocab // LANES) * LANES)
     wanted = SAMPLED_WINNERS * vocab / k * itemsize / (ACCESS_BYTES * warpgroups * WARPGROUP)
     vectors = power_of_two(min(wanted, MAX_SAMPLE_VECTORS), 1)
-    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=sorted)
-    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else None
+    plan = SelectPlan(vocab, k, ctas, warpgroups, capacity, vectors, thread_bytes, sorted=call.sorted)
+    return plan if plan.smem_bytes <= SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES else none

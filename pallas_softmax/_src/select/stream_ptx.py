@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE
-from pallas_softmax._src.gpu.ptx.ranking import CandidateList, candidate_of, rank
+from pallas_softmax._src.gpu.ptx.ranking import CandidateList, candidate_of
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.select.list_ptx import ENTRY_BYTES, ListProgram
 from pallas_softmax._src.select.plan import SelectPlan
@@ -79,20 +79,14 @@ class SelectProgram(ListProgram):
         return (self.length + self.lead) >> log2(self.vec)
 
     def vector(self, number: Value) -> Value:
-        """Returns the address of a vector."""
         return self.base + self.multiply_wide(number, ACCESS_BYTES)
 
     def index(self, vector: Value) -> Value:
         """Returns the index in the row of the first element of a vector."""
         return vector * self.vec - self.lead
 
-    def take_row(self) -> None:
-        """Gives the whole row to this CTA, the first of the cluster."""
-        self.set(self.end, self.vectors)
-        self.set(self.whole_to, self.whole_vectors())
-
     def prefetch(self, at: Value, blocks: int) -> None:
-        """Starts to copy the whole vectors of some blocks, from vector `at` on, to the L2 cache."""
+        """Starts to copy the whole vectors of some blocks to the L2 cache."""
         number = self.max((self.whole_to - at).bits("s32"), 0)
         size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
         self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
@@ -100,8 +94,8 @@ class SelectProgram(ListProgram):
     def read_keys(self, words: list[Value], at: Value) -> None:
         """Loads the thread's words of the block at vector `at`, and turns them into sort keys if the floor is negative.
 
-        With another floor it is not needed: the sort keys of positive elements are their bits, and the bits of negative
-        ones are below the floor, like their sort keys.
+        Otherwise this is not needed: the sort keys of positive elements are their bits, and the bits of negative ones
+        are below the floor, like their sort keys.
         """
         first = at + self.thread_first
         address = self.vector(first)
@@ -140,7 +134,6 @@ class SelectProgram(ListProgram):
                 self.mask_elements(own, index, inside)
 
     def read_elements(self, words: list[Value], address: Value, index: Value) -> None:
-        """Loads the elements of a vector that are in the row."""
         element, kind = self.element, "u16" if self.element.halves else "s32"
         lowest = element.all_ones if element.halves else -1
         found = []
@@ -153,7 +146,6 @@ class SelectProgram(ListProgram):
             self.set(word, bits)
 
     def mask_elements(self, words: list[Value], index: Value, inside: Value) -> None:
-        """Turns masked elements of a vector into the lowest key."""
         mask, mask_row = self.operand("mask", "u64"), self.operand("mask_row", "u32")
         for e in range(self.vec):
             byte, column = e * self.element.itemsize, index + e
@@ -225,7 +217,7 @@ class SelectProgram(ListProgram):
             self.update(self.n, "min", self.plan.k)
 
     def comparisons(self, words: Sequence[Value], ties: bool, *, again: bool) -> list[Callable[[], Value]]:
-        """Returns a function for each element, which returns whether it is above the floor, or equal to it if `ties`.
+        """Returns a function for each element: whether it is above the floor, or equal to it if `ties`.
 
         `again` compares by other instructions. Otherwise ptxas keeps the results of the first time in registers.
         """
@@ -257,21 +249,16 @@ class SelectProgram(ListProgram):
         return [*before], [*upto]
 
     def field(self, counts: list[Value], j: int) -> Value:
-        """Returns the field of vector j."""
         number, (i, j) = self.fields, divmod(j, self.fields)
         bits = 32 // number
         shifted = counts[i] >> bits * j if j else counts[i]
         return shifted & ((1 << bits) - 1) if j < number - 1 else shifted
 
     def total(self, counts: list[Value]) -> Value:
-        """Returns the sum of all fields."""
         return self.reduce("add", [self.field(counts, j) for j in range(self.loads)])
 
     def append(self, words, at: Value, n: Value, before, upto, ties: bool = False) -> None:
-        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k.
-
-        `before` and `upto` are the results of `count`.
-        """
+        """Writes the warp's elements above the floor, or its `ties`, to entries n, n + 1, ... Ties end at entry k."""
         of_warp = [self.shuffle(counts, "idx", LANES - 1) for counts in upto]
         own = [a - b for a, b in zip(upto, before)]
         first, end = self.index(at + self.thread_first), self.list + ENTRY_BYTES * self.plan.k
@@ -291,7 +278,7 @@ class SelectProgram(ListProgram):
             n = n + self.field(of_warp, j)
 
     def append_by_warps(self, words, at: Value) -> None:
-        """Appends a block warp by warp, because the list has no room for all. Compacts the list if it is full."""
+        """Appends a block warp by warp, because the list has no room for all. Compacts a full list."""
         with self.each(0, self.warps) as turn:
             of_turn = self.at(self.scratch + self.plan.turns, turn, 4)
             with self.when(self.n > self.plan.room - self.plan.warp_elements(self.element.itemsize)):
@@ -321,11 +308,9 @@ class SelectProgram(ListProgram):
         return put
 
     def key_of(self, word: Value) -> Value:
-        """Returns the sort key in the word of an entry."""
         return word >> 16 if self.element.halves else word
 
     def write_results(self) -> None:
-        """Writes the values and indices of the k best of the list. If it has fewer, fills the rest."""
         k, put = self.plan.k, self.result_writer()
         with self.block() as done:
             with self.when(self.n > k):
@@ -347,7 +332,6 @@ class SelectProgram(ListProgram):
                 put(number, self.key_of(word), index)
 
     def rank(self, put: Callable[..., None]) -> None:
-        """Writes the entries of the list in order."""
         self.barrier()  # `missing` reads the list
         with self.each(self.thread, self.plan.ranked, self.plan.threads) as number:
             candidate = self.var(0, "u64")
@@ -358,4 +342,5 @@ class SelectProgram(ListProgram):
         self.barrier()
         room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
         sums = self.scratch + self.plan.extremes
-        rank(self, CandidateList(*room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab))
+        dtype, vocab = self.element.dtype, self.plan.vocab
+        CandidateList(self, *room, sums, put, self.plan.k, dtype, vocab).rank()

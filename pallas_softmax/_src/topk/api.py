@@ -1,5 +1,6 @@
 """fused_topk and top_k: what they promise, and how their gradients are wired."""
 
+import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -15,7 +16,7 @@ from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.jax_internals import as_weak_as
 from pallas_softmax._src.normalizers import float_dtype
 from pallas_softmax._src.topk.operation import SELECT, TOPK
@@ -84,8 +85,7 @@ def fused_topk(
     name = "fused_topk"
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    length = x.shape[axis] * jax.lax.axis_size(mesh_axes)
-    k = arguments.winners(name, k, length)
+    k = arguments.winners(name, k, x.shape[axis] * lax.axis_size(mesh_axes))
     floating = float_dtype(x.dtype)
     t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
@@ -160,8 +160,7 @@ def top_k(
     dtype, is_bool = operand.dtype, operand.dtype == jnp.bool_
     x, axis = arguments.real_rows(name, "operand", operand.astype(jnp.int8) if is_bool else operand, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
-    length = x.shape[axis] * jax.lax.axis_size(mesh_axes)
-    k = arguments.winners(name, _as_int(k), length)
+    k = arguments.winners(name, _as_int(k), x.shape[axis] * lax.axis_size(mesh_axes))
     arguments.static_bool(name, "is_stable", is_stable)
     if lengths is not None:
         lengths = arguments.per_row(name, "lengths", lengths, x.shape, axis)
@@ -187,19 +186,14 @@ def _as_int(k) -> Any:
 def _as_stored(name: str, dtype):
     """Returns the dtype that JAX gives to an array of dtype `dtype`. Warns, like JAX, if 64 bits become 32."""
 
-    def stored():
-        return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
-
     try:
         if isinstance(dtype, jax.Array):
             raise TypeError("an array is no dtype")
         wanted = np.dtype(dtype)
-        if jax.dtypes.canonicalize_dtype(dtype) == wanted:
-            got = stored()
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # JAX's warning names jnp.zeros; ours follows
-                got = stored()
+        is_kept = jax.dtypes.canonicalize_dtype(dtype) == wanted
+        # JAX's warning names jnp.zeros; ours follows.
+        with contextlib.nullcontext() if is_kept else warnings.catch_warnings(action="ignore"):
+            got = jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
         if not jnp.issubdtype(got, jnp.floating):
             raise TypeError("it is not floating")
     except (TypeError, ValueError):

@@ -41,10 +41,7 @@ HITS_BYTE, SCRATCH_BYTE = 4, 16
 
 
 class WindowProgram(CtaProgram):
-    """A program for the part of a row in a `Window`, with k winners.
-
-    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `WindowPart`.
-    """
+    """A program for the part of a row in a `Window`, with the arrays of `SearchMemory` and numbers of `WindowPart`."""
 
     def __init__(self, window: Window, dtype, k: int):
         super().__init__()
@@ -58,21 +55,18 @@ class WindowProgram(CtaProgram):
         self.block_bytes = window.block_size * self.element.itemsize
 
     def address(self, position: Value) -> Value:
-        """Returns the address of a position."""
         return self.at(self.x, position, self.element.itemsize)
 
     def first_position(self, group: Value) -> Value:
-        """Returns the first position of a group."""
         window = self.window
         first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block_size)
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
 
     def hit(self, at: Value) -> Value:
-        """Returns the address of entry `at` of the list of groups that reach the bound."""
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
-        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
+        """Returns the group at entry `at` of the list of groups that reach the bound."""
         address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
@@ -84,46 +78,35 @@ class WindowProgram(CtaProgram):
 
 # --- The bound
 
-_EACH = 4  # buckets of a thread
-
 
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. The histogram uses the list of
-    candidates, which must be empty, and leaves it empty.
+    Few more reach it, unless many are equal. The histogram uses the list of candidates, which must be empty, and leaves
+    it empty.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
-    left = _bracket(p, keys, rank, scratch)
-    highest, histogram = p.var(left.high), Histogram(p, p.candidates, _EACH, scratch, scratch + ACCESS_BYTES)
 
-    def count(bucket_of):
-        for key in keys:
-            histogram.count(*bucket_of(key))
-
-    find_rank(histogram, left, rank, most_at_bound(rank), count)
-    return left.least(), highest
-
-
-def most_at_bound(rank: int) -> int:
-    """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
-    return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
-
-
-def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> KeyRange:
-    """Returns the range from a key that at least `rank` group_keys reach to the largest group_key.
-
-    Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
-    sets' maxima is a key that every set reaches.
-    """
+    # Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
+    # sets' maxima is a key that every set reaches.
     sets = -(-rank // WARPGROUP)
     largest = p.reduce("max", keys)
     least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
     least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
     lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
-    return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+    left = KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+    highest, histogram = p.var(left.high), Histogram(p, p.candidates, 4, scratch, scratch + ACCESS_BYTES)
+
+    def count(bucket_of):
+        for key in keys:
+            histogram.count(*bucket_of(key))
+
+    # A sixteenth more than `rank` may reach the bound, within the same multiple of 128.
+    enough = min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
+    find_rank(histogram, left, rank, enough, count)
+    return left.least(), highest
 
 
 # --- The candidates
@@ -143,9 +126,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
         entry = reserve as many entries as mask has bits
         while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
 
-    The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
-    further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
-    once, and the number is the capacity + 1. `all_groups` needs no list of groups.
+    The first word of <counts> gets the number of candidates, even if they do not fit. The list of groups may be too
+    short for the groups. Then all threads leave at once, and the number is the capacity + 1.
     """
     with p.block() as finish:
         n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
@@ -162,10 +144,10 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 
 
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
-    """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
+    """Lists the groups that reach the bound, in any order. Returns how many there are.
 
-    A warp counts its groups that reach the bound, and reserves as many entries. If the groups of all warps do not fit,
-    all threads jump to the end of `collect` by give_up().
+    A warp counts its groups, and reserves as many entries. If the groups of all warps do not fit, all threads
+    give_up().
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
@@ -198,8 +180,7 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
 def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed: bool) -> Value:
     """Returns a mask of the elements in groups turn, turn + 128, ... that are in the part and reach the bound.
 
-    The numbers turn, turn + 128, ... count the listed groups if `listed`, else all groups. Raw bits are compared
-    instead of keys:
+    These numbers count the listed groups if `listed`, else all groups. Raw bits are compared instead of keys:
 
       * If the bound is not negative, this gives the same result. As integers, the bits of negative elements are < 0.
       * If the bound is negative, all bits except the signs are inverted first. This turns negative elements into their
@@ -243,7 +224,6 @@ def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Val
 
 
 def _group_words(p: WindowProgram, first: Value) -> list[Value]:
-    """Returns the words of the group with this first position, loaded 16 bytes at a time."""
     window, element, address = p.window, p.element, p.address(first)
     offsets = [b * p.block_bytes for b in range(window.group_blocks)]
     if window.blocks % window.group_blocks == 0:
@@ -267,7 +247,7 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
 
 
 def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
-    """Appends the elements with bits in `mask` at `entry`, two or four at once. Clears `mask` and advances `entry`."""
+    """Appends the elements with bits in `mask`, two or four at once. Clears `mask` and advances `entry`."""
     window = p.window
     with p.loop() as leave:
         leave(mask.equals(0) | (entry >= p.capacity))
@@ -295,7 +275,6 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
 def _store_entry(
     p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
 ) -> None:
-    """Writes an element as entry `entry` of the list: as a candidate, or in a compact window as its position."""
     if p.window.compact:
         p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:
@@ -349,8 +328,8 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
 def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
     """Turns the list of positions into the list `candidates`, which overwrites the row.
 
-    Each thread loads every 128th candidate to registers, and writes them after a barrier. Entries after the last
-    candidate become empty, as they are in a window that is not compact.
+    A thread holds its candidates in registers meanwhile. Entries after the last candidate become empty, as they are in
+    a window that is not compact.
     """
     each = p.capacity // WARPGROUP
     own = p.at(p.candidates, p.thread, POSITION_BYTES)
@@ -368,7 +347,7 @@ def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
                 candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.origin)
                 p.set(values[i], candidate, when=listed)
     p.barrier()
-    at = candidates.at(p, p.thread)
+    at = candidates.at(p.thread)
     for i, value in enumerate(values):
         p.store(at, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
     p.barrier()

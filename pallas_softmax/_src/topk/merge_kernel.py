@@ -11,18 +11,8 @@ The lists are merged with a bound that at least k keys reach, like a row in `win
     rank s.
   * The list with the largest key at rank k has k keys that reach it.
 
-The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
-If a row has more lists than a CTA merges, the CTAs write fewer lists, and the next launch merges these.
-
-The operands of the PTX program:
-
-    <keys>, <indices>       (rows, all winners of a row) int32, device memory
-    <row>                   the number of the row
-    <first>, <n>            the first winner in the row, and the number of winners
-    <bound>                 a key that at least k of them reach
-    <candidates>            shared memory for the winners that reach the bound
-    <ranked>                the k best, see `put_in_shared_memory`
-    <counts>, <buckets>     scratch in shared memory
+The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list. If
+a row has more lists than a CTA merges, the CTAs write fewer lists, and the next launch merges these.
 """
 
 import dataclasses
@@ -38,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.folding import fold_topk
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
@@ -52,7 +43,6 @@ from pallas_softmax._src.gpu.ptx.ranking import (
     CandidateList,
     candidate_of,
     clear,
-    rank,
 )
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
@@ -75,17 +65,16 @@ class Request:
     normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
 
     def scale(self, scales, row) -> Any:
-        """Returns 1 / temperature of a row as the formulas take it; None if nothing is normalized."""
         if scales is None:
             return None
         scale = number_of_row(scales, row)
         return scale_of(scale) if self.scaled else scale
 
     def values(self, key, normalizer: Normalizer | None, scale):
-        """Returns the values, in float32, of winners with these sort keys in a row with this normalizer.
+        """Returns the values, in float32, of winners with these sort keys.
 
-        d of the normalizer is the sum of exp((x - m) * scale). If nothing is normalized, it returns the winners as they
-        are. If there is a mask, the lowest key means a masked element: its probability is 0, and its logit -inf.
+        d of the normalizer is the sum of exp((x - m) * scale). Without a normalizer, it returns the winners as they
+        are.
         """
         if normalizer is None:
             value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
@@ -127,8 +116,7 @@ def topk_merge(
 class WinnerLists(NamedTuple):
     """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
 
-    `values` are the probabilities of the winners, their logs, or the winners as they are. Until the lists of a row are
-    merged into one, they are the winners' keys (int32).
+    Until the lists of a row are merged into one, `values` are the winners' keys (int32).
     """
 
     values: Any  # (lists, k)
@@ -139,69 +127,56 @@ class WinnerLists(NamedTuple):
 
 @twin
 def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, first, held) -> None:
-    """Writes the k best of `held` lists, from number `first` on, to smem["best"], in order."""
+    """Writes the k best of `held` lists, from number `first` on, to smem["best"]."""
     k, keys, capacity = request.k, lists_gmem.values, smem["buckets"].shape[0]
     refs = {"candidates": smem["candidates"], "ranked": smem["best"], "keys": keys}
     refs |= {"indices": lists_gmem.indices, "counts": smem["counts"], "buckets": smem["buckets"]}
-    bound = _bound(keys, row, first, held, k)
-    numbers = {"row": row, "first": first * k, "n": held * k, "bound": bound}
-    insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
-
-
-def _bound(keys_gmem, row, first, held, k: int):
-    """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
-
-    Thread t looks at list first + t. There are at most as many lists as threads.
-    """
-    load = functools.partial(blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0)
+    # The bound. Thread t looks at list first + t: there are at most as many lists as threads.
+    load = functools.partial(blocks.load_from_row, keys, row=row, held=held, stride=k, fill=0)
     share = load(start=first * k + (k + held - 1) // held - 1)
     last = load(start=first * k + k - 1)
     listed = blocks.positions() < held
     least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
-    return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
+    bound = jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
+    numbers = {"row": row, "first": first * k, "n": held * k, "bound": bound}
+    insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def merge_rows(won, kept, indices, parts: Normalizer | None, temperature, request: Request):
-    """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
-
-    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
-    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists). They
-    and the temperature are None if nothing is normalized. `window_kernel.topk_rows` documents the results.
-    """
-    keys = sort_keys.key32(won)
+def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
+    """Returns what `xla.merge` returns, for lists of k winners. It takes one launch."""
+    x, _, temperature, unfold = fold_topk(won, None, temperature)
+    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
+    request = Request(k, x.dtype, kept is not None, log, dtype, scaled, bool(parts))
+    keys = sort_keys.key32(x)
     if kept is not None:
-        keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    lists, count = WinnerLists(keys, indices), won.shape[1] // request.k
-    scale = None if parts is None else encoded_scale(temperature)
-    if parts is not None:
-        lists = lists._replace(m=parts.m.reshape(-1), d=parts.d.reshape(-1))
-    return results(_launch(lists, scale, count, count, request))
+        keys = jnp.where(kept, keys, sort_keys.lowest_key(x.dtype))
+    scale = encoded_scale(temperature) if parts else None
+    lists, count = WinnerLists(keys, indices, *(a.reshape(-1) for a in parts)), x.shape[1] // k
+    return jax.tree.map(unfold, _results(_launch(lists, scale, count, count, request)))
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
-    The lists of row 0 come first. A single list per row is final already. `scale` is
-    `normalizers.encoded_scale`, (1,) or (rows,).
+    The lists of row 0 come first. A single list per row is final already. `scale` is `normalizers.encoded_scale`.
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
         lists = _launch(lists, scale, count, fan_in, request)
         count = -(-count // fan_in)
-    return results(lists)
+    return _results(lists)
 
 
-def results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
-    """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
+def _results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
     normalizer = None if lists.m is None else Normalizer(lists.m[:, None], lists.d[:, None])
     return TopK(lists.values, lists.indices), normalizer
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
-    """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
+    """Merges groups of `fan_in` of the `count` lists of a row. The last group may have fewer."""
     k, rows, merges = request.k, lists.indices.size // (count * request.k), -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
@@ -237,7 +212,7 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
-    """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
+    """Returns the types of the arrays. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
     if not request.normalized:
@@ -251,9 +226,8 @@ def write_winners(
 ):
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
-    `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
-    `put_in_shared_memory`, as int32 or float32. `scale` belongs to the row. If `final`, the winners' values are written
-    instead of their keys. The normalizer and the scale are None if nothing is normalized.
+    `ranked` has the format of `put_in_shared_memory`, as int32 or float32. The winners' values are written if `final`,
+    otherwise their keys.
     """
     k = request.k
     for first in range(0, k, WARPGROUP):
@@ -275,24 +249,18 @@ def write_winners(
 
 @functools.lru_cache(maxsize=16)
 def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
-    """Returns the program that ranks the winners that reach a bound: at most `capacity` of them."""
+    """Returns the program that ranks the winners that reach <bound>: at most `capacity` of them.
+
+    <keys> and <indices> have the winners of all rows. This CTA merges <n> winners of row <row>, from <first> on.
+    """
     p = CtaProgram()
     candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
-    clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
-    _collect_winners(p, winners, candidates, counts, capacity)
-    n = p.load(counts, "u32")
-    put = put_in_shared_memory(p, ranked, k)
-    rank(p, CandidateList(candidates, n, capacity, buckets, ranked, put, k, dtype, None))
-    return p
-
-
-def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
-    """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
     row, first, n = p.operands("u32", "row", "first", "n")
     bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
+    clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
     number = p.multiply_wide(row, winners) + p.convert(first, "u64")
     for start in range(0, each, LOADED_AT_ONCE):
-        turns = range(start, min(start + LOADED_AT_ONCE, each))
+        turns = range(start, min(start + LOADED_AT_ONCE, each))  # a thread loads every 128th winner
         own = number + p.convert(p.thread, "u64") << 2  # bytes
         listed = [p.thread + i * WARPGROUP < n for i in turns]
         keys, indices = (
@@ -307,3 +275,7 @@ def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Val
                 entry = p.take_from(counts, 1)
                 p.store(p.at(candidates, entry, CANDIDATE_BYTES), candidate_of(p, key, index))
     p.barrier()
+    n = p.load(counts, "u32")
+    put = put_in_shared_memory(p, ranked, k)
+    CandidateList(p, candidates, n, capacity, buckets, ranked, put, k, dtype, None).rank()
+    return p

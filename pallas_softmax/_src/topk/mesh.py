@@ -14,8 +14,8 @@ from pallas_softmax._src.topk.xla import TopK, best_order, lowest_value, within
 def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype, scaled=True, mesh_axes):
     """Merges each device's winners over one mesh axis after the other, from the last axis to the first.
 
-    Shards are in the order of their devices, so the first of gathered winners that tie is the best. `xla.topk`
-    documents most arguments, here for this device's shard. `merge` is the operation that merges lists of winners.
+    Shards are in the order of their devices, so the first of gathered winners that tie is the best. The arguments are
+    those of `xla.topk`, for this device's shard. `merge` is the operation that merges lists of winners.
     run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
     itself.
     """
@@ -25,9 +25,9 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
 
 
 def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_axes, *, scaled=True):
-    """Returns this device's k winners of each row, their positions in the row, and m and d of the shard.
+    """Returns this device's k winners of each row, their `_positions`, and m and d of the shard.
 
-    Positions are as of `_positions`. `topk` is the operation, as for run_shard. m of integer logits is the largest one.
+    `topk` is the operation, as for run_shard. m of integer logits is the largest one.
     """
     vocab = logits.shape[-1]
     static = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
@@ -39,7 +39,6 @@ def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_a
 
 
 def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh_axes):
-    """Merges each device's winners like `topk_on_mesh`, without normalizers. `xla.select` documents most arguments."""
     vocab = operand.shape[-1]
     lengths = None if lengths is None else lengths - lax.axis_index(mesh_axes) * vocab
     # sorted=False would not order equal winners by their position
@@ -54,8 +53,7 @@ def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh
 def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keywords):
     """Returns the results of `merge`, the operation, for the lists of all devices.
 
-    A list is a device's winners, their `_positions` in the row, with or without `masks`, and m and d of its normalizer,
-    if it has one. `keywords` are the static arguments of `merge`.
+    A list is a device's winners, their `_positions`, and m and d of its normalizer, if it has one.
     """
     k = keywords["k"]
 

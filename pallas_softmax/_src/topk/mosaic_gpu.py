@@ -1,4 +1,7 @@
-"""`fused_topk` with its gradient, `top_k`, and the merge of winners as Mosaic GPU kernels, on arrays of any rank."""
+"""`fused_topk` with its gradient, `top_k`, and the merge of winners as Mosaic GPU kernels, on arrays of any rank.
+
+`topk` and `select` return what the functions with these names in `xla.py` return.
+"""
 
 import functools
 from typing import Any
@@ -8,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import sort_keys
-from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Kernel, Refusal
+from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold_numbers, fold_topk
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.select import kernel as select_kernel
 from pallas_softmax._src.select.plan import LIST_SHARE, SHORT_ROW, SelectPlan, plan_selection
-from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
-from pallas_softmax._src.topk.merge_kernel import Request
+from pallas_softmax._src.topk import tile_kernel, window_kernel
+from pallas_softmax._src.topk.merge_kernel import Request, merge_rows
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
+from pallas_softmax._src.topk.tile_kernel import topk_grad_rows
 from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
@@ -29,7 +32,6 @@ MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
 def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
-    """Returns why no kernel can find or merge k winners in the rows of a call."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
     if reason is None and not 1 <= k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
@@ -37,7 +39,7 @@ def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k lie over the GPU: a `Tile`, a `Window`, or a `Refusal`."""
+    """Returns a `Tile`, a `Window`, or a `Refusal`."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -45,7 +47,6 @@ def plan(call: Call, capability: tuple[int, int]) -> Any:
 
 
 def slower(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
     lone_row = call.rows == 1 and call.vocab > LONE_ROW and call.dtype == "float32"
     if lone_row and (call.k or 0) > LONE_ROW_WINNERS:
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
@@ -53,7 +54,7 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
+    """Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
@@ -61,7 +62,7 @@ def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
 
 
 def plan_select(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns how the rows of a top-k without a softmax lie over the GPU: a `SelectPlan`, or what `plan` returns.
+    """Returns a `SelectPlan`, or what `plan` returns.
 
     A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows,
     which is faster for short rows. With k = 8 and lengths from 0 to V, in microseconds:
@@ -69,35 +70,9 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
                                   mask    selection
         4096 x 2,048, float32       29           47
         4096 x 8,192, bfloat16      91           44
-    """
-    ordering, k = plan(call, capability), call.k or 0
-    has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
-    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
-    is_better = has_lengths or (many and not (call.sorted and _orders_faster(call, k)))
-    if not (is_better or isinstance(ordering, Refusal)):
-        return ordering
-    selection = plan_selected(call, capability)
-    return ordering if isinstance(selection, Refusal) else selection
 
-
-def plan_selected(call: Call, capability: tuple[int, int]) -> SelectPlan | Refusal:
-    """Returns how the rows of a selection lie over the GPU.
-
-    Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
-    before the elements beyond the length all the same, since its index is lower.
-    """
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason:
-        return Refusal(reason)
-    shape = call.rows, call.vocab, call.k or 0, call.dtype, capability
-    plan = plan_selection(*shape, call.masked, call.lengths, call.sorted)
-    return plan or Refusal(f"no selection of k={call.k} in rows of V={call.vocab}")
-
-
-def _orders_faster(call: Call, k: int) -> bool:
-    """Returns whether a kernel that orders all candidates is faster than a selection that orders the winners.
-
-    Winners in order, float32, in microseconds (H100):
+    With many winners in order, the other kernels order all candidates, and a selection orders the winners. In float32,
+    in microseconds (H100):
 
         rows x V, k                    selection   ordering kernel
         4096 x 8,192, 256                   65.0              51.3
@@ -107,16 +82,22 @@ def _orders_faster(call: Call, k: int) -> bool:
         16,384 x 4,096, 512                149.0             178.2
         64 x 131,072, 256                   13.7              17.0
     """
-    return call.vocab <= SHORT_ROW and LIST_SHARE * k <= call.vocab
+    ordering, k = plan(call, capability), call.k or 0
+    has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS
+    many = k >= MIN_SELECTED and not isinstance(ordering, Tile)
+    orders_faster = call.sorted and call.vocab <= SHORT_ROW and LIST_SHARE * k <= call.vocab
+    is_better = has_lengths or (many and not orders_faster)
+    if not (is_better or isinstance(ordering, Refusal)):
+        return ordering
+    selection = plan_selection(call, capability)
+    return ordering if isinstance(selection, Refusal) else selection
 
 
 def slower_select(call: Call) -> str | None:
-    """Returns why XLA is faster; None if it is not: a selection is not slower than XLA."""
     return None if (call.k or 0) >= MIN_SELECTED or call.lengths else slower(call)
 
 
 def select(plan, operand, where, lengths, *, k, sorted):
-    """Returns what `xla.select` returns."""
     x = sort_keys.as_floats(operand)
     if isinstance(plan, SelectPlan):
         rows, mask, _, unfold = fold_topk(x, where, None)
@@ -130,7 +111,6 @@ def select(plan, operand, where, lengths, *, k, sorted):
 
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
-    """Returns how the rows of the gradient lie over the GPU."""
     if reason := checks.unsupported(call, capability) or checks.not_contiguous(call):
         return Refusal(reason)
     if call.masked:
@@ -139,19 +119,8 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     return tile or Refusal(f"no kernel for topk_grad of V={call.vocab}: a row is too long for a warp")
 
 
-def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
-    """Returns what `xla.topk_grad` returns."""
-    logits, temperature, *per_row, indices = residuals
-    x, _, temperature, unfold = fold_topk(logits, None, temperature)
-    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
-    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
-    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
-    dx, dt = tile_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
-    return dx.reshape(logits.shape), unfold(dt)
-
-
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    """Returns None, since `merge_kernel` has one plan only, or why it cannot merge the lists."""
+    """Returns None, since `merge_kernel` has one plan only, or a refusal."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -160,18 +129,11 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
     return None
 
 
-def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.merge` returns."""
-    x, _, temperature, unfold = fold_topk(won, None, temperature)
-    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
-    normalizers = Normalizer(*parts) if parts else None
-    request = Request(k, x.dtype, kept is not None, log, dtype, scaled, bool(parts))
-    return jax.tree.map(unfold, merge_kernel.merge_rows(x, kept, indices, normalizers, temperature, request))
-
-
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selected), select, slower_select),
-    "topk_grad": Kernel(plan_grad, topk_grad),
-    "merge": Kernel(plan_merge, merge),
+    "top_k": Kernel(
+        functools.partial(plan_by, plan_select, of_lengths=plan_selection), select, slower_select
+    ),
+    "topk_grad": Kernel(plan_grad, topk_grad_rows),
+    "merge": Kernel(plan_merge, merge_rows),
 }

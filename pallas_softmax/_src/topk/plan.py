@@ -89,7 +89,7 @@ STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; large
 
 
 def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
-    """Returns how the rows of top-k lie over a GPU. A row has `vocab` logits and from 1 to MAX_K winners."""
+    """Returns how the rows of top-k lie over a GPU. A row has from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
     if tile := plan_tile(vocab, k, itemsize):
         return tile
@@ -122,7 +122,7 @@ def _parts(vocab: int, k: int, itemsize: int) -> int:
 def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
     """Returns the window of a row in `count` parts. It has at least twice as many groups as winners, if possible.
 
-    With fewer groups, the k-th largest of their maxima would be a loose bound for the k-th best element.
+    With fewer groups, the k-th largest of their maxima would be a loose bound.
     """
     vec = ACCESS_BYTES // itemsize
     window = Window(vocab, vec, STEP_ELEMENTS // vec, STEP_ELEMENTS // vec, count)
@@ -146,12 +146,11 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
-    """Returns whether the window and the memory of its search fit into `room` bytes."""
     return window.size * itemsize + sum(selection_bytes(window, k)) <= room
 
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
-    """Returns the bytes of shared memory of a CTA, with Mosaic's padding of arrays and scratch for reductions."""
+    """Returns the bytes of shared memory of a CTA, with Mosaic's padding and scratch for reductions."""
     arrays = [window.size * itemsize, *selection_bytes(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
@@ -170,8 +169,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
     At least k elements reach the k-th maximum, one in each of k groups. If k is large relative to the number of groups,
     too many elements may reach it, even in random order. Then the bound is a maximum that about CROWDED_BOUND k
-    elements reach.
-    `room` is the number of candidates that fit into the list.
+    elements reach. `room` is the number of candidates that fit into the list.
     """
     elements = window.cut.longest
 
@@ -190,12 +188,11 @@ def lists_per_merge(k: int) -> int:
 
 
 def padded_winners(k: int) -> int:
-    """Returns k rounded up to a multiple of the 128 threads of a CTA."""
     return -(-k // WARPGROUP) * WARPGROUP
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the ranked winners.
+    """Returns the words of shared memory that hold the groups' maxima, and later the ranked winners.
 
     In a compact window, the ranked winners take the place of the row.
     """
@@ -220,7 +217,6 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
 
 
 def selection_bytes(window: Window, k: int) -> tuple[int, int]:
-    """Returns the bytes of the arrays in shared memory that top-k takes in addition to the row."""
     lists = (2 if window.compact else 4) * sum(listed_items(window, k))
     return 4 * (group_words(window, k) + WARPGROUP), lists
 
@@ -262,7 +258,7 @@ def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
 
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
-    """Returns the tile for the backward of rows of `vocab` elements, or None if rows are too long for a warp."""
+    """Returns the tile for the backward, or None if rows are too long for a warp."""
     vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)
     tile = _tile(vocab, vec, GRAD_LANE_ELEMENTS, GRAD_LANE_ELEMENTS)
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
@@ -271,8 +267,7 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
 def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Tile:
     """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
 
-    A lane holds at most `with_few_lanes` elements of a row over fewer lanes than MANY_LANES, and at most
-    `with_many_lanes` of other rows.
+    A lane holds at most `with_few_lanes` elements of a row over fewer lanes than MANY_LANES.
     """
 
     def overflows(lanes: int) -> bool:
@@ -286,7 +281,6 @@ def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Ti
 
 
 def mostly_winners(vocab: int, k: int) -> bool:
-    """Returns whether most of a row are winners, and the row is short enough for few elements in each lane."""
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
@@ -296,7 +290,7 @@ def mostly_winners(vocab: int, k: int) -> bool:
 def plan_by(
     plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
 ) -> Any:
-    """Returns what `plan`, which knows floats only, returns for the call with its operand as floats.
+    """Returns the plan for the call with its operand as floats, since `plan` knows floats only.
 
     `of_lengths` is in place of `plan` if the operand are integers and rows have lengths.
     """

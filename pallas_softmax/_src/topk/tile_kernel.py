@@ -1,7 +1,7 @@
 """The kernels of softmax fused with top-k, and of its backward, for short rows in registers.
 
 A CTA has several rows. Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists
-(`gpu.best`), and the normalizers of the lanes are combined by ⊕.
+(`gpu/ptx/merging.py`), and the normalizers of the lanes are combined by ⊕.
 """
 
 import functools
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES
+from pallas_softmax._src.folding import Mask, fold_numbers, fold_topk
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.best import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
+from pallas_softmax._src.gpu.ptx.merging import best_indices, best_keys_and_indices, search_input
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.topk.merge_kernel import Request
@@ -59,7 +60,10 @@ def softmax_topk(
         key, index = best_keys_and_indices(plan, vocab, k, elements)
     else:
         index = best_indices(plan, vocab, k, elements)
-        key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index)
+        key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))  # again, from the cache
+        if mask is not None:
+            keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
+            key = jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
     normalizer, scale = jax.tree.map(lambda a: tiles.spread(a, plan, winners), (normalizer, scale))
     tiles.store(values_gmem, winners, row, request.values(key, normalizer, scale))
@@ -69,7 +73,7 @@ def softmax_topk(
 def topk_rows(
     x, mask: Mask | None, temperature, plan: Tile, request: Request
 ) -> tuple[TopK, Normalizer | None]:
-    """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
+    """Returns what `window_kernel.topk_rows` returns."""
     rows, normalized = x.shape[0], request.normalized
     values, indices, *normalizer = gpu_kernel(
         functools.partial(softmax_topk, plan, mask, request),
@@ -100,7 +104,7 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
 
 
 def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
-    """Returns m, d and the scale of each row of a tile, spread over the tile; if `scaled`, the scale is a `Scale`."""
+    """Returns m, d and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
@@ -111,15 +115,6 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tu
     row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
     return *map(broadcast, total), row_scale
-
-
-def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index):
-    """Reads the winners again, from the cache, and returns their keys."""
-    key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))
-    if mask is None:
-        return key
-    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)
-    return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
 # --- The backward
@@ -148,15 +143,14 @@ def topk_grad(
         T                           - sum over all logits of cotangent * (x - m) / T
 
     With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
-    share of g p / T. The winners of a row lie over the same lanes as the row, as another tile, so that `tiles.spread`
-    can copy a number per row from tile to tile. The steps:
+    share of g p / T. The winners of a row lie over the same lanes as the row. The steps:
 
         winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
         row       write p r / T of all elements
         winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
     """
     k = indices_gmem.shape[1]
-    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
     def load_per_row(gmem):
@@ -193,21 +187,22 @@ def topk_grad(
     tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
 
 
-def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool):
-    """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
-
-    x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
-    winners are `indices` (rows, k) int32. g (rows, k) and g_d (rows,) are the cotangents of the winners' values and of
-    d. With `log`, the values are logs of probabilities.
-    """
-    rows, vocab = x.shape
-    return gpu_kernel(
+def topk_grad_rows(plan: Tile, residuals, where, g, g_d, *, log: bool):
+    """Returns what `xla.topk_grad` returns; `where` is None."""
+    logits, temperature, *per_row, indices = residuals
+    x, _, temperature, unfold = fold_topk(logits, None, temperature)
+    folded = functools.partial(fold_numbers, batch=logits.shape[:-1])
+    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
+    g = folded(g if g.dtype.name in KERNEL_DTYPES else g.astype(jnp.float32))
+    indices = folded(indices)
+    dx, dt = gpu_kernel(
         functools.partial(topk_grad, plan, log),
-        grid={"row": -(-rows // plan.rows)},
+        grid={"row": -(-x.shape[0] // plan.rows)},
         out_type=[
-            jax.ShapeDtypeStruct((rows, vocab), x.dtype),
-            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32),
         ],
         name="topk_grad",
         approximate=approximate(x.dtype),
     )(x, 1 / temperature, m, d, g_d, indices, g)
+    return dx.reshape(logits.shape), unfold(dt)

@@ -1,6 +1,7 @@
 """Top-k of a softmax as Triton kernels: one finds the winners of parts of rows, another merges them.
 
-Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
+`topk` and `select` return what the functions with these names in `xla.py` return. Triton is an optional dependency.
+So the file of kernels, which imports Triton, is imported where they are launched.
 """
 
 import functools
@@ -21,7 +22,6 @@ from pallas_softmax._src.triton.plan import MAX_K, MAX_PARTS, Slabs, merge_fan_i
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
-    """Returns how the rows of a call lie over the programs of a kernel."""
     if reason := checks.unsupported(call, capability) or not_contiguous(call):
         return Refusal(reason)
     if call.k is None or not 1 <= call.k <= MAX_K:
@@ -34,10 +34,12 @@ def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
 
 
 def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Returns what `xla.topk` returns. Without a temperature, the values are the winners as they are."""
+    """Without a temperature, the values are the winners as they are."""
+    from pallas_softmax._src.topk.triton_kernels import merge_kernel, topk_kernel
+
     normalized = temperature is not None
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature if normalized else jnp.ones((1, 1)))
-    rows, vocab = x.shape
+    (rows, vocab), slots = x.shape, plan.slots
     mask_array, mask_constants = mask_arguments(mask, x)
     constants = {
         "ROWS": rows,
@@ -45,71 +47,39 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
         "LOG": log if normalized else None,
         "SCALAR": temperatures.shape == (1,),
         "SCALED": scaled and normalized,
-        "SLOTS": plan.slots,
+        "SLOTS": slots,
         "WHERE": mask_constants["WHERE"],
     }
-    found = _launch_slabs(plan, (x, mask_array, temperatures), dtype, constants, mask_constants["MASK"])
+
+    def run(kernel, inputs, parts, warps, **of_kernel):
+        """Launches a kernel. Returns values, indices and normalizers of `parts` lists of winners of each row.
+
+        A single list is the result. Several lists hold candidates of 64 bits, two int32 for each slot, in the place of
+        the indices, and there are no values yet. The normalizers are (2, rows, parts), m and d.
+        """
+        values = jax.ShapeDtypeStruct((rows, k) if parts == 1 else (), dtype)
+        indices = jax.ShapeDtypeStruct((rows, k) if parts == 1 else (rows, parts, slots, 2), jnp.int32)
+        results = [values, indices, jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)]
+        return launch(kernel, inputs, results, (rows, parts), warps, PARTS=parts, **constants, **of_kernel)
+
+    of_plan = {"LENGTH": plan.length, "GROUPS": plan.groups, "VEC": plan.vec, "LEVELS": plan.levels}
+    of_row = {"V": vocab, "MASK": mask_constants["MASK"], **of_plan}
+    found = run(topk_kernel, (x, mask_array, temperatures), plan.parts, plan.warps, **of_row)
     lists = plan.parts
     while lists > 1:
-        found, lists = _launch_merge(lists, (x, temperatures), found, dtype, constants)
+        fan_in = merge_fan_in(lists, slots)
+        inputs, of_merge = (x, temperatures, *found[1:]), {"LISTS": lists, "FAN_IN": fan_in}
+        lists = -(-lists // fan_in)
+        found = run(merge_kernel, inputs, lists, merge_warps(fan_in, slots), **of_merge)
     values, indices, (m, d) = found
     normalizer = Normalizer(unfold(m), unfold(d)) if normalized else None
     return TopK(unfold(values), unfold(indices)), normalizer
 
 
 def select(plan: Slabs, operand, where, lengths, *, k, sorted):
-    """Returns what `xla.select` returns."""
     x = sort_keys.as_floats(operand)
     found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
     return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))
-
-
-def _launch_slabs(plan: Slabs, inputs, dtype, constants, mask_terms):
-    """Launches the kernel that finds the winners of each part of each row; returns what `_topk_results` describes."""
-    from pallas_softmax._src.topk.triton_kernels import topk_kernel
-
-    rows, vocab = inputs[0].shape
-    constants = constants | {
-        "V": vocab,
-        "MASK": mask_terms,
-        "PARTS": plan.parts,
-        "LENGTH": plan.length,
-        "GROUPS": plan.groups,
-        "VEC": plan.vec,
-        "LEVELS": plan.levels,
-    }
-    results = _topk_results(plan.parts, dtype, constants)
-    return launch(topk_kernel, inputs, results, (rows, plan.parts), plan.warps, **constants)
-
-
-def _launch_merge(lists: int, inputs, found, dtype, constants):
-    """Launches the kernel that merges the lists of winners of each row; returns fewer lists, and their number."""
-    from pallas_softmax._src.topk.triton_kernels import merge_kernel
-
-    _, candidates, normalizers = found
-    fan_in = merge_fan_in(lists, constants["SLOTS"])
-    parts = -(-lists // fan_in)
-    constants = constants | {"LISTS": lists, "FAN_IN": fan_in, "PARTS": parts}
-    results = _topk_results(parts, dtype, constants)
-    arrays, grid = (*inputs, candidates, normalizers), (constants["ROWS"], parts)
-    merged = launch(merge_kernel, arrays, results, grid, merge_warps(fan_in, constants["SLOTS"]), **constants)
-    return merged, parts
-
-
-def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the kernels' results. The winners of each row are in `parts` lists.
-
-    A single list is the result: values and indices (rows, k). Several lists hold candidates of 64 bits, two
-    int32 for each slot, in the place of the indices, and there are no values yet. The normalizers are (2, rows,
-    parts), m and d.
-    """
-    rows, k, slots = constants["ROWS"], constants["K"], constants["SLOTS"]
-    normalizers = jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)
-    if parts == 1:
-        values = jax.ShapeDtypeStruct((rows, k), dtype)
-        return [values, jax.ShapeDtypeStruct((rows, k), jnp.int32), normalizers]
-    no_values = jax.ShapeDtypeStruct((), dtype)
-    return [no_values, jax.ShapeDtypeStruct((rows, parts, slots, 2), jnp.int32), normalizers]
 
 
 KERNELS = {

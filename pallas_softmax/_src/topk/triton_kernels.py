@@ -54,14 +54,12 @@ def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
 
 @triton.jit
 def _candidate(key, col, inside):
-    """Returns the candidates with these keys and columns; _NOTHING if not inside."""
     packed = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
     return tl.where(inside, packed, _NOTHING)
 
 
 @triton.jit
 def _index(candidate):
-    """Returns the column of a candidate."""
     return ~candidate.to(tl.int32)
 
 
@@ -79,7 +77,7 @@ def _members(
 
     This order works around a bug: Triton 3.6 miscompiles a reduction if its layout leaves a bit of the warp's number
     unused below a used one. In this order, no reduction over a smaller group does. With arrays of several dimensions
-    the bug might still occur, so the result has only one.
+    the bug might still occur.
     """
     offset = _index(best) - start
     first = offset // (WIDTH * SLABS) * (WIDTH * SLABS) + offset % WIDTH // VEC * VEC
@@ -110,7 +108,6 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _combine_lanes(m, d, first, scale, again):
-    """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
     return largest, tl.sum(d * exp((m * first - shift(largest) * first) * scale * again), 0)
 

@@ -63,15 +63,8 @@ from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
-from pallas_softmax._src.topk import merge_kernel
-from pallas_softmax._src.topk.candidates_ptx import (
-    SCRATCH_BYTE,
-    WindowProgram,
-    collect,
-    collect_ties,
-    expand_positions,
-    find_bound,
-)
+from pallas_softmax._src.topk import candidates_ptx, merge_kernel
+from pallas_softmax._src.topk.candidates_ptx import SCRATCH_BYTE, WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
     REDUCTION_BYTES,
@@ -115,7 +108,7 @@ def softmax_topk(
 
 
 class SearchMemory(NamedTuple):
-    """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
+    """References to shared memory. `plan.listed_items` has the lengths of `candidates` and `hits`."""
 
     # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
     x: Any
@@ -129,10 +122,9 @@ class SearchMemory(NamedTuple):
 def topk_rows(
     x, mask: Mask | None, temperature, plan: Window, request: Request
 ) -> tuple[TopK, Normalizer | None]:
-    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
+    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1), or None without a temperature.
 
-    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,),
-    or None if nothing is normalized.
+    x has the logits, (rows, vocab). The temperature is (1,) or (rows,).
     """
     (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
@@ -192,7 +184,6 @@ def _load_and_reduce(
 
 @twin
 def _clear_list(memory: SearchMemory) -> None:
-    """Empties the list of candidates."""
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
     ranking.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
     insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
@@ -216,10 +207,9 @@ def _add_step(
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
 
-    `lane` has the normalizer of each thread (128,) before the step. log2_scale is log2(e) / temperature; a `Scale` has
-    three factors, the first for m, x and s. If there is a mask (`masked`), an element with the lowest key is masked,
-    and counts as -inf.
-    Without a normalizer `lane`, writes the group_keys alone.
+    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. log2_scale is
+    log2(e) / temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`),
+    elements with the lowest key count as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -275,17 +265,13 @@ def _add_step(
 
 @twin
 def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
-    """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
-
-    All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
-    """
+    """Puts the k best of the part in order. Returns a reference to them (`put_in_shared_memory`)."""
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
 
 def split(ref, *sizes: int) -> list:
-    """Splits a one-dimensional array: returns references to consecutive ranges with these lengths."""
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
@@ -294,16 +280,13 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`put_in_shared_memory`).
-
-    In a compact window, they go to <x>, as the last array of `ordering_words`.
-    """
+    """Returns the program. The k best go to <group_keys>; in a compact window to the last array of `ordering_words`."""
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
     all_keys = p.var(lowest, "s32"), p.var(~lowest, "s32")
-    bound, highest = find_bound(p, bound_at) if window.groups >= bound_at else all_keys
-    collect(p, bound)
+    bound, highest = candidates_ptx.find_bound(p, bound_at) if window.groups >= bound_at else all_keys
+    candidates_ptx.collect(p, bound)
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
         _find_exactly(p, bound, highest, n)
@@ -316,22 +299,21 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         ranked = p.group_keys
         room = p.candidates, n, p.capacity, p.hits, ranked
     put = merge_kernel.put_in_shared_memory(p, ranked, k)
-    listed = CandidateList(*room, put, k, dtype, window.vocab)
+    listed = CandidateList(p, *room, put, k, dtype, window.vocab)
     if window.compact:
-        expand_positions(p, listed)
-    ranking.rank(p, listed)
+        candidates_ptx.expand_positions(p, listed)
+    listed.rank()
     return p
 
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
-    """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     ranking.clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
-        collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
+        candidates_ptx.collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
     with p.when(~all_fit):
-        collect_ties(p, bound, exceed)
+        candidates_ptx.collect_ties(p, bound, exceed)
     p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
 
 
@@ -365,10 +347,10 @@ def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value
 def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
     """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
 
-    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
+    Skips a group if its largest key is below the bound.
     """
     window, element = p.window, p.element
-    reach, exceed = (p.var(0, "s32") for _ in range(2))
+    reach, exceed = p.var(0, "s32"), p.var(0, "s32")
     address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
     blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:

@@ -45,8 +45,7 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns the k winners of the last axis, as `TopK`, and the normalizer of logits / temperature.
 
     The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
-    rounds x first. It is the first winner. If the first winner is -NaN, d is NaN anyway.
-    With `log`, the values are logs of probabilities.
+    rounds x first. It is the first winner. If that is -NaN, d is NaN anyway.
     """
     x = logits_of(normalizers.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
@@ -61,10 +60,7 @@ def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
 
 
 def select(operand, where, lengths, *, k, sorted):
-    """Returns the k largest of the last axis as they are, as `TopK`: always in order, so `sorted` makes no difference.
-
-    `lengths`, (1, ..., 1) or (..., 1), leaves out the elements of a row from its length on; None leaves out none.
-    """
+    """Returns the k largest of the last axis as they are, always in order. `lengths` is (1, ..., 1) or (..., 1)."""
     where = within(where, lengths, operand)
     indices = best_order(operand, where, k)
     values = at(operand, indices)
@@ -73,7 +69,7 @@ def select(operand, where, lengths, *, k, sorted):
 
 
 def within(where, lengths, x):
-    """Returns the mask `where`, or None, without the elements from the length of a row on."""
+    """Returns the mask without the elements from the length of a row on."""
     if lengths is None:
         return where
     inside = positions(x) < lengths
@@ -81,7 +77,7 @@ def within(where, lengths, x):
 
 
 def lowest_value(dtype):
-    """Returns the value of a masked winner: -inf, or the least number of a dtype without it."""
+    """Returns the value of a masked winner."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).min
     infinite = np.array(-np.inf, dtype)
@@ -99,14 +95,14 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
 
 
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
-    """Returns the tangents of the winners' values. It is the transpose of `select_grad`."""
+    """The transpose of `select_grad`."""
     indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
     dvalues = masked(at_or_zero(dx, indices), kept, 0)
     return lax.psum(dvalues, mesh_axes)
 
 
 def _winners_in_shard(residuals, where, lengths, mesh_axes):
-    """Returns the winners' indices in this device's shard of each row, and which winners are not masked; None if all.
+    """Returns the winners' indices in this device's shard of each row, and which are not masked; None if all.
 
     `where` is for the shard, and `lengths` are for the whole rows.
     """
@@ -114,19 +110,18 @@ def _winners_in_shard(residuals, where, lengths, mesh_axes):
     if mesh_axes and lengths is not None:
         lengths = lengths - lax.axis_index(mesh_axes) * operand.shape[-1]
     indices, _ = indices_in_shard(indices, operand.shape[-1], mesh_axes)
-    kept = None if lengths is None else indices < lengths
-    if where is None:
-        return indices, kept
-    kept_by_where = mask_at(where, operand, indices)
-    return indices, kept_by_where if kept is None else kept_by_where & kept
+    kept = mask_at(where, operand, indices)
+    if lengths is not None:
+        kept = indices < lengths if kept is None else kept & (indices < lengths)
+    return indices, kept
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns the winners of rows, like `topk`, given the n winners of each part of a row.
 
     `won` and `indices` (..., parts * n) are their logits and their indices in the row, best first, part after part.
-    `kept` says which of them are not masked; None for all. `parts` are m (of integer logits, the largest one) and d of
-    each part, (..., parts) each. Without a temperature, the values are the winners as they are, and `parts` is ().
+    `kept` says which of them are not masked. `parts` are m (of integer logits, the largest one) and d of each part,
+    (..., parts) each. Without a temperature, the values are the winners as they are, and `parts` is ().
     """
     order = best_order(won, kept, k)
     if temperature is None:
@@ -141,7 +136,6 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True)
 
 
 def _values(winners, kept, normalizer: Normalizer, divisor: Temperature | None, log: bool, dtype):
-    """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
     scaled = normalizers.below(winners, normalizer.m, divisor)
     p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
@@ -150,10 +144,9 @@ def _values(winners, kept, normalizer: Normalizer, divisor: Temperature | None, 
 def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
-    Returns dx, and the derivative with respect to the temperature, (..., 1). It is elementwise, except at the winners,
-    which are written afterwards: one read and one write. The residuals are the logits, the temperature T, m, d and the
-    winners' indices in the whole row. g and g_d are the cotangents of the winners' values, and of d, which the second
-    derivative asks for.
+    Returns dx, and the derivative with respect to the temperature, (..., 1). Only the winners are not elementwise: they
+    are written afterwards. So it is one read and one write. The residuals are the logits, T, m, d and the winners'
+    indices in the whole row. g and g_d are the cotangents of the winners' values, and of d, for the second derivative.
     """
     logits, temperature, m, d, indices = residuals
     x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
@@ -170,8 +163,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
     dx = put(everywhere.astype(dtype), indices, won.astype(dtype))
 
-    def slope(weight, scaled):
-        """Returns the sum of weight * scaled. A weight of 0 contributes 0, even where x is -inf."""
+    def slope(weight, scaled):  # a weight of 0 contributes 0, even where x is -inf
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
     dt = -over(rest * slope(p, scaled) + slope(direct, scaled_won))
@@ -179,9 +171,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
 
 
 def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
-    """Returns the tangents of the winners' values and of d, given the tangents of logits and temperature.
-
-    It is the transpose of `topk_grad`, and its arguments are as there. `dtype` is the dtype of the values.
+    """Returns the tangents of the winners' values and of d: the transpose of `topk_grad`.
 
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
     """
@@ -202,9 +192,9 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):
-    """Returns (x - m) / T and its softmax. Both, and their derivatives, are 0 where masked, even in fully masked rows.
+    """Returns (x - m) / T and its softmax: 0 where masked, and where x is infinitely far below a finite m.
 
-    Both are also 0 where x is infinitely far below a finite m: derivatives would multiply 0 by -inf.
+    There, derivatives would multiply 0 by -inf.
     """
     divisor = Temperature.of(temperature)
     no_mass = jnp.isneginf(divisor.distance(x, m)) & jnp.isfinite(m)
@@ -217,8 +207,7 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 def indices_in_shard(indices, vocab: int, mesh_axes):
     """Converts indices of the row to indices of this device's shard of `vocab` elements; returns also which lie in it.
 
-    The others become different indices beyond the shard, where `put` puts nothing. Without mesh axes all lie in it: the
-    second result is None.
+    The others become different indices beyond the shard. Without mesh axes, all lie in it: the second result is None.
     """
     if not mesh_axes:
         return indices, None
@@ -228,12 +217,11 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
 
 
 def at_or_zero(x, indices):
-    """Returns the elements at indices of the last axis; 0 for indices beyond it."""
     return at(x, indices, "fill", 0)
 
 
 def put(x, indices, values):
-    """Puts the values at the indices of the last axis of x, which all differ; indices beyond it are dropped."""
+    """Puts values at indices of the last axis of x, which all differ; indices beyond it are dropped."""
 
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True, mode="drop")

@@ -41,15 +41,20 @@ without ties. Logits with ties, such as small integers, end in bits of 0, so the
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.gpu.tiles import TileProgram
+from pallas_softmax._src.gpu.tiles import TileProgram, insert_in_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16
@@ -57,6 +62,35 @@ _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
 # Selectors for prmt: each digit selects a byte, 0 to 3 from its first argument, 4 to 7 from its second.
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
+
+
+def search_input(x) -> tuple[Any, int]:
+    """Returns what the search takes, and its value for a masked element: bits of 16-bit elements, keys of others."""
+    if x.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(x, jnp.int16), -1
+    return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
+
+
+@twin
+def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
+    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
+
+    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
+    """
+    program = take_program(tile, vocab, k, lanes)
+    return insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
+
+
+def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
+    """Returns the keys too, for the bits of 16-bit elements. They are all ones for masked elements."""
+    word = best_words(tile, vocab, k, bits)
+    return word >> 16, ~word & _HALF_ONES
+
+
+@twin
+def best_words(tile: Tile, vocab: int, k: int, bits):
+    program = take_words_program(tile, vocab, k)
+    return insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
@@ -67,85 +101,68 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     length = list_length(tile, k, itemsize=4, lanes=lanes)
     held = merged_tile(tile, k).vec
     last_winner = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
-    found = []
+    found = []  # of each row: winners, pairs of them that nearly tie, list, near ties of the list with the last winner
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
-        listed = listed_keys(p, row, length)
+        listed = _listed_keys(p, row, length)
         winners = [p.var(word) for word in _best_of_row(p, listed[:size], size)]
-        pairs = near_ties(p, winners, min(k, vocab) - 1)
+        pairs = _near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[last_winner[1]], "idx", last_winner[0])
-        others = _other_near_ties(p, listed, worst) if k < vocab else None
+        others = None
+        if k < vocab:
+            least = worst & ~p.ones
+            if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row
+                least = p.max(least, LOWEST + 1)
+            others = p.var(0, "u32")
+            for i, word in enumerate(listed):
+                p.update(others, "or", 1 << i, when=(word < worst) & (word >= least))
         if length < len(p.columns):
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
-        found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found if f.others is not None]
+        found.append((winners, pairs, listed, others))
+    numbers = [pairs for _, pairs, *_ in found] + [others for *_, others in found if others is not None]
     number = p.reduce("add", [p.count_ones(bits) for bits in numbers])
 
     def keep(row):
-        for i, word in enumerate(found[row].winners):
+        winners, *_ = found[row]
+        for i, word in enumerate(winners):
             p.set(p.winner(row, i), ~word & p.ones)
 
     for row in range(p.rows):
         keep(row)
     with p.block() as finish:
-        leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
+        _leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
         wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(p.rows):
-                _mend(p, row, found[row], last_winner)
+                _mend(p, row, last_winner, *found[row])
                 keep(row)
         with p.when(wide):
             for row in range(p.rows):
                 count = power_of_two(tile.steps * tile.vec, 1)
-                keys = wide_keys(p, row, count)
-                whole = best(p, keys, min(size, count))
+                whole = best(p, _wide_keys(p, row, count), min(size, count))
                 for i, word in enumerate(_best_of_row(p, whole, size)):
                     p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
 
-class _Found(NamedTuple):
-    """The result of merging the packed keys of a row, in one lane."""
-
-    winners: list[Value]  # the packed keys of the lane's winners
-    pairs: Value  # has bit i set if winners i and i + 1 nearly tie
-    listed: list[Value]  # the lane's list
-    others: Value | None  # see `_other_near_ties`; None if all elements of the row are winners
-
-
-def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value:
-    """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
-    least = worst & ~p.ones
-    if p.tile.shape[1] > p.vocab:  # LOWEST marks positions beyond the row; no element has this word
-        least = p.max(least, LOWEST + 1)
-    others = p.var(0, "u32")
-    for i, word in enumerate(listed):
-        p.update(others, "or", 1 << i, when=(word < worst) & (word >= least))
-    return others
-
-
-def _mend(p: TileProgram, row: int, found: _Found, last_winner: tuple[Value, int]) -> None:
-    """Orders winners by their whole keys. Larger elements replace the last winner.
-
-    `last_winner` is its lane, and its number among the winners of that lane.
-    """
+def _mend(p: TileProgram, row: int, last_winner: tuple[Value, int], winners, pairs, listed, others) -> None:
+    """Orders winners by their whole keys. Larger elements replace the last winner, number [1] of lane [0]."""
     own_lane = p.operand("thread", "u32") & (LANES - 1)
-    winners, others = found.winners, found.others
     if others is None:
-        put_in_order(p, row, winners, found.pairs)
+        _put_in_order(p, row, winners, pairs)
         return
     with p.loop() as leave:
-        put_in_order(p, row, winners, found.pairs)
+        _put_in_order(p, row, winners, pairs)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
         last_lane = p.shuffle(last_winner[0], "idx", lane)  # in the row of `lane`
-        word = value_in_lane(p, found.listed, i, lane)
+        word = _value_in_lane(p, listed, i, lane)
         last = p.shuffle(winners[last_winner[1]], "idx", last_lane)
-        key, last_key = (whole_key(p, row, w, lane) for w in (word, last))
+        key, last_key = (_whole_key(p, row, w, lane) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
         p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
 
@@ -167,9 +184,8 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         last = p.var(listed[-1])
         with p.loop() as leave:
             lane_of_last, number_of_last = divmod(k - 1, len(winners))
-            worst = p.shuffle(
-                winners[number_of_last], "idx", p.operand("thread", "u32") - p.lane + lane_of_last
-            )
+            first_lane = p.operand("thread", "u32") - p.lane
+            worst = p.shuffle(winners[number_of_last], "idx", first_lane + lane_of_last)
             leave(~p.any(last >= worst))
             # The least lane number is 0, which the compiler does not know. So it computes the words again here,
             # instead of keeping them in registers all along.
@@ -181,32 +197,27 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             listed = best(p, words, length)
             p.set(last, listed[-1])
             more = _best_of_row(p, listed, size)
-            for winner, word in zip(
-                winners, _better_half(p, winners, more, min(size, tile.lanes)), strict=True
-            ):
+            better = _better_half(p, winners, more, min(size, tile.lanes))
+            for winner, word in zip(winners, better, strict=True):
                 p.set(winner, word)
     return p
 
 
 def _complements(p: TileProgram, first_column: Value) -> list[Value]:
-    """Returns the complements of the columns, for each pair of the thread's elements."""
     first = first_column * (1 << 16 | 1)
     pairs = zip(p.columns[::2], [*p.columns[1::2], p.columns[-1]])
     return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
 
 
 def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
-    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
         keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
-        words += [
-            p.write("prmt.b32", "s32", keys, complement, which, of="b32")
-            for which in (_LOWER_WORD, _UPPER_WORD)
-        ]
+        for half in (_LOWER_WORD, _UPPER_WORD):
+            words.append(p.write("prmt.b32", "s32", keys, complement, half, of="b32"))
     words = words[: len(p.columns)]
-    lower_beyond_row(p, words, first_column)
+    _lower_beyond_row(p, words, first_column)
     return words
 
 
@@ -236,9 +247,8 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
             held = _exchange(p, held, run, opposite, mirrored=True)
             run_bits, unsorted_bits = [run, *run_bits], run_bits
         elif half:  # both runs together keep the larger half
-            others = [
-                None if word is None else p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]
-            ]
+            upper = held[: half - 1 : -1]
+            others = [None if word is None else p.shuffle(word, "bfly", run) for word in upper]
             held = [word if other is None else p.max(word, other) for word, other in zip(held, others)]
             run_bits = unsorted_bits = [*run_bits, run]
         else:  # a lane holds one word: both runs keep the same words
@@ -253,7 +263,7 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
 
 
 def _in_order_of_lanes(p: TileProgram, words: list[Value], run_bits: list[int]) -> list[Value]:
-    """Moves words between lanes, so that the lanes hold them in order. `_best_of_row` explains `run_bits`."""
+    """Moves words between lanes. `_best_of_row` explains `run_bits`."""
     if run_bits == sorted(run_bits, reverse=True):
         return words
     source = p.operand("thread", "u32") - p.lane
@@ -272,10 +282,8 @@ def _exchange(
     Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
     never compared with None.
     """
-    others = [
-        None if word is None else p.shuffle(word, "bfly", flip)
-        for word in (words[::-1] if mirrored else words)
-    ]
+    partners = words[::-1] if mirrored else words
+    others = [None if word is None else p.shuffle(word, "bfly", flip) for word in partners]
     larger = (p.lane & flip).equals(0)
     if opposite is not None:
         larger = larger ^ opposite
@@ -307,12 +315,12 @@ _HIGHEST = 2**31 - 1  # the column of positions beyond the row
 _LOWEST_WIDE = -(2**63)
 
 
-def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
-    """Returns the thread's list of a row: the `length` best packed keys, the largest first."""
+def _listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
+    """Returns the `length` best packed keys of the thread in a row, the largest first."""
     if p.tile.shape[1] > p.vocab or p.rows * length >= len(p.columns):
         lows = [p.ones - column - p.first_column for column in p.columns]
         words = [_packed(p, key, low) for key, low in zip(p.keys(row), lows)]
-        lower_beyond_row(p, words, p.first_column)
+        _lower_beyond_row(p, words, p.first_column)
         return best(p, words, length)
     # Within a thread, the columns differ by constants. They order the thread's elements. The rest of the complement is
     # the same for all of these, and is added to the listed ones only.
@@ -323,19 +331,19 @@ def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
 
 
 def _packed(p: TileProgram, key: Value, low: Value | int) -> Value:
-    """Returns the key with `low` in place of its lowest bits."""
     return p.bitwise3(lambda key, low, ones: key & ~ones | low, key, low, p.ones)
 
 
-def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
-    """Sets the packed keys of positions beyond the row to LOWEST."""
+def _lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
     for word, column in zip(words, p.columns):
         column_of_last_lane = column + p.tile.vec * (p.tile.lanes - 1)
         if column_of_last_lane >= p.vocab:
             p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
 
 
-def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]) -> None:
+def _leave_if_exact(
+    p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]
+) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
     They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
@@ -348,10 +356,10 @@ def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Cal
     leave(~p.any((union & p.ones).differs(0) | too_short))
 
 
-def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
+def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
 
-    Words for positions beyond the row, and words that pad to `count`, are lower than all others.
+    Words beyond the row, and words that pad to `count`, are lower than all others.
     """
     wide = []
     for whole, start in zip(p.keys(row), p.columns):
@@ -364,11 +372,7 @@ def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
 
 
-# A warp handles pairs of neighbours that nearly tie one by one. All lanes read the two packed keys, then the two whole
-# keys, from the lanes that hold them.
-
-
-def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
+def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
     """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits of the column only.
 
     Only the first `count` pairs of neighbours of each row are compared.
@@ -382,10 +386,11 @@ def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
     return bits
 
 
-def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
+def _put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
 
-    If two pairs share a word, passes are repeated until one pass exchanges nothing.
+    All lanes read the two packed keys, then the two whole keys, from the lanes that hold them. If two pairs share a
+    word, passes are repeated until one pass exchanges nothing.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 
@@ -408,8 +413,8 @@ def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> 
             p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
-            word, next_word = value_in_lane(p, words, i, lane), value_in_lane(p, words, next_i, next_lane)
-            key, next_key = (whole_key(p, row, w, lane) for w in (word, next_word))
+            word, next_word = _value_in_lane(p, words, i, lane), _value_in_lane(p, words, next_i, next_lane)
+            key, next_key = (_whole_key(p, row, w, lane) for w in (word, next_word))
             with p.when(key < next_key):
                 put(i, lane, next_word)
                 put(next_i, next_lane, word)
@@ -417,8 +422,8 @@ def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> 
         again(exchanged & meet)
 
 
-def value_in_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
-    """Returns value i of a lane. `i` and `lane` must be the same in all lanes of the warp."""
+def _value_in_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+    """Returns value i of a lane. Both must be the same in all lanes of the warp."""
     while len(values) > 1:  # selects by one bit of i at a time
         odd = (i & 1).differs(0)
         unpaired = values[len(values) // 2 * 2 :]
@@ -427,8 +432,8 @@ def value_in_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Val
     return p.shuffle(values[0], "idx", lane)
 
 
-def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
-    """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
+def _whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
+    """Returns the whole key for packed key `word`, from the row of `lane`. Both are the same in all lanes."""
     tile, column = p.tile, (~word & p.ones).bits("u32")
     owner = lane & -tile.lanes
     if tile.pieces > 1:
@@ -440,4 +445,4 @@ def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
     step = column >> log2(tile.step_columns)
     i = step * tile.vec + (in_step & (tile.vec - 1))
     owner = owner + (in_step >> log2(tile.vec))
-    return value_in_lane(p, p.keys(row), i, owner)
+    return _value_in_lane(p, p.keys(row), i, owner)

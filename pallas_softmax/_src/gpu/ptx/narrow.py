@@ -28,7 +28,6 @@ class KeyRange:
         self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
 
     def least(self) -> Value:
-        """Returns the least key of the range."""
         return self.high - self.extent.bits("s32")
 
     def distance(self, key: Value) -> Value:
@@ -89,7 +88,7 @@ def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """Counts of items in the buckets of a CTA; the counts start at 0."""
+    """Counts of items in the buckets of a CTA; they start at 0. A thread owns neighbouring buckets."""
 
     p: CtaProgram
     address: Value  # of a word for each bucket
@@ -98,23 +97,20 @@ class Histogram:
     picked: Value  # address of scratch, 16 bytes
 
     def count(self, bucket: Value, when: Condition = None) -> None:
-        """Counts an item in a bucket, where `when` holds."""
         self.p.add_to(self.p.at(self.address, bucket, 4), 1, when=when)
 
     def own(self) -> list[Value]:
-        """Returns the counts of this thread's buckets."""
         return self.p.load_vector(self._own_address, "u32", self.each)
 
     def clear(self) -> None:
-        """Clears this thread's buckets."""
         for first in range(0, 4 * self.each, ACCESS_BYTES):
             self.p.store(self._own_address, 0, 0, 0, 0, offset=first)
 
     def pick(self, rank: Value) -> tuple[Value, Value, Value, Value]:
         """Returns the bucket with the item of a rank, its rank there, the bucket's count, and the count of all items.
 
-        Rank 1 is the first item of the first bucket. The first three are of no use if the last is less than the rank.
-        All threads must have counted, and synchronized. Clears the histogram.
+        Rank 1 is the first item of the first bucket. The first three are of no use if there are fewer items. All
+        threads must have counted, and synchronized. Clears the histogram.
         """
         p = self.p
         before, upto = p.scan(p.reduce("add", self.own()))

@@ -48,7 +48,6 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     comparisons: list[tuple[int, int]] = []
 
     def merge_sorted(a: list[int], b: list[int]) -> list[int]:
-        """Merges two lists of positions that hold sorted elements."""
         if not (a and b):
             return a + b
         if len(a) == len(b) == 1:
@@ -63,7 +62,7 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
         return out + odd[pairs:] + even[1 + pairs :]
 
     def best_of(positions: list[int]) -> list[int]:
-        """Returns where the best elements of these positions are after the comparisons, the best first."""
+        """Returns where the best of these positions are after the comparisons, the best first."""
         half = (len(positions) + 1) // 2
         if half == len(positions):
             return positions

@@ -51,28 +51,30 @@ CANDIDATE_BYTES, POSITION_BYTES = 8, 2
 LOADED_AT_ONCE = 8  # loads that a thread has in flight, not timed: fewer wait longer, more take registers
 LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
+# We kept no times for the limits of this file: take them as estimates.
+_COUNTED = 96  # up to this many candidates, counting is faster than buckets
+_COMPARED = 256  # up to this many candidates, counting is faster than sorting
+_AT_ONCE = 4  # candidates that a thread compares with its own at once
 
-@dataclasses.dataclass(frozen=True)
-class CandidateList:
-    """A list of candidates, and what it takes to put them in order."""
+# Wrong values of these cost time, never a winner.
+_BATCH = 4  # candidates that a thread handles together, for buckets
+_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
+_OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
+_INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
-    address: Value  # of the first entry
-    n: Value  # number of candidates; entries from number n on are empty
-    capacity: int  # number of entries
-    buckets: Value  # the address of scratch, one word for each entry
-    sums: Value  # the address of two words for each warp
-    put: Callable[..., None]  # put(rank, key, index, when) writes the winner of a rank
-    k: int  # number of winners
-    dtype: Any  # dtype of the logits
-    vocab: int | None  # an exclusive upper bound of the indices, or None
+# For buckets, words have two 16-bit numbers, the upper half and the lower half:
+#     of a candidate   | candidates counted before it in its bucket | number of its bucket    |
+#     of a bucket      | candidates in the bucket                   | where the bucket starts |
+_HALF, _LOWER = 16, 0xFFFF
 
-    def at(self, p: Program, entry: Value) -> Value:
-        """Returns the address of an entry."""
-        return p.at(self.address, entry, CANDIDATE_BYTES)
+_ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
+# Lowers a factor by more than three rounding errors of float32, 2^-23 each. Otherwise the last distance might get a
+# bucket beyond the last one.
+_ROUNDED_DOWN = 1 - 2.0**-20
 
 
 def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
-    """Sets a list of `size` bytes to 0, 16 bytes per thread at a time, and the first two words of `counts`."""
+    """Sets a list of `size` bytes to 0, and the first two words of `counts`."""
     p.barrier()
     at, turn = p.at(address, p.thread, ACCESS_BYTES), p.var(p.thread)
     with p.repeat() as again:
@@ -85,343 +87,304 @@ def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
 
 
 def candidate_of(p: Program, key: Value, index: Value) -> Value:
-    """Returns a candidate as one 64-bit number."""
     return p.join(~index, key ^ LOWEST_KEY)
 
 
-def _put_winner(p: Program, candidates: CandidateList, winner: Value, rank: Value, when: Condition = None):
-    """Writes a candidate with a rank below k."""
-    wins = rank.bits("s32") < candidates.k
-    low, high = p.split(winner)
-    candidates.put(rank, high ^ LOWEST_KEY, ~low, wins if when is None else when & wins)
+@dataclasses.dataclass(frozen=True)
+class CandidateList:
+    p: CtaProgram
+    address: Value  # of the first entry
+    n: Value  # number of candidates; entries from number n on are empty
+    capacity: int  # number of entries
+    buckets: Value  # the address of scratch, one word for each entry
+    sums: Value  # the address of two words for each warp
+    put: Callable[..., None]  # put(rank, key, index, when) writes the winner of a rank
+    k: int  # number of winners
+    dtype: Any  # dtype of the logits
+    vocab: int | None  # an exclusive upper bound of the indices, or None
 
+    @property
+    def threads(self) -> int:
+        return self.p.warps * LANES
 
-# --- Ranking
+    def at(self, entry: Value) -> Value:
+        return self.p.at(self.address, entry, CANDIDATE_BYTES)
 
-# We kept no times for the limits of this file: take them as estimates.
-_COUNTED = 96  # up to this many candidates, counting is faster than buckets
-_COMPARED = 256  # up to this many candidates, counting is faster than sorting
-_AT_ONCE = 4  # candidates that a thread compares with its own at once
+    def load(self, address: Value, turns: range) -> list[Value]:
+        """Loads the entries that are so many times a CTA's threads after an address."""
+        stride = CANDIDATE_BYTES * self.threads
+        return [self.p.load(address, "u64", offset=stride * turn) for turn in turns]
 
+    def put_winner(self, winner: Value, rank: Value, when: Condition = None) -> None:
+        wins = rank.bits("s32") < self.k
+        low, high = self.p.split(winner)
+        self.put(rank, high ^ LOWEST_KEY, ~low, wins if when is None else when & wins)
 
-def rank(p: CtaProgram, candidates: CandidateList) -> None:
-    """Writes the k best candidates in order. The number of candidates and their spread select the method:
+    def rank(self) -> None:
+        """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
-    up to 96 candidates                counting
-    more, at most 32 in each bucket    buckets
-    more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
-    """
-    with p.block() as finish:
-        with p.block() as count:
-            count(candidates.n <= _COUNTED)
-            with p.block() as crowded:
-                rank_by_buckets(p, candidates, otherwise=crowded)
-                finish()
-            p.barrier()  # the winners may overwrite the sums, which other threads may still read
-            if candidates.capacity > _COMPARED:
-                _rank_by_sorting(p, candidates)
-                finish()
-        _rank_by_counting(p, candidates)
-    p.barrier()
+        up to 96 candidates                counting
+        more, at most 32 in each bucket    buckets
+        more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
+        """
+        p = self.p
+        with p.block() as finish:
+            with p.block() as count:
+                count(self.n <= _COUNTED)
+                with p.block() as crowded:
+                    self._rank_by_buckets(otherwise=crowded)
+                    finish()
+                p.barrier()  # the winners may overwrite the sums, which other threads may still read
+                if self.capacity > _COMPARED:
+                    self._rank_by_sorting()
+                    finish()
+            self._rank_by_counting()
+        p.barrier()
 
+    def _rank_by_counting(self) -> None:
+        """Ranks each candidate by counting the better ones:
 
-def _rank_by_counting(p: CtaProgram, candidates: CandidateList) -> None:
-    """Ranks each candidate by counting the better ones:
+        for own = thread, thread + threads, ... below n:
+            rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty ones are 0)
+            write entry `own` at its rank, if the rank is below k
+        """
+        p, last = self.p, self.at(self.n)
+        with p.each(p.thread, self.n, self.threads) as own:
+            value = p.load(self.at(own), "u64")
+            rank, at = p.var(0, "u32"), p.var(self.address)
+            with p.repeat() as again:
+                for other in p.load_vector(at, "u64", _AT_ONCE):
+                    p.increase(rank, 1, when=other > value)
+                p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
+                again(at < last)
+            self.put_winner(value, rank)
 
-    for own = thread, thread + threads, ... below n:
-        rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
-        write entry `own` at its rank, if the rank is below k
-    """
-    last = candidates.at(p, candidates.n)
-    with p.each(p.thread, candidates.n, _threads(p)) as own:
-        value = p.load(candidates.at(p, own), "u64")
-        rank, at = p.var(0, "u32"), p.var(candidates.address)
-        with p.repeat() as again:
-            for other in p.load_vector(at, "u64", _AT_ONCE):
-                p.increase(rank, 1, when=other > value)
-            p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
-            again(at < last)
-        _put_winner(p, candidates, value, rank)
+    # --- Sorting
 
+    def _rank_by_sorting(self) -> None:
+        """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds some neighbours.
 
-def _threads(p: CtaProgram) -> int:
-    """Returns the number of threads of the CTA."""
-    return p.warps * LANES
+        sort the values of each thread                            a run of one thread
+        for run = 2, 4, ..., all threads:                         its halves are sorted, in opposite directions
+            for stride = run / 2, ..., 2, 1 threads:
+                exchange with thread ^ stride: the lower thread keeps the larger value of each pair
+            sort the values of each thread, which are bitonic now
 
+        Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
+        execute the same comparisons.
+        """
+        p = self.p
+        own = self.at(p.thread)
+        # The initial order is free. Loads of entries that are a CTA's threads apart have no bank conflicts.
+        values = self.load(own, range(self.capacity // self.threads))
+        run = p.var(1, "u32")
 
-def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
-    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds some neighbours.
+        def set_values(new):
+            """Sets the values to the new ones, complemented in odd runs."""
+            ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
+            for value, new_value in zip(values, new):
+                p.set(value, new_value ^ ones)
 
-    sort the values of each thread                            a run of one thread
-    for run = 2, 4, ..., all threads:                         its halves are sorted, in opposite directions
-        for stride = run / 2, ..., 2, 1 threads:
-            exchange with thread ^ stride: the lower thread keeps the larger value of each pair
-        sort the values of each thread, which are bitonic now
-
-    Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
-    execute the same comparisons.
-    """
-    own = candidates.at(p, p.thread)
-    # The initial order is free. Loads of entries that are a CTA's threads apart have no bank conflicts.
-    values = [
-        p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, candidates.capacity, _threads(p))
-    ]
-    run = p.var(1, "u32")
-
-    def set_values(new):
-        """Sets the values to the new ones, complemented in odd runs."""
-        ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
-        for value, new_value in zip(values, new):
-            p.set(value, new_value ^ ones)
-
-    set_values(values)
-    set_values(networks.best(p, values, len(values)))
-    with p.repeat() as next_run:
-        p.set(run, run << 1)
         set_values(values)
-        stride = p.var(run >> 1)
-        with p.repeat() as next_stride:
-            _exchange(p, candidates, values, stride, own)
-            p.set(stride, stride >> 1)
-            next_stride(stride.differs(0))
-        set_values(networks.sorted_bitonic(p, values))
-        next_run(run < _threads(p))
-    for i, value in enumerate(values):
-        entry = p.thread * len(values) + i
-        _put_winner(p, candidates, value, entry, when=entry < candidates.n)
-
-
-def _exchange(
-    p: CtaProgram, candidates: CandidateList, values: list[Value], stride: Value, own: Value
-) -> None:
-    """Exchanges values with thread ^ stride, a power of two. The lower thread keeps the larger value of each pair.
-
-    Lanes exchange by shuffles, and warps through the list. `own` is the address of this thread's first entry.
-    """
-    upper = (p.thread & stride).differs(0)
-
-    def keep(value: Value, other: Value) -> None:
-        p.set(value, p.select((value < other) ^ upper, other, value))
-
-    with p.block() as exchanged:
-        with p.block() as through_list:
-            through_list(stride >= LANES)
-            for value in values:
-                keep(value, p.shuffle(value, "bfly", stride))
-            exchanged()
-        p.barrier()
+        set_values(networks.best(p, values, len(values)))
+        with p.repeat() as next_run:
+            p.set(run, run << 1)
+            set_values(values)
+            stride = p.var(run >> 1)
+            with p.repeat() as next_stride:
+                self._exchange(values, stride, own)
+                p.set(stride, stride >> 1)
+                next_stride(stride.differs(0))
+            set_values(networks.sorted_bitonic(p, values))
+            next_run(run < self.threads)
         for i, value in enumerate(values):
-            p.store(own, value, offset=CANDIDATE_BYTES * _threads(p) * i)
+            entry = p.thread * len(values) + i
+            self.put_winner(value, entry, when=entry < self.n)
+
+    def _exchange(self, values: list[Value], stride: Value, own: Value) -> None:
+        """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
+
+        Lanes exchange by shuffles, and warps through the list. `own` is the address of this thread's first entry.
+        """
+        p = self.p
+        upper = (p.thread & stride).differs(0)
+
+        def keep(value: Value, other: Value) -> None:
+            p.set(value, p.select((value < other) ^ upper, other, value))
+
+        with p.block() as exchanged:
+            with p.block() as through_list:
+                through_list(stride >= LANES)
+                for value in values:
+                    keep(value, p.shuffle(value, "bfly", stride))
+                exchanged()
+            p.barrier()
+            for i, value in enumerate(values):
+                p.store(own, value, offset=CANDIDATE_BYTES * self.threads * i)
+            p.barrier()
+            partner = self.at(p.thread ^ stride)
+            for i, value in enumerate(values):
+                keep(value, *self.load(partner, range(i, i + 1)))
+
+    # --- Buckets
+
+    def _rank_by_buckets(self, otherwise: Callable[[Value], None]) -> None:
+        """Jumps out by otherwise(condition) where a bucket has too many candidates, with the list unchanged."""
+        p = self.p
+        each = self.capacity // self.threads
+        mine = p.at(self.buckets, p.thread, 4 * each)  # the thread's counters
+        p.store(mine, *[0] * each)
+        values, greatest, least = self._load_and_bracket(each)
+        distance, distances = self._distances(greatest, least)
+        # The bucket is distance * factor / 2^32, where the factor is capacity * 2^32 / distances, but at most 2^32 - 1.
+        reciprocal = p.op("rcp.approx.ftz", "f32", distances)
+        factor = p.convert(reciprocal * (self.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+        bucket_words = self._count_in_buckets(values, distance, factor)
+        self._start_buckets(mine, each, otherwise)
+        self._group_by_bucket(values, bucket_words)
+        # Neighbouring threads take neighbouring entries of the grouped list, and write neighbouring results.
+        own = self.at(p.thread)
+        for have, batch in self._batches(each):
+            grouped = self.load(own, range(batch.start, batch.stop))
+            words = [p.var(0, "u32") for _ in grouped]
+            for has, value, word in zip(have, grouped, words):
+                bucket = p.multiply_high(distance(value), factor)
+                p.load_into([word], p.at(self.buckets, bucket, 4), when=has)
+            self._rank_in_buckets(have, grouped, words)
+
+    def _batches(self, each: int) -> Iterator[tuple[list[Value], slice]]:
+        """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
+
+        Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
+        empty for all of them.
+        """
+        p = self.p
+        thread, n = p.thread.bits("s32"), self.n.bits("s32")
+        with p.block() as leave:
+            for first in range(0, each, _BATCH):
+                remaining = n - self.threads * first
+                leave(remaining <= 0)
+                some = slice(first, min(first + _BATCH, each))
+                yield [thread < remaining - self.threads * i for i in range(some.stop - some.start)], some
+
+    def _load_and_bracket(self, each: int) -> tuple[list[Value], Value, Value]:
+        """Returns the thread's candidates, and the upper words of the greatest and the least of all."""
+        p = self.p
+        greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
+        own = self.at(p.thread)
+        values = []
+        for have, batch in self._batches(each):
+            values += self.load(own, range(batch.start, batch.stop))
+            for has, value in zip(have, values[batch]):
+                _, key = p.split(value)
+                p.update(greatest, "max", key, when=has)
+                p.update(least, "min", key, when=has)
+        greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
+        greater, smaller = p.of_warps(greatest_and_least, self.sums, lane=0)
+        return values, p.reduce("max", greater), p.reduce("min", smaller)
+
+    def _distances(self, greatest: Value, least: Value) -> tuple[Callable[[Value], Value], Value]:
+        """Returns a function from a candidate to its distance from the best one, and the number of distances, a float.
+
+        Distances are below 2^32. A better candidate must not have a larger distance; otherwise distances are free. Keys
+        from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
+
+            key        least ... last           | last ... first | first ... greatest
+            distance   to_zero + (last - key)   | to_zero        | greatest - key
+
+        Here to_zero is greatest - first, or greatest - last if the best key is below `last`.
+        """
+        p, vocab = self.p, self.vocab
+        largest = p.max(greatest - _ZERO_KEY, _ZERO_KEY - 1 - least).bits("s32")
+        small = p.max(largest - (_OCTAVES << jnp.finfo(self.dtype).nmant), 0).bits("u32")
+        # +0 and -0 always count as 0. Small magnitudes count as 0 if both signs occur.
+        small = p.select((least < _ZERO_KEY) & (greatest >= _ZERO_KEY), small, 0)
+        first, last = small + _ZERO_KEY, _ZERO_KEY - 1 - small
+
+        def nearest(key: Value) -> Value:
+            return p.max(p.min(key, first), last)
+
+        to_zero, indices, shift = greatest - nearest(greatest), 1, 0
+        if vocab is not None and jnp.dtype(self.dtype).itemsize == 2:
+            shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
+            indices = (vocab - 1 >> shift) + 1
+
+        def distance(candidate: Value) -> Value:
+            complement, key = p.split(candidate)
+            at = nearest(key)
+            between = to_zero - (key - at)
+            if indices == 1:
+                return between
+            # Among candidates that count as 0, a better key may have a higher index. So their indices are not added.
+            return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
+
+        last_distance = to_zero - (least - nearest(least))
+        return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
+
+    def _count_in_buckets(self, values: list[Value], distance: Callable, factor: Value) -> list[Value]:
+        """Counts the candidates by bucket. Returns their words (see the comment at `_HALF`)."""
+        p = self.p
+        bucket_words = [p.fresh("u32") for _ in values]
+        for have, batch in self._batches(len(values)):
+            before = []
+            for has, value, word in zip(have, values[batch], bucket_words[batch]):
+                p.set(word, p.multiply_high(distance(value), factor))
+                before.append(p.take_from(p.at(self.buckets, word, 4), 1, when=has))
+            for word, number in zip(bucket_words[batch], before):
+                p.update(word, "or", number << _HALF)
         p.barrier()
-        partner = candidates.at(p, p.thread ^ stride)
-        for i, value in enumerate(values):
-            keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * _threads(p) * i))
+        return bucket_words
 
+    def _start_buckets(self, mine: Value, each: int, otherwise: Callable[[Value], None]) -> None:
+        """Replaces each count by the bucket's word. The starts are running sums."""
+        p = self.p
+        counts = p.load_vector(mine, "u32", each)
+        start, total = p.scan(p.reduce("add", counts))
+        held = p.over_lanes("max", p.reduce("max", counts))
+        (words,) = p.of_warps([total | held << _HALF], self.sums, lane=LANES - 1)
+        held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
+        for i, of_warp in enumerate(totals[:-1]):
+            p.increase(start, of_warp, when=p.warp > i)
+        otherwise(p.reduce("max", held) > _IN_BUCKET)
+        starts = []
+        for count in counts:
+            starts.append((count << _HALF) + start)
+            start = start + count
+        p.store(mine, *starts)
+        p.barrier()
 
-# --- Ranking by buckets
+    def _group_by_bucket(self, values: list[Value], bucket_words: list[Value]) -> None:
+        p = self.p
+        for have, batch in self._batches(len(values)):
+            before = [word >> _HALF for word in bucket_words[batch]]
+            for has, word in zip(have, bucket_words[batch]):
+                p.load_into([word], p.at(self.buckets, word & _LOWER, 4), when=has)
+            for has, value, word, number in zip(have, values[batch], bucket_words[batch], before):
+                p.store(self.at((word & _LOWER) + number), value, when=has)
+        p.barrier()
 
-# Neither was timed alone. Wrong values cost time, never a winner.
-_BATCH = 4  # candidates that a thread handles together
-_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
-_OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
-_INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
+    def _rank_in_buckets(self, have: list[Value], values: list[Value], bucket_words: list[Value]) -> None:
+        """Compares each candidate with all others in its bucket, and writes it at its rank.
 
-# Words have two 16-bit numbers, the upper half and the lower half:
-#     of a candidate   | candidates counted before it in its bucket | number of its bucket    |
-#     of a bucket      | candidates in the bucket                   | where the bucket starts |
-_HALF, _LOWER = 16, 0xFFFF
-
-_ZERO_KEY = 2**31  # the key of +0 in an entry; the key of -0 is one less
-# Lowers a factor by more than three rounding errors of float32, 2^-23 each. Otherwise the last distance might get a
-# bucket beyond the last one.
-_ROUNDED_DOWN = 1 - 2.0**-20
-
-
-def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callable[[Value], None]) -> None:
-    """Writes the k best candidates in order. A thread handles entries thread, thread + threads, ...
-
-    otherwise(condition) jumps out where a bucket has too many candidates, with the list unchanged.
-    """
-    each = candidates.capacity // _threads(p)
-    mine = p.at(candidates.buckets, p.thread, 4 * each)  # the thread's counters
-    p.store(mine, *[0] * each)
-    values, greatest, least = _load_and_bracket(p, candidates, each)
-    distance, distances = _distances(p, greatest, least, candidates.dtype, candidates.vocab)
-    # The bucket is distance * factor / 2^32, where the factor is capacity * 2^32 / distances, but at most 2^32 - 1.
-    reciprocal = p.op("rcp.approx.ftz", "f32", distances)
-    factor = p.convert(reciprocal * (candidates.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
-    bucket_words = _count_in_buckets(p, candidates, values, distance, factor)
-    _start_buckets(p, candidates, mine, each, otherwise)
-    _group_by_bucket(p, candidates, values, bucket_words)
-    # Neighbouring threads take neighbouring entries of the grouped list, and write neighbouring results.
-    own = candidates.at(p, p.thread)
-    for have, batch in _batches(p, candidates, each):
-        turns = range(batch.start, batch.stop)
-        grouped = [p.load(own, "u64", offset=CANDIDATE_BYTES * _threads(p) * i) for i in turns]
-        words = [p.var(0, "u32") for _ in grouped]
-        for has, value, word in zip(have, grouped, words):
-            bucket = p.multiply_high(distance(value), factor)
-            p.load_into([word], p.at(candidates.buckets, bucket, 4), when=has)
-        _rank_in_buckets(p, candidates, have, grouped, words)
-
-
-def _batches(p: CtaProgram, candidates: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
-    """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
-
-    Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
-    empty for all of them.
-    """
-    thread, n = p.thread.bits("s32"), candidates.n.bits("s32")
-    with p.block() as leave:
-        for first in range(0, each, _BATCH):
-            remaining = n - _threads(p) * first
-            leave(remaining <= 0)
-            some = slice(first, min(first + _BATCH, each))
-            yield [thread < remaining - _threads(p) * i for i in range(some.stop - some.start)], some
-
-
-def _load_and_bracket(
-    p: CtaProgram, candidates: CandidateList, each: int
-) -> tuple[list[Value], Value, Value]:
-    """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
-    greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
-    own = candidates.at(p, p.thread)
-    values = []
-    for have, batch in _batches(p, candidates, each):
-        turns = range(batch.start, batch.stop)
-        values += [p.load(own, "u64", offset=CANDIDATE_BYTES * _threads(p) * i) for i in turns]
-        for has, value in zip(have, values[batch]):
-            _, key = p.split(value)
-            p.update(greatest, "max", key, when=has)
-            p.update(least, "min", key, when=has)
-    greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = p.of_warps(greatest_and_least, candidates.sums, lane=0)
-    return values, p.reduce("max", greater), p.reduce("min", smaller)
-
-
-def _distances(
-    p: CtaProgram, greatest: Value, least: Value, dtype, vocab: int | None
-) -> tuple[Callable[[Value], Value], Value]:
-    """Returns a function from a candidate to its distance from the best one, and the number of distances, a float.
-
-    Distances are below 2^32. A better candidate must not have a larger distance; otherwise distances are free. Keys
-    from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
-
-        key        least ... last           | last ... first | first ... greatest
-        distance   to_zero + (last - key)   | to_zero        | greatest - key
-
-    Here to_zero is greatest - first, or greatest - last if the best key is below `last`.
-    """
-    largest = p.max(greatest - _ZERO_KEY, _ZERO_KEY - 1 - least).bits("s32")
-    small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
-    # +0 and -0 always count as 0. Small magnitudes count as 0 if both signs occur.
-    small = p.select((least < _ZERO_KEY) & (greatest >= _ZERO_KEY), small, 0)
-    first, last = small + _ZERO_KEY, _ZERO_KEY - 1 - small
-
-    def nearest(key: Value) -> Value:
-        return p.max(p.min(key, first), last)
-
-    to_zero, indices, shift = greatest - nearest(greatest), 1, 0
-    if vocab is not None and jnp.dtype(dtype).itemsize == 2:
-        shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
-        indices = (vocab - 1 >> shift) + 1
-
-    def distance(candidate: Value) -> Value:
-        complement, key = p.split(candidate)
-        at = nearest(key)
-        between = to_zero - (key - at)
-        if indices == 1:
-            return between
-        # Among candidates that count as 0, a better key may have a higher index. So their indices are not added.
-        return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
-
-    last_distance = to_zero - (least - nearest(least))
-    return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
-
-
-def _count_in_buckets(
-    p: CtaProgram,
-    candidates: CandidateList,
-    values: list[Value],
-    distance: Callable[[Value], Value],
-    factor: Value,
-) -> list[Value]:
-    """Counts the candidates by bucket. Returns their bucket words (see the comment at `_HALF`)."""
-    bucket_words = [p.fresh("u32") for _ in values]
-    for have, batch in _batches(p, candidates, len(values)):
-        before = []
-        for has, value, word in zip(have, values[batch], bucket_words[batch]):
-            p.set(word, p.multiply_high(distance(value), factor))
-            before.append(p.take_from(p.at(candidates.buckets, word, 4), 1, when=has))
-        for word, number in zip(bucket_words[batch], before):
-            p.update(word, "or", number << _HALF)
-    p.barrier()
-    return bucket_words
-
-
-def _start_buckets(
-    p: CtaProgram, candidates: CandidateList, mine: Value, each: int, otherwise: Callable[[Value], None]
-) -> None:
-    """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
-
-    The starts are running sums.
-    """
-    counts = p.load_vector(mine, "u32", each)
-    start, total = p.scan(p.reduce("add", counts))
-    held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = p.of_warps([total | held << _HALF], candidates.sums, lane=LANES - 1)
-    held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
-    for i, of_warp in enumerate(totals[:-1]):
-        p.increase(start, of_warp, when=p.warp > i)
-    otherwise(p.reduce("max", held) > _IN_BUCKET)
-    starts = []
-    for count in counts:
-        starts.append((count << _HALF) + start)
-        start = start + count
-    p.store(mine, *starts)
-    p.barrier()
-
-
-def _group_by_bucket(
-    p: CtaProgram, candidates: CandidateList, values: list[Value], bucket_words: list[Value]
-) -> None:
-    """Writes the candidates back to the list, grouped by bucket."""
-    for have, batch in _batches(p, candidates, len(values)):
-        before = [word >> _HALF for word in bucket_words[batch]]
-        for has, word in zip(have, bucket_words[batch]):
-            p.load_into([word], p.at(candidates.buckets, word & _LOWER, 4), when=has)
-        for has, value, word, number in zip(have, values[batch], bucket_words[batch], before):
-            p.store(candidates.at(p, (word & _LOWER) + number), value, when=has)
-    p.barrier()
-
-
-def _rank_in_buckets(
-    p: CtaProgram,
-    candidates: CandidateList,
-    have: list[Value],
-    values: list[Value],
-    bucket_words: list[Value],
-) -> None:
-    """Compares each candidate with all others in its bucket, and writes it at its rank.
-
-    Buckets that start at rank k or later are skipped.
-    """
-    ranks = [p.var(word & _LOWER) for word in bucket_words]
-    addresses = [p.var(candidates.at(p, rank)) for rank in ranks]
-    have = [has & (rank < candidates.k) for has, rank in zip(have, ranks)]
-    counts = [p.select(has, word >> _HALF, 0) for has, word in zip(have, bucket_words)]
-    most, turn = p.reduce("max", counts), p.var(0, "u32")
-    with p.block() as leave:
-        leave(most.equals(0))
-        with p.repeat() as again:
-            inside, others = [], []
-            for count, address in zip(counts, addresses):
-                inside.append(turn < count)
-                others.append(p.load(address, "u64", when=inside[-1]))
-                p.increase(address, CANDIDATE_BYTES)
-            for value, other, rank, within in zip(values, others, ranks, inside):
-                p.increase(rank, 1, when=within & (other > value))
-            p.increase(turn, 1)
-            again(turn < most)
-        for value, count, rank in zip(values, counts, ranks):
-            _put_winner(p, candidates, value, rank, when=count > 0)
+        Buckets that start at rank k or later are skipped.
+        """
+        p = self.p
+        ranks = [p.var(word & _LOWER) for word in bucket_words]
+        addresses = [p.var(self.at(rank)) for rank in ranks]
+        have = [has & (rank < self.k) for has, rank in zip(have, ranks)]
+        counts = [p.select(has, word >> _HALF, 0) for has, word in zip(have, bucket_words)]
+        most, turn = p.reduce("max", counts), p.var(0, "u32")
+        with p.block() as leave:
+            leave(most.equals(0))
+            with p.repeat() as again:
+                inside, others = [], []
+                for count, address in zip(counts, addresses):
+                    inside.append(turn < count)
+                    others.append(p.load(address, "u64", when=inside[-1]))
+                    p.increase(address, CANDIDATE_BYTES)
+                for value, other, rank, within in zip(values, others, ranks, inside):
+                    p.increase(rank, 1, when=within & (other > value))
+                p.increase(turn, 1)
+                again(turn < most)
+            for value, count, rank in zip(values, counts, ranks):
+                self.put_winner(value, rank, when=count > 0)
