@@ -179,8 +179,7 @@ def linear_cross_entropy(
     _check_reduction(name, reduction)
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    tokens = checks.known_tokens(name, known_labels(name, labels), **numbers)
-    tokens = checks.with_label_probs(name, tokens, label_probs)
+    tokens = checks.known_tokens(name, known_labels(name, labels), label_probs, **numbers)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, checks.known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)

@@ -87,7 +87,7 @@ def static_number(function: str, name: str, value, accepted: Callable, wanted: s
     return float(value)
 
 
-def known_tokens(function: str, labels, **numbers) -> Tokens:
+def known_tokens(function: str, labels, label_probs=None, **numbers) -> Tokens:
     """Returns the labels and the numbers of the loss.
 
     Concrete numbers are checked. A concrete default becomes None, so that the program leaves out its computation.
@@ -97,7 +97,12 @@ def known_tokens(function: str, labels, **numbers) -> Tokens:
         value = arguments.in_range(function, name, value, accepted, wanted)
         is_scalar = arguments.is_known(value) and not np.ndim(value)
         numbers[name] = None if is_scalar and jax.device_get(value) == default else value
-    return Tokens(labels, **numbers)
+    if label_probs is not None:
+        label_probs = known_weights(function, "label_probs", label_probs)
+        smoothing = numbers.pop("label_smoothing")
+        if smoothing is not None and (not arguments.is_known(smoothing) or np.any(jax.device_get(smoothing))):
+            raise ValueError(f"{function}: label_smoothing must be 0 with label_probs, got {smoothing}")
+    return Tokens(labels, label_probs=label_probs, **numbers)
 
 
 def known_weights(function: str, name: str, weights) -> Any:
@@ -108,16 +113,6 @@ def known_weights(function: str, name: str, weights) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{function}: {name} must be None or of real numbers, got dtype {dtype.name}")
     return weights
-
-
-def with_label_probs(function: str, tokens: Tokens, label_probs) -> Tokens:
-    smoothing = tokens.label_smoothing
-    if label_probs is None:
-        return tokens
-    if smoothing is not None and (not arguments.is_known(smoothing) or np.any(jax.device_get(smoothing))):
-        raise ValueError(f"{function}: label_smoothing must be 0 with label_probs, got {smoothing}")
-    probs = known_weights(function, "label_probs", label_probs)
-    return tokens._replace(label_probs=probs, label_smoothing=None)
 
 
 # ---- While tracing
@@ -219,7 +214,8 @@ def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checke
             f"{name}: {x_name} must be (..., D) and {w_name} {layout} for transpose_w={transpose_w},"
             f" got {x.shape} and {w.shape}"
         )
-    head = Head(transpose_w, options.softcap, _precision(x.dtype))
+    wanted = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    head = Head(transpose_w, options.softcap, None if x.dtype.itemsize < 4 else wanted or "highest")
     vocab = head.vocab(w)
     if not isinstance(vocab, int):
         raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
@@ -232,12 +228,6 @@ def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checke
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
     return Checked(x, w, bias, head, workspace_bytes, mesh_axes, vocab * jax.lax.axis_size(mesh_axes))
-
-
-def _precision(dtype) -> Any:
-    if dtype.itemsize < 4:
-        return None
-    return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> None:

@@ -105,11 +105,10 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
     """Returns function(rows), computed from the kept rows.
 
     Args:
-      function: (rows) -> (a result for each row, results of all rows together). Rows that are left out do not change
-        the latter.
+      function: (rows) -> (results of each row, results of all rows together, which rows that are left out leave alone).
       kept: boolean (n,), or None for all rows.
       rows: a tree of arrays (n, ...).
-      empty: the first results, for rows that are left out. They may have other results.
+      empty: the results of each row for rows that are left out. They may have other results.
     """
     n = jax.tree.leaves(rows)[0].shape[0]
     if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:

@@ -94,13 +94,9 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
 
 
 def _projection_topk(x, w, bias, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> TopK:
-    """Returns the winners of whole rows, (n, k).
+    """Returns the winners of whole rows, (n, k), by the choice of top-k for the user's call.
 
-    Args:
-      x, w, bias, static: as for `gradients.projection`.
-      tokens: the temperature of each token, and which tokens are kept, (n,).
-      topk: the choice of top-k for the user's call.
-      k, log: as for `linear_topk`.
+    The tokens have a temperature, and no labels. The other arguments are as for `gradients.projection`.
     """
     layer, dtype = Projection(xla.FUNCTIONS, w, bias, **static), widen(x).dtype
 

@@ -25,10 +25,8 @@ from pallas_softmax._src.sample.xla import draw
 def projection_sample(functions, x, w, bias, tokens: Tokens, *, sampler: Choice, **static) -> tuple:
     """Returns the three results of `linear_sample`, each (n,).
 
-    Args:
-      functions, x, w, bias, static: as for `gradients.projection`.
-      tokens: the temperature of each token as `sample` takes it, its draw, and which tokens are kept.
-      sampler: the choice of the operation SAMPLE; or of CUTOFF, if the noise is given element by element.
+    `tokens` have the temperature as `sample` takes it, and the draw. `sampler` is the choice of the operation SAMPLE,
+    or of CUTOFF if the noise is given element by element. The other arguments are as for `gradients.projection`.
     """
     layer = Projection(functions, w, bias, **static)
     dtype, vocab, mesh_axes = widen(x).dtype, layer.vocab, layer.mesh_axes

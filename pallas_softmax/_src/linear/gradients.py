@@ -68,8 +68,7 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) 
         return functions.statistics(x, w, bias, tokens, head=head)
 
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
-    stored = divergence.bytes_per_logit(layer, x) if head.teacher else stored
-    merged = head.teacher is not None
+    stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
     found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
     return found.merged(layer.mesh_axes, layer.vocab)
 

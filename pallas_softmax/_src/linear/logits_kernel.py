@@ -45,14 +45,7 @@ from pallas_softmax._src.normalizers import Normalizer
 
 
 def reduce_logits(
-    head: Head,
-    vocab: int,
-    acc,
-    place: Place,
-    inputs: "Inputs",
-    reference_gmem,
-    sums_gmem: Statistics,
-    stored_gmem,
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", reference_gmem, sums_gmem, stored_gmem
 ) -> None:
     """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store one array of it.
 
@@ -131,10 +124,10 @@ def row_sums(
     `head.undivided` says which z. The other arguments are as in `ChunkFunctions`.
 
     Returns:
-      The statistics of the parts, float32 (tiles, rows), and the exponentials, z or None. In the statistics, the number
-      of rows is rounded up to a multiple of `Tiling.cluster_rows`. If there is a reference, d is the sum of
-      exp(z - reference). Several labels are as `pick_logits` writes them. The exponentials (rows, columns of w) have
-      the dtype of x, and are 0 from column V on. With a softcap, they are multiplied by its slope.
+      The statistics of the parts, (tiles, rows rounded up to a multiple of `Tiling.cluster_rows`), and the
+      exponentials, z or None. With a reference, d is the sum of exp(z - reference). Several labels are as `pick_logits`
+      writes them. The exponentials (rows, columns of w) have the dtype of x, are 0 from column V on, and are multiplied
+      by the slope of a softcap.
     """
     rows, columns = len(x), head.width(w)
     padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)

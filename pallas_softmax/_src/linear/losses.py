@@ -298,12 +298,9 @@ def shares(weights: jax.Array) -> jax.Array:
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
     """Returns the coefficients of the gradient of sum(weights * losses), or of sum(weights * logsumexp) without labels.
 
-    The gradient is 0 in a row with no other weight than 0, and at temperature 0.
-
-    Args:
-      weights: one per row, or (rows, K) for several labels without label_probs. With an entropy, (rows, 3): the weights
-        of the losses, the entropies, and logsumexp.
-      statistics, tokens, vocab: as for `losses`.
+    There is one weight per row, or (rows, K) for several labels without label_probs. With an entropy, (rows, 3): the
+    weights of the losses, the entropies, and logsumexp. The gradient is 0 in a row with no other weight than 0, and at
+    temperature 0.
     """
     m, d = statistics.normalizer
     weightless = tokens.at_0(True, is_weightless(weights))

@@ -224,13 +224,10 @@ def _is_finite(
 
 
 def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:
-    """Returns a device's part of the sum of a gradient over mesh axes, rounded to the dtype.
+    """Returns a device's part of the sum of a gradient over mesh axes.
 
-    Args:
-      part: what the device adds to the sum, float32 if there are several devices.
-      divided: for each dimension, the mesh axes that divide the sum, but not `part`.
-      change: maps each element of the sum, before it is rounded.
-      dtype, axes: the dtype of the result; the mesh axes to sum over.
+    `part` is what the device adds, in float32 if there are several devices. `divided` has the mesh axes that divide
+    each dimension of the sum, but not of `part`. `change` maps each element of the sum, before it is rounded to `dtype`.
     """
     scattered = set()
     for dimension, of_dimension in divided.items():

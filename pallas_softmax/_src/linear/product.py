@@ -104,25 +104,14 @@ class Place(NamedTuple):
 
 
 def product(
-    epilogue: Callable,
-    a,
-    b,
-    others: tuple,
-    out_type: tuple,
-    *,
-    b_transposed: bool,
-    staged: Any,
-    tiling: Tiling,
-    name: str,
+    epilogue, a, b, others: tuple, out_type: tuple, *, b_transposed: bool, staged, tiling: Tiling, name: str
 ) -> tuple:
     """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
 
     Args:
       epilogue: consumes a part. `acc` is the part in float32; `others` and `outputs` are references to device memory.
-      a: (M, K).
-      b: (K, N), or (N, K) if `b_transposed`.
-      others: further inputs of the epilogue, pytrees of arrays.
-      out_type: shapes and dtypes of the outputs, pytrees.
+      a, b: (M, K), and (K, N), or (N, K) if `b_transposed`.
+      others, out_type: further inputs of the epilogue; shapes and dtypes of the outputs. Both are pytrees.
       staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
       tiling, name: the sizes of tiles and stages, and the kernel's name in profiles.
     """

@@ -92,11 +92,10 @@ class Projection:
         """Returns step(x, tokens), computed from the kept rows, chunk by chunk.
 
         Args:
-          step: x and tokens of some rows -> a tree of arrays (rows, ...).
+          step: x and tokens of some rows -> a tree of arrays (rows, ...). It stores `bytes_per_logit`.
           empty: the same function for rows that are left out. They may have other results.
-          bytes_per_logit: the bytes that `step` stores for each logit.
           merged: whether the results are the same on all devices that share a row.
-          x, tokens: all rows.
+          x, tokens, bytes_per_logit: all rows; the bytes that `step` stores for each logit.
         """
 
         def computed(rows):
