@@ -227,7 +227,7 @@ def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, chan
     """Returns a device's part of the sum of a gradient over mesh axes.
 
     `part` is what the device adds, in float32 if there are several devices. `divided` has the mesh axes that divide
-    each dimension of the sum, but not of `part`. `change` maps each element of the sum, before it is rounded to `dtype`.
+    each dimension of the sum, but not of `part`. `change` maps each element of the sum, before it is rounded.
     """
     scattered = set()
     for dimension, of_dimension in divided.items():
