@@ -41,7 +41,7 @@ from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.chunks import changed_if
-from pallas_softmax._src.linear.losses import Head, Statistics, bias_of, token_losses, weighted_sum
+from pallas_softmax._src.linear.losses import Head, bias_of, token_losses, weighted_sum
 from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 _ONE_DERIVATIVE = (
@@ -183,8 +183,11 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
     keywords |= {"partial_dw": bool(layout.tokens), "partial_dx": any(layout.dx)}
     *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
-    # Without statistics, these are the gradients of one loss per token: there is no total.
-    finite = _is_finite(call.function, flat, statistics[0], keywords["head"], layout) if statistics else True
+    finite: Any = True  # whether the weighted sum of all losses is finite. If not, its gradients are 0
+    if statistics:  # otherwise, these are the gradients of one loss per token: there is no sum
+        vocab = call.vocab * lax.axis_size(layout.columns)
+        total = weighted_sum(token_losses(call.function, statistics[0], flat[3], vocab), flat[4])
+        finite = jnp.isfinite(lax.psum(total, layout.tokens))
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
         if finite is not True:  # the loop does not read finite gradients
@@ -211,16 +214,6 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
 
 def _zeros(gradients):
     return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
-
-
-def _is_finite(
-    function: str, arrays: tuple, statistics: Statistics, head: Head, layout: _Layout
-) -> jax.Array:
-    """Returns whether the weighted sum of the losses of all tokens is finite. If not, its gradients are 0."""
-    _, w, _, tokens, weights = arrays
-    vocab = head.vocab(w) * lax.axis_size(layout.columns)
-    total = weighted_sum(token_losses(function, statistics, tokens, vocab), weights)
-    return jnp.isfinite(lax.psum(total, layout.tokens))
 
 
 def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:
