@@ -9,7 +9,6 @@ In turn i, a tile picks label first + i of all its rows at once. The row with th
 number of turns. There are one or two turns per tile for K = 64 random labels of 128,256 columns.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -121,7 +120,8 @@ def _labels_at(gmem, at, end):
     @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT), return_type=result)
     def labels_at(_, gmem, at, end):
         pointer, i32 = utils.memref_ptr(gmem), ir.IntegerType.get_signless(32)
-        found = [predicated.load_vector(pointer, i32, 1, *offset) for offset in _offsets(at, end)]
+        places = zip(at.registers.flat, end.registers.flat)
+        found = [predicated.load_vector(pointer, i32, 1, *_offset_and_inside(*place)) for place in places]
         return array(_ROW_LAYOUT.to_mgpu(), at.shape, found)
 
     return labels_at(gmem, at, end)
@@ -133,15 +133,14 @@ def _store(gmem, at, end, values) -> None:
 
     @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT, _ROW_LAYOUT))
     def store(_, gmem, at, end, values):
-        for register, offset in zip(values.registers.flat, _offsets(at, end)):
-            predicated.store_vector(utils.memref_ptr(gmem), register, *offset)
+        for register, *place in zip(values.registers.flat, at.registers.flat, end.registers.flat):
+            predicated.store_vector(utils.memref_ptr(gmem), register, *_offset_and_inside(*place))
 
     store(gmem, at, end, values)
 
 
-def _offsets(at, end) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yields the 64-bit offset of each position, and whether it is before the end."""
-    for pair in zip(at.registers.flat, end.registers.flat):
-        (position,), (limit,) = map(elements, pair)
-        inside = arith.cmpi(arith.CmpIPredicate.slt, position, limit)
-        yield arith.extui(ir.IntegerType.get_signless(64), position), inside
+def _offset_and_inside(at, end) -> tuple[Any, Any]:
+    """Returns the 64-bit offset of a position, and whether it is before the end."""
+    (at,), (end,) = elements(at), elements(end)
+    inside = arith.cmpi(arith.CmpIPredicate.slt, at, end)
+    return arith.extui(ir.IntegerType.get_signless(64), at), inside
