@@ -38,7 +38,7 @@ class Options(NamedTuple):
     workspace_bytes: int
     axis_name: AxisName
     implementation: ImplementationName | None
-    beta: float | None = None
+    beta: float = 0.0
     teacher_softcap: float | None = None
 
 

@@ -38,7 +38,7 @@ class Head:
     # Whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The normalizer that it
     # returns is always of the quotients.
     undivided: bool = False
-    beta: float | None = None  # of the divergence from a teacher (`divergence.py`)
+    beta: float = 0.0  # of the divergence from a teacher (`divergence.py`)
     teacher: "Head | None" = None  # the teacher's projection
 
     def width(self, w: jax.Array) -> int:

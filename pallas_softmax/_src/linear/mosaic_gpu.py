@@ -149,7 +149,7 @@ def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> St
     else:
         label_logit = jnp.sum(sums.label_logit, 0)[:rows]
     found = Statistics(normalizer, label_logit, None if sums.total is None else _total(sums.total)[:rows])
-    if sums.t is None:
+    if sums.t is None or sums.argmax is None:
         return found
     first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
     argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
