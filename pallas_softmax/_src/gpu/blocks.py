@@ -31,17 +31,12 @@ from pallas_softmax._src.gpu.ptx.inline import (
     thread,
 )
 
-# Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.
-WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
-
 
 def layout(vec: int) -> Any:
-    """Returns the layout of a block in registers."""
     return plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
 
 
 def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
-    """Returns the type of a block, for inline code to return."""
     return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
 
 
@@ -51,7 +46,7 @@ def filled(value, dtype=jnp.float32):
 
 
 def positions(vec: int = 1):
-    """Returns an int32 block of positions, 0 to 128 * vec - 1: element i is i."""
+    """Returns an int32 block: element i is i."""
     return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
 
 
@@ -75,7 +70,8 @@ def load(ref, vec: int = 1):
 @twin
 def load_as(ref, layout: Any):
     """Returns the array in `ref`, a reference to shared or device memory, in this layout."""
-    return plgpu.load(ref, *WHOLE, layout=layout, optimized=False)
+    whole: Any = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 requires an index
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)
 
 
 @twin
