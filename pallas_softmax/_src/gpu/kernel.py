@@ -34,9 +34,9 @@ def gpu_kernel(
       out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles; by default, the name of `body`.
-      cluster: number of CTAs in a cluster. If it is more than one, it must equal the size of the grid's last axis.
-      warpgroups: number of warpgroups of a CTA. They run the body concurrently, each with its number on the axis
-        "warpgroup". By default there is one, and no such axis.
+      cluster: number of CTAs in a cluster: 1, or the size of the grid's last axis.
+      warpgroups: number of warpgroups of a CTA, each with its number on the axis "warpgroup". By default there is one,
+        and no such axis.
       approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
       reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
     """
@@ -73,7 +73,7 @@ def gpu_kernel(
 
 
 def cta_number(axis: str, size: int) -> Any:
-    """Returns the number of this CTA along an axis of the grid, other than the first; `size` is the axis's."""
+    """Returns the number of this CTA along an axis of this size, other than the first axis of the grid."""
     return lax.axis_index(axis) if size > 1 else jnp.int32(0)
 
 
@@ -83,10 +83,7 @@ def number_of_row(ref, row) -> Any:
 
 
 def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
-    """Returns call(*inputs), where `call` is a `plgpu.kernel`. Its Python numbers get 32 bits, also under x64.
-
-    Index arithmetic of 64 bits has no lowering, or would be slower.
-    """
+    """Returns call(*inputs) of a `plgpu.kernel`. Index arithmetic has 32 bits; 64 bits have no lowering, or are slow."""
     with jax.enable_x64(False):
         return call(*inputs)
 
@@ -102,7 +99,7 @@ def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
 
 
 def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:
-    """Returns the argument with a kernel's cost for XLA's scheduler; `plgpu.kernel` has it since jax 0.12."""
+    """Returns the argument with a kernel's cost for XLA's scheduler, which `plgpu.kernel` has since jax 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
     bytes_accessed = sum(a.size * a.dtype.itemsize for a in arrays)

@@ -47,6 +47,7 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import power_of_two
 
 # --- Limits of the kernels ----------------------------------------------------------------------------
@@ -54,7 +55,6 @@ from pallas_softmax._src.gpu.layout import power_of_two
 MAX_K = 256  # winners; for more, the unrolled sorting network takes minutes to compile
 MAX_PARTS = 65_535  # parts of a row: the largest second dimension of a CUDA grid
 MAX_INDEX = 2**31 - 2**20  # rows, or elements of a row; indices must fit an int32 with padding
-VECTOR_BYTES = 16  # bytes that one thread loads at once
 
 # --- Measured constants of the plans ------------------------------------------------------------------
 # We chose these constants by measurements on one H100. benchmarks/results/triton (softmax) and
@@ -156,8 +156,9 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
     is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
 
-    if vocab <= _max_block(op, is_16_bit, masked):
-        return _block(vocab)
+    if vocab <= _max_block(op, is_16_bit, masked):  # a program has at least one warp and at least one row
+        width, warp_elements = power_of_two(vocab, 1), LANES * BLOCK_THREAD_ELEMENTS
+        return Block(max(1, warp_elements // width), width, max(1, width // warp_elements))
 
     # Few rows are cut into parts, so that their programs fill the GPU.
     parts = 1 if rows > FEW_ROWS else min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
@@ -184,17 +185,14 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
     return MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
 
 
-def _block(vocab: int) -> Block:
-    """Returns the plan for short rows: programs of at least one warp and at least one row."""
-    width = power_of_two(vocab, 1)
-    warp_elements = 32 * BLOCK_THREAD_ELEMENTS
-    return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
-
-
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
-    """Returns the plan for long rows in at most `parts` parts, and in steps of depth x width elements."""
-    length = _part_length(vocab, parts, depth * width)
-    return Long(-(-vocab // length), length, depth, width, warps)
+    return Long(*_cut(vocab, parts, depth * width), depth, width, warps)
+
+
+def _cut(vocab: int, parts: int, step: int) -> tuple[int, int]:
+    """Returns how many parts a row is cut into, at most `parts`, and the length of a part, a multiple of `step`."""
+    length = -(-vocab // (parts * step)) * step
+    return -(-vocab // length), length
 
 
 # --- Top-k --------------------------------------------------------------------------------------------
@@ -203,7 +201,7 @@ def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
 def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
     slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
-    vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
+    vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
     # Winning groups are read again, so their size has a limit.
     max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
@@ -213,8 +211,9 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
     slab = groups * vec
     parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
-    length = _part_length(vocab, parts, slab)
-    return Slabs(-(-vocab // length), length, slots, groups, vec, _slabs_warps(groups, vec))
+    # At most four warps, or at most eight if a program has many groups to sort.
+    warps = max(1, min(4, slab // 256), min(8, groups * min(vec, 4) // 256))
+    return Slabs(*_cut(vocab, parts, slab), slots, groups, vec, warps)
 
 
 def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:
@@ -242,31 +241,11 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
     return groups
 
 
-def _slabs_warps(groups: int, vec: int) -> int:
-    """Returns the number of warps of a program: at most four, or at most eight if it has many groups to sort."""
-    load_warps = groups * vec // 256
-    sort_warps = groups * min(vec, 4) // 256
-    return max(1, min(4, load_warps), min(8, sort_warps))
-
-
-def lists_per_merge(slots: int) -> int:
-    """Returns the number of lists, of `slots` candidates each, that one program can merge into one list."""
-    return max(2, MERGED_CANDIDATES // slots)
-
-
 def merge_fan_in(lists: int, slots: int) -> int:
-    """Returns how many of a row's `lists` lists each program of the next merge takes: a power of two."""
-    return min(lists_per_merge(slots), power_of_two(lists, 1))
+    """Returns how many of a row's `lists` lists of `slots` candidates a program merges into one: a power of two."""
+    return min(max(2, MERGED_CANDIDATES // slots), power_of_two(lists, 1))
 
 
 def merge_warps(fan_in: int, slots: int) -> int:
     """Returns the number of warps of a program that merges `fan_in` lists: one per 64 candidates, at most eight."""
     return max(1, min(8, fan_in * slots // 64))
-
-
-# --- Softmax and top-k --------------------------------------------------------------------------------
-
-
-def _part_length(vocab: int, parts: int, step: int) -> int:
-    """Returns the length of a part, a multiple of `step`, if a row is cut into at most `parts` parts."""
-    return -(-vocab // (parts * step)) * step
