@@ -19,7 +19,6 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import (
-    PER_THREAD,
     REF,
     SCALAR,
     array,
@@ -41,7 +40,7 @@ def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
 
 
 def filled(value, dtype=jnp.float32):
-    """Returns a block with one element for each thread, equal to `value`."""
+    """Returns a block with one element for each thread."""
     return laid_out(jnp.full((WARPGROUP,), value, dtype), layout(1))
 
 
@@ -57,7 +56,7 @@ def split(block, vec: int) -> list:
     @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
     def split(_, block):
         (register,) = block.registers.flat
-        return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
+        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
 
     return split(block)
 
@@ -114,7 +113,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1):
         pointer = utils.memref_ptr(ref)
         offset = predicated_ptx.offset_of(scalar(row), vocab, column)
         register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
-        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
+        return array(layout(1).to_mgpu(), (WARPGROUP,), [register])
 
     return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 

@@ -19,7 +19,7 @@ def gpu_kernel(
     grid: dict[str, int],
     out_type: Any,
     scratch_types: Any = (),
-    name: str | None = None,
+    name: str,
     cluster: int = 1,
     warpgroups: int | None = None,
     approximate: bool = False,
@@ -33,7 +33,7 @@ def gpu_kernel(
       grid: number of CTAs along each named axis. Axes with one CTA are left out, except the first axis.
       out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
       scratch_types: shared memory and barriers, by name.
-      name: the kernel's name in profiles; by default, the name of `body`.
+      name: the kernel's name in profiles.
       cluster: number of CTAs in a cluster: 1, or the size of the grid's last axis.
       warpgroups: number of warpgroups of a CTA, each with its number on the axis "warpgroup". By default there is one,
         and no such axis.
@@ -44,14 +44,14 @@ def gpu_kernel(
     optional: dict[str, Any] = {}
     if cluster > 1:
         optional |= {"cluster": (cluster,), "cluster_names": (names.pop(),)}
-    if warpgroups is not None:
+    if warpgroups:
         optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
         elements = max(a.size for a in jax.tree.leaves(inputs))
         call = plgpu.kernel(
             body,
-            kernel_name=name or body.__name__,
+            kernel_name=name,
             out_type=out_type,
             scratch_types=scratch_types,
             grid=tuple(grid[name] for name in names),
@@ -83,7 +83,7 @@ def number_of_row(ref, row) -> Any:
 
 
 def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
-    """Returns call(*inputs) of a `plgpu.kernel`. Index arithmetic has 32 bits; 64 bits have no lowering, or are slow."""
+    """Returns call(*inputs) of a `plgpu.kernel`. Its index arithmetic has 32 bits: 64 bits have no lowering."""
     with jax.enable_x64(False):
         return call(*inputs)
 

@@ -23,7 +23,7 @@ class Tile:
         row 7      thread 112     ...                                 thread 127     (warp 3, lanes 16-31)
         row 8      thread 0       ...                                 thread 15      (warp 0 again)
 
-    Elements beyond the row's end and rows beyond the array's end hold a fill value, or such rows repeat the last row.
+    Elements beyond a row's end hold a fill value. Rows beyond the array's end hold it too, or repeat the last row.
 
     With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way
     over lanes / pieces neighbouring lanes, and fills them. The columns of such a tile are not in order.

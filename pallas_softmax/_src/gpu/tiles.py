@@ -1,8 +1,7 @@
 """Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
 
-A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX.
-
-For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
+A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. For
+columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
 index, `ref.at[i]`.
 """
 
@@ -103,10 +102,9 @@ def load(
 
 @twin
 def prefetch(ref, tile: Tile, row) -> None:
-    """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
+    """Starts to copy the tile PREFETCHED_TILES after the one at this row to the L2 cache, for the CTA that takes it.
 
-    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer
-    than twice as many tiles is not prefetched: it would gain nothing.
+    An array of fewer than twice as many tiles is not prefetched: it would gain nothing.
     """
     rows, columns = ref.shape
     ahead = PREFETCHED_TILES * tile.rows
@@ -125,10 +123,7 @@ def prefetch(ref, tile: Tile, row) -> None:
 
 
 def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None):
-    """Loads a mask (mask rows, vocab or 1) as a boolean tile.
-
-    If the mask has one number per row, the tile repeats it beyond the end of the row too.
-    """
+    """Loads a mask (mask rows, vocab or 1) as a boolean tile. One number per row is repeated beyond its end too."""
     per_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
     return load(per_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
 
@@ -243,10 +238,10 @@ def _width(tile: Tile, ref, column) -> int:
 def _accesses(
     shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None, last_row=None
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
-    """Yields, for each register of this thread, its accesses to an array of this shape.
+    """Yields, for each register of this thread, its accesses to an array of this shape; one to an array (rows,).
 
-    An access is (offset, step, inside). It moves `width` elements, from offset + step on, if `inside`. A register has
-    one access to an array (rows,), for one number. The other arguments are as for `load`.
+    An access is (offset, step, inside): it moves `width` elements, from offset + step on, if `inside`. The other
+    arguments are as for `load`.
     """
     per_row = len(shape) == 1
     rows, columns = (*shape, 1)[:2]

@@ -77,7 +77,7 @@ def number_text(instruction: str, operand: str, number: Any) -> str:
     Raises TypeError for a number of the wrong type, and for a 16-bit float, which PTX has no syntax for. Raises
     ValueError for a number out of range.
     """
-    accepted = numbers.Real if operand == "f32" else numbers.Integral
+    accepted: Any = numbers.Real if operand == "f32" else numbers.Integral
     if operand in ("f16", "bf16") or not isinstance(number, accepted):
         raise TypeError(f"{instruction} takes {operand}, not the {type(number).__name__} {number!r}")
     if operand == "f32":

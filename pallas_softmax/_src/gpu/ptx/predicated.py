@@ -63,9 +63,8 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
 def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
     """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end.
 
-    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. XLA's buffers start at multiples
-    of 256 bytes, so it starts inside the array or in memory that XLA has for it. A prefetch writes nothing that a
-    program can read.
+    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. These bytes are XLA's, since its
+    buffers start at multiples of 256 bytes.
     """
     itemsize = utils.bytewidth(element)
     p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
@@ -100,7 +99,7 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
 
 
 def _emit(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
-    """Emits a program that accesses the address <at> of the element at an offset, if <inside>."""
+    """Emits a program that accesses the element at an offset, at the address <at>, if <inside>."""
     i64 = ir.IntegerType.get_signless(64)
     at = arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
     inside = arith.extui(ir.IntegerType.get_signless(32), inside)

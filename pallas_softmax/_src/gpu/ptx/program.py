@@ -66,7 +66,6 @@ class Program(Arithmetic):
         self += f"{_if(when)}{instruction} {register}, {register}, {text};"
 
     def special(self, name: str) -> Value:
-        """Returns a special register of PTX, like "lanemask_lt"."""
         return self.write("mov.u32", "u32", f"%{name}")
 
     # --- Control
@@ -129,10 +128,7 @@ class Program(Arithmetic):
         default: Any = None,
         space: str = "shared",
     ) -> Value:
-        """Returns the number in memory at address + offset, or the default where `when` does not hold.
-
-        Without a default the result is undefined there.
-        """
+        """Returns the number in memory. Where `when` does not hold, it is the default, or undefined without one."""
         out = self.fresh(kind) if default is None else self.var(default, kind)
         self.load_into([out], address, offset=offset, when=when, space=space)
         return out
@@ -152,7 +148,7 @@ class Program(Arithmetic):
         when: Condition = None,
         space: str = "shared",
     ) -> None:
-        """Loads neighbouring numbers at address + offset into a power of two of registers, where `when` holds."""
+        """Loads neighbouring numbers into a power of two of registers, where `when` holds."""
         bits = BITS[registers[0].kind]
         check_bits(f"ld.{space}.b{bits}", bits, *(register.kind for register in registers))
         for byte, vector, names in _vectors([str(register) for register in registers], bits // 8):
@@ -181,7 +177,7 @@ class Program(Arithmetic):
             self += f"{_if(when)}{instruction} {self._memory(instruction, address, offset + byte)}, {names};"
 
     def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
-        """Adds atomically to the number in shared memory at address + offset."""
+        """Adds atomically to a number in shared memory."""
         add = "red.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} {self._memory(add, address, offset)}, {self.text_of(add, 'i32', number)};"
 
@@ -227,11 +223,9 @@ class Program(Arithmetic):
         return self.write(f"redux.sync.{op}.{x.kind}", x.kind, x, _WHOLE_WARP)
 
     def any(self, condition: Value) -> Value:
-        """Returns a condition: whether the given one holds in any lane of the warp."""
         return self.write("vote.sync.any.pred", "pred", condition, _WHOLE_WARP, of="pred")
 
     def ballot(self, condition: Value) -> Value:
-        """Returns one bit for each lane of the warp: whether the condition holds there."""
         return self.write("vote.sync.ballot.b32", "u32", condition, _WHOLE_WARP, of="pred")
 
 

@@ -25,6 +25,11 @@ from pallas_softmax._src.gpu.ptx.kinds import (
 _SIGNS_OF_HALVES = 0xBB99
 
 
+def _relation(name: str) -> Callable[["Value", Any], "Value"]:
+    """Returns a method of `Value` that compares it with a number or another value."""
+    return lambda self, other: self.program.compare(self, name, other)
+
+
 class Value:
     """A register of a program, or one of its operands."""
 
@@ -98,23 +103,12 @@ class Value:
             return self.program.write("prmt.b32", self.kind, self, 0, _SIGNS_OF_HALVES)
         return self >> (BITS[self.kind] - 1)
 
-    def __lt__(self, other: Any) -> "Value":
-        return self.program.compare(self, "lt", other)
-
-    def __le__(self, other: Any) -> "Value":
-        return self.program.compare(self, "le", other)
-
-    def __gt__(self, other: Any) -> "Value":
-        return self.program.compare(self, "gt", other)
-
-    def __ge__(self, other: Any) -> "Value":
-        return self.program.compare(self, "ge", other)
-
-    def equals(self, other: Any) -> "Value":
-        return self.program.compare(self, "eq", other)
-
-    def differs(self, other: Any) -> "Value":
-        return self.program.compare(self, "ne", other)
+    __lt__ = _relation("lt")
+    __le__ = _relation("le")
+    __gt__ = _relation("gt")
+    __ge__ = _relation("ge")
+    equals = _relation("eq")
+    differs = _relation("ne")
 
 
 Condition = Value | None  # None: always
