@@ -1,7 +1,7 @@
-"""`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
+"""`plgpu.kernel` with the settings that all kernels of this package share."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ def gpu_kernel(
     warpgroups: int | None = None,
     approximate: bool = False,
     reduction_bytes: int = 2048,
+    operations: tuple[int, int] | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 
@@ -39,6 +40,8 @@ def gpu_kernel(
         and no such axis.
       approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
       reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
+      operations: numbers of floating-point operations and of exponentials, for XLA's scheduler. By default, four and
+        two for each element.
     """
     names = [name for i, (name, size) in enumerate(grid.items()) if i == 0 or size > 1]
     optional: dict[str, Any] = {}
@@ -48,7 +51,11 @@ def gpu_kernel(
         optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
-        elements = max(a.size for a in jax.tree.leaves(inputs))
+        if jax.__version_info__ >= (0, 12):
+            elements = max(a.size for a in jax.tree.leaves(inputs))
+            flops, exponentials = operations or (4 * elements, 2 * elements)
+            bytes_accessed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, out_type)))
+            optional["cost_estimate"] = pl.CostEstimate(flops, exponentials, bytes_accessed)
         call = plgpu.kernel(
             body,
             kernel_name=name,
@@ -64,10 +71,9 @@ def gpu_kernel(
             ),
             interpret=interpret(),
             **optional,
-            # About four operations and two exponentials for each element: an estimate, for XLA's scheduler only.
-            **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
         )
-        return trace_kernel(call, *inputs)
+        with jax.enable_x64(False):  # index arithmetic of 64 bits has no lowering, or would be slower
+            return call(*inputs)
 
     return launch
 
@@ -82,12 +88,6 @@ def number_of_row(ref, row) -> Any:
     return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
 
 
-def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
-    """Returns call(*inputs) of a `plgpu.kernel`. Its index arithmetic has 32 bits: 64 bits have no lowering."""
-    with jax.enable_x64(False):
-        return call(*inputs)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _traced(function, interpret, static, *arrays):  # `interpret` only tells calls apart
     return function(*arrays, **dict(static))
@@ -96,11 +96,3 @@ def _traced(function, interpret, static, *arrays):  # `interpret` only tells cal
 def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
     """Returns function(*arrays, **static), which launches a kernel. JAX traces and lowers equal calls only once."""
     return _traced(function, interpret(), tuple(static.items()), *arrays)
-
-
-def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:
-    """Returns the argument with a kernel's cost for XLA's scheduler, which `plgpu.kernel` has since jax 0.12."""
-    if jax.__version_info__ < (0, 12):
-        return {}
-    bytes_accessed = sum(a.size * a.dtype.itemsize for a in arrays)
-    return {"cost_estimate": pl.CostEstimate(flops, transcendentals, bytes_accessed)}

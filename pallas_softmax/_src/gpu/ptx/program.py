@@ -156,12 +156,7 @@ class Program(Arithmetic):
             self += f"{_if(when)}{instruction} {names}, {self._memory(instruction, address, offset + byte)};"
 
     def store(
-        self,
-        address: Value,
-        *values: Any,
-        offset: int = 0,
-        when: Condition = None,
-        space: str = "shared",
+        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str = "shared"
     ) -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time.
 
