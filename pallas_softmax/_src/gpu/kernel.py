@@ -22,7 +22,7 @@ def gpu_kernel(
     name: str,
     cluster: int = 1,
     warpgroups: int | None = None,
-    approximate: bool = False,
+    approximate: bool = True,
     reduction_bytes: int = 2048,
     operations: tuple[int, int] | None = None,
 ) -> Callable[..., Any]:

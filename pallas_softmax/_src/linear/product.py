@@ -154,7 +154,6 @@ def product(
         name=name,
         cluster=cluster,
         warpgroups=MULTIPLIERS + 1,
-        approximate=True,
         operations=(2 * a.size * columns, a.shape[0] * columns),
     )(*flat_inputs)
     return out_tree.unflatten(results)

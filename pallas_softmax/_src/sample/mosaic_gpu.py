@@ -133,7 +133,6 @@ def sample_rows(
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
-        approximate=True,
     )(x.reshape(view), parameters, words, None if mask is None else mask.array)
     return [result.reshape(*batch, 1) for result in results]
 
