@@ -33,7 +33,7 @@ def interpreted(interpret: Any, twins: Mapping[str, Callable[..., Any]]) -> Iter
 
 
 def interpret() -> Any:
-    """Returns the argument `interpret` of `pallas_call` for a kernel that is traced now; None on a GPU."""
+    """Returns the argument `interpret` of `pallas_call` for a kernel that is traced now."""
     return _interpreter.get(_ON_GPU)[0]
 
 

@@ -16,32 +16,20 @@ from pallas_softmax._src.gpu.interpreter import interpret
 def gpu_kernel(
     body: Callable[..., None],
     *,
-    grid: dict[str, int],
-    out_type: Any,
-    scratch_types: Any = (),
-    name: str,
-    cluster: int = 1,
-    warpgroups: int | None = None,
-    approximate: bool = True,
-    reduction_bytes: int = 2048,
-    operations: tuple[int, int] | None = None,
+    grid: dict[str, int],  # number of CTAs by axis; axes with one CTA are left out, except the first
+    out_type: Any,  # shape and dtype of the output; or a list or NamedTuple of several, to be returned as such
+    scratch_types: Any = (),  # shared memory and barriers, by name
+    name: str,  # in profiles
+    cluster: int = 1,  # number of CTAs in a cluster: 1, or the size of the grid's last axis
+    warpgroups: int | None = None,  # numbered along the axis "warpgroup"; None: one, and no such axis
+    approximate: bool = True,  # whether exp and log use the fast instructions; see `softmax.plan.approximate`
+    reduction_bytes: int = 2048,  # of shared memory for reductions over the warps of a CTA
+    operations: tuple[int, int] | None = None,  # and exponentials, for XLA; None: 4 and 2 for each element
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 
-    Args:
-      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
-        arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
-      grid: number of CTAs along each named axis. Axes with one CTA are left out, except the first axis.
-      out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
-      scratch_types: shared memory and barriers, by name.
-      name: the kernel's name in profiles.
-      cluster: number of CTAs in a cluster: 1, or the size of the grid's last axis.
-      warpgroups: number of warpgroups of a CTA, each with its number on the axis "warpgroup". By default there is one,
-        and no such axis.
-      approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
-      reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
-      operations: numbers of floating-point operations and of exponentials, for XLA's scheduler. By default, four and
-        two for each element.
+    The kernel is called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of arrays. An
+    input may also be a pytree of arrays, or None; the body gets the same structure.
     """
     names = [name for i, (name, size) in enumerate(grid.items()) if i == 0 or size > 1]
     optional: dict[str, Any] = {}

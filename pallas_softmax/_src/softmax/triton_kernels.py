@@ -14,10 +14,6 @@ and the normalizer. A backward only sums its rows: d is the sum and m is 0, so t
 _src/triton/plan.py draws the plans and explains their constants.
 """
 
-# language.py explains why pyright cannot check kernels.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 
@@ -44,7 +40,6 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    """Returns N normalizers of empty sets."""
     if OP == "softmax_grad" or OP == "log_softmax_grad":
         return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
     else:
@@ -64,7 +59,7 @@ def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _row_constants(m, d, OP: tl.constexpr):
-    """Returns the two constants of a row that `_value` needs, from the row's normalizer."""
+    """Returns the two constants of a row that `_value` needs."""
     if OP == "softmax":
         return shift(m), tl.div_rn(1.0, d)
     elif OP == "log_softmax":

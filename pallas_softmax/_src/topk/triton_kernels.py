@@ -16,10 +16,6 @@ In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x
 These are the factors of 1 / temperature, see `normalizers.Scale`; without a temperature all are 1.
 """
 
-# language.py explains why pyright cannot check kernels.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 

@@ -7,10 +7,6 @@ Kernels inline the functions that they call. Arguments marked as `tl.constexpr` 
 kernel is compiled. All other arguments are Triton tensors of any shape: the arrays of one program.
 """
 
-# In a kernel, a constexpr is the value itself, but pyright does not know that. Triton may also not be installed.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 

@@ -112,8 +112,7 @@ class Long:
     """A program walks over a part of a row in steps."""
 
     parts: int  # number of parts of a row, which is the number of its programs
-    # Number of elements of a part, a multiple of depth x width; the last part of a row may have fewer.
-    length: int
+    length: int  # number of elements of a part, a multiple of depth x width; the last part may have fewer
     depth: int  # number of lines of a step, a power of two
     width: int  # number of elements of a line, a power of two; each keeps a normalizer of its own
     warps: int  # number of warps of a program
@@ -124,8 +123,7 @@ class Slabs:
     """A program finds the winners of a part of a row, slab by slab."""
 
     parts: int  # number of parts of a row, which is the number of its programs
-    # Number of elements of a part, a multiple of groups x vec; the last part of a row may have fewer.
-    length: int
+    length: int  # number of elements of a part, a multiple of groups x vec; the last part may have fewer
     slots: int  # number of winners that are kept, a power of two that is at least k
     groups: int  # number of groups of a part, a power of two that is at least `slots`
     vec: int  # number of neighbouring elements that a group has in each slab, a power of two
@@ -177,7 +175,7 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
 
 
 def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
-    """Returns the length of the longest rows that a program holds whole, in elements."""
+    """Returns the number of elements of the longest rows that a program holds whole."""
     if masked:
         return MAX_BLOCK_MASKED
     if op in ("softmax", "logsumexp"):
@@ -225,10 +223,8 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
     widest = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
     if k <= FEW_WINNERS:  # few groups are read again, so they may be larger and fewer
         groups, slabs = 128, FEW_WINNERS_SLABS
-    elif k <= SOME_WINNERS:
-        groups, slabs = 512, max_slabs
     else:
-        groups, slabs = 1_024, max_slabs
+        groups, slabs = 512 if k <= SOME_WINNERS else 1_024, max_slabs
     if vec < 4:  # loads are narrow: a program has more of them at once
         groups *= 4
     if in_parts:  # there are few programs: each keeps more loads in flight

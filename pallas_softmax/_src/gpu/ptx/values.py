@@ -271,7 +271,6 @@ class Arithmetic:
         return self.write("popc.b32", "u32", x, of="b32")
 
     def highest_bit(self, x: Value) -> Value:
-        """Returns the number of the highest bit that is 1."""
         return self.write("bfind.u32", "u32", x)
 
     def lowest_bit(self, x: Value) -> Value:
