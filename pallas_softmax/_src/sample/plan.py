@@ -161,13 +161,12 @@ class SamplePlan:
 def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
     vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
     step_blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)  # each warpgroup has one step
-    return SamplePlan(
-        Window(vocab, vec, step_blocks, step_blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16
-    )
+    window = Window(vocab, vec, step_blocks, step_blocks, count)
+    return SamplePlan(window, warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
-    """Returns None if no cluster of this compute capability can hold a row."""
+    """Returns the plan for a GPU of this compute capability; None if no cluster can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
 
     def first_that_fits(counts: range, warpgroups: int, room: int) -> SamplePlan | None:

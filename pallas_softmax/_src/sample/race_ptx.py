@@ -149,7 +149,11 @@ class Race:
                 with p.when(reaches):
                     self._compare(one_plus_u, x, number)
             with p.when(more):
-                self._publish()
+                (best,) = p.over_warp(["max"], [self.best])
+                with p.when(best > self.threshold):
+                    with p.when(p.lane < p.ctas):
+                        p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
+                    self.set_threshold(best)
 
     @staticmethod
     def first_best(p: ClusterProgram, best: Value, index: Value, x: Value) -> list[Value]:
@@ -179,14 +183,6 @@ class Race:
             wins = wins & self.is_kept(x, number)
         for register, value in ((self.best, z), (self.index, index), (self.x, x)):
             p.set(register, value, when=wins)
-
-    def _publish(self) -> None:
-        p = self.p
-        (best,) = p.over_warp(["max"], [self.best])
-        with p.when(best > self.threshold):
-            with p.when(p.lane < p.ctas):
-                p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
-            self.set_threshold(best)
 
 
 def _order(x: Value) -> Value:

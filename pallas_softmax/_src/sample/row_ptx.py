@@ -248,13 +248,6 @@ class PartProgram(ClusterProgram):
         bits = key << self.spare_bits if self.spare_bits else key
         return flip_negative(bits, MAGNITUDE >> self.spare_bits << self.spare_bits).bits("f32")
 
-    def key_of_dtype(self, key: Value) -> Value:
-        """Returns the sort key of the elements' own dtype. It differs from `key` for float16 only."""
-        if self.elements.name != "f16":
-            return key
-        bits = self.convert(self.convert(self.from_key(key), "f16").bits("s16"), "s32")
-        return self.select(key.equals(KEEP_ALL), KEEP_ALL, self.elements.key(bits))
-
 
 # --- The largest element, the mass of the row, and a bound for a small top_k
 
