@@ -172,10 +172,8 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
     plan = first_that_fits(range(1, most + 1), WARPGROUPS, hardware.smem_of_each(capability, RESIDENT))
     if plan is None or plan.window.count > SMALL_CLUSTER:
         counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
-        plan = (
-            first_that_fits(counts, MORE_WARPGROUPS, hardware.smem_of_each(capability, FEWER_RESIDENT))
-            or plan
-        )
+        room = hardware.smem_of_each(capability, FEWER_RESIDENT)
+        plan = first_that_fits(counts, MORE_WARPGROUPS, room) or plan
     return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)
 
 

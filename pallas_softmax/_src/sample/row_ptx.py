@@ -365,10 +365,8 @@ def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Val
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
-# Two normalizers of each lane are joined, and the normalizers of all lanes are combined.
-
-
 def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """Combines two normalizers (m, d) of each lane."""
     m = p.op("max.NaN", "f32", a[0], b[0])
     finite = p.max(m, LEAST_FINITE)
     of_a, of_b = (d * _mass(p, p.max(own_m, LEAST_FINITE), finite) for own_m, d in (a, b))
@@ -376,6 +374,7 @@ def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Valu
 
 
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
+    """Combines the normalizers of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     d = d * _mass(p, p.max(m, LEAST_FINITE), p.max(largest, LEAST_FINITE))
     (d,) = p.over_warp(["add"], [d])
