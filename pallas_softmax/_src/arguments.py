@@ -194,14 +194,7 @@ def rows(
 
 
 def last_axis(
-    operation: RowOperation,
-    function: str,
-    x: jax.Array,
-    axis: int,
-    where,
-    axis_name: AxisName,
-    per_row,
-    k=None,
+    operation: RowOperation, function: str, x: jax.Array, axis: int, where, axis_name, per_row, k=None
 ) -> tuple[Call, list]:
     """Returns a call of an operation on rows along one axis, and its arrays with this axis last.
 

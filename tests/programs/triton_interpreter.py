@@ -304,7 +304,7 @@ def test_topk_plans_are_of_every_kind():
 @pytest.mark.parametrize("parts", [5, 9])
 def test_merges_of_merges(parts, monkeypatch):
     """Each merge takes two lists, so there are three or four merges, and the last merge lacks a list."""
-    monkeypatch.setattr(triton_plan, "lists_per_merge", lambda slots: 2)
+    monkeypatch.setattr(triton_plan, "MERGED_CANDIDATES", 2 * 8)
     v, names = 128 * parts - 25, ["normal", "integers", "everything"]
     assert_topk(cases.rows(names, v), 5, names, Slabs(parts, 128, 8, 16, 4, 1), log=True)
 

@@ -124,7 +124,10 @@ PARTS = [
     # several segments of a CTA: they fill blocks, or overlap in their last block
     (Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW),
     (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW),
-    # rows in turns: slots for one row, for more than one, and for all
+]
+# Rows in turns: slots for one row, for more than one, and for all. Their slots are freed while elements are written, so
+# only operations that write elements have turns.
+IN_TURNS = [
     (Parts(1003, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
     (Parts(1024, 8, 1, 1, True, teams=4, slots=3), BF16, FEW),
     (Parts(1000, 4, 2, 1, True, teams=1, slots=9), F32, FEW),

@@ -15,7 +15,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.plan import Parts
 from tests.softmax import kernels
-from tests.softmax.kernels import PARTS, READ_AGAIN
+from tests.softmax.kernels import IN_TURNS, PARTS, READ_AGAIN
 from tests.support import bounds, cases, oracle, plans
 from tests.support.calls import DTYPES
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -54,7 +54,8 @@ TILES = [
 ]
 TILES += [(1003, F16, FEW), (5000, F32, FEW[:3]), (1, F32, FEW), (129, F16, FEW), (1000, BF16, ALL)]
 CASES = first(1, pairs(oracle.OPERATIONS, TILES)) + first(1, pairs(oracle.OPERATIONS[::-1], PARTS))
-CASES += first(0, pairs([*oracle.BACKWARD, "softmax"], READ_AGAIN))  # some steps are read twice
+ELEMENTWISE = [op for op in oracle.OPERATIONS if op != "logsumexp"]
+CASES += first(0, pairs(ELEMENTWISE, IN_TURNS + READ_AGAIN))
 
 
 @pytest.mark.parametrize(("name", "rows"), CASES, ids=parameter_id)
@@ -89,15 +90,12 @@ MASKED_KINDS = [
     *((None, pattern) for pattern in ("111v", "bhq1", "b1q1", "1hqv", "1111")),
     (Parts(1003, 4, 2, 2, False), "bhq1"),
     (Parts(1024, 4, 2, 1, True), "1h11"),
-    (Parts(1003, 4, 1, 1, True, teams=4, slots=3), "bhqv"),
 ]
+WHERE = pairs(MASKED_KINDS, ["log_softmax", "logsumexp", "softmax", "log_softmax_grad"])
+WHERE += [((Parts(1003, 4, 1, 1, True, teams=4, slots=3), "bhqv"), "softmax")]
 
 
-@pytest.mark.parametrize(
-    ("masked", "name"),
-    first(1, pairs(MASKED_KINDS, ["log_softmax", "logsumexp", "softmax", "log_softmax_grad"])),
-    ids=str,
-)
+@pytest.mark.parametrize(("masked", "name"), first(1, WHERE), ids=str)
 def test_where_interpreted(masked, name):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, and another row keeps only -inf."""
     plan, pattern = masked
@@ -303,36 +301,36 @@ CLUSTERS = [
     (Parts(2048, 4, 1, 8, True), F32, FEW),
     (Parts(16 * 400, 8, 1, 16, True), F16, FEW),
     (Parts(5000, 8, 1, 2, True, per_cta=2), BF16, ALL),
-    # rows in turns
+]
+CLUSTERS_IN_TURNS = [
     (Parts(1003, 4, 1, 2, True, teams=11, slots=3), F32, ALL),
     (Parts(2048, 4, 1, 8, True, teams=1, slots=1), F32, ALL),
     (Parts(16 * 400, 8, 1, 16, True, teams=4, slots=5), F16, FEW),
 ]
 
-EVERY_PLAN = [(*plan, False) for plan in PARTS + CLUSTERS] + [
-    (*plan, True) for plan in [*CLUSTERS[:2], CLUSTERS[5]]
-]
+LONGEST = [(Parts(16 * 4000, 4, 1, 16, True, teams=4, slots=3), F32, FEW)]
+LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
+
+
+def for_each(operations, plans, masked):
+    """Returns (operation, plan, dtype, names, whether there is a mask); those in `masked` have one."""
+    cases = [(*plan, False) for plan in plans] + [(*plan, True) for plan in masked]
+    return [(op, *case) for op in operations for case in cases]
+
+
+EVERY_PLAN = for_each(oracle.OPERATIONS, PARTS + CLUSTERS, CLUSTERS[:2])
+EVERY_PLAN += for_each(
+    ELEMENTWISE, IN_TURNS + READ_AGAIN + CLUSTERS_IN_TURNS + LONGEST, CLUSTERS_IN_TURNS[:1]
+)
 
 
 @on_a_gpu
-@pytest.mark.parametrize(("plan", "dtype", "names", "masked"), EVERY_PLAN, ids=str)
-@pytest.mark.parametrize("name", oracle.OPERATIONS)
+@pytest.mark.parametrize(("name", "plan", "dtype", "names", "masked"), EVERY_PLAN, ids=str)
 def test_every_plan_on_a_gpu(name, plan, dtype, names, masked):
     x = cases.rows(names, plan.vocab, dtype)
     kernels.assert_softmax(
         name, x, names, cases.broadcast_mask("bv", x.shape) if masked else None, plan, interpret=None
     )
-
-
-LONGEST = [(Parts(16 * 4000, 4, 1, 16, True, teams=4, slots=3), F32, FEW)]
-LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
-
-
-@on_a_gpu
-@pytest.mark.parametrize(("plan", "dtype", "names"), READ_AGAIN + LONGEST, ids=str)
-@pytest.mark.parametrize("name", [*oracle.BACKWARD, "softmax"])
-def test_steps_that_are_read_twice_on_a_gpu(name, plan, dtype, names):
-    kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan, interpret=None)
 
 
 @on_a_gpu

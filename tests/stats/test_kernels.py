@@ -27,7 +27,7 @@ LOST_NAN = pytest.mark.xfail(
     reason="the interpreter loses a NaN, as XLA's maximum for CPUs does; the GPU has the same rows"
 )
 STEPS = pytest.param(5000, F32, marks=LOST_NAN)
-WITHOUT_TURNS = [(plan, dtype) for plan, dtype, _ in PARTS if plan.slots is None]  # no plan has turns
+PLANS = [(plan, dtype) for plan, dtype, _ in PARTS]
 
 
 def assert_interpreted(plan, v, dtype, masked, scaled):
@@ -48,9 +48,9 @@ def test_short_rows_interpreted(v, dtype, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(len(WITHOUT_TURNS)))
+@pytest.mark.parametrize("case", range(len(PLANS)))
 def test_long_rows_interpreted(case):
-    plan, dtype = WITHOUT_TURNS[case]
+    plan, dtype = PLANS[case]
     assert_interpreted(plan, plan.vocab, dtype, case % 2 == 0, case % 3 == 0)
 
 

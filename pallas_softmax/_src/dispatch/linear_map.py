@@ -133,21 +133,17 @@ ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
     """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN."""
+    return value
 
-    @jax.custom_jvp
-    def identity(value, inputs):
-        return value
 
-    @identity.defjvp
-    def _(primals, tangents):
-        value, inputs = primals
-        floating = [t for x, t in zip(inputs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        refused = LinearMap(_nan, _refuse, name, jax.tree.structure(()))
-        return value, apply(refused, [], [tangents[0], *floating])[0]
-
-    return identity(value, inputs)
+@without_gradient.defjvp
+def _(name, primals, tangents):
+    floating = [t for x, t in zip(primals, tangents) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    refused = LinearMap(_nan, _refuse, name, jax.tree.structure(()))
+    return primals[0], apply(refused, [], floating)[0]
 
 
 def _nan(name: str, saved: tuple, linear: tuple, *, plain: bool) -> list:

@@ -189,12 +189,8 @@ def merge_over(
     devices, each device merges its share of the rows, and the results are gathered. So the bytes that a device receives
     do not grow with the number of devices.
 
-    Args:
-      axes: the mesh axes that each row is spread over.
-      merge: (arrays (..., devices * n), own) -> a tree of arrays (..., n).
-      parts: this device's numbers, (..., n) each.
-      own: a tree of arrays (..., n) or (1, ..., n) that are the same on all devices.
-      partly: merges over each axis except the first, to numbers like `parts`; None for `merge`.
+    `merge` maps arrays (..., devices * n) to a tree of arrays (..., n). `parts` are (..., n); `own` is the same on all
+    devices, (..., n) or (1, ..., n). `partly` takes the place of `merge` over each axis except the first.
     """
     for axis in axes[:0:-1]:
         parts = tuple(merge_over((axis,), partly or merge, parts, own))
@@ -213,13 +209,9 @@ def merge_over(
 def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own: Any) -> Any:
     """Returns function(along_row, own): each device runs it on its share of the rows, and the results are gathered.
 
-    With many rows, a device receives about as many elements as it holds.
-
-    Args:
-      axes: the mesh axes that each row is spread over.
-      function: (arrays (rows, row length), arrays (rows, n)) -> a tree of arrays (rows, n).
-      along_row: a tree of shards (..., V). Their other dimensions may be 1, except those of the first one.
-      own: a tree of arrays (..., n) that are the same on all devices. Their other dimensions may be 1.
+    With many rows, a device receives about as many elements as it holds. `function` maps whole rows (rows, row length)
+    and (rows, n) to a tree of arrays (rows, n). `along_row` are shards (..., V), and `own` is the same on all devices,
+    (..., n). Dimensions of the batch may be 1, except in the first shard.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)

@@ -45,14 +45,15 @@ class Dimensions(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments)."""
+    """How a mesh divides one kind of calls. The functions take (choice, arrays, static arguments).
+
+    `dimensions` also takes the types of the results, and `on_shard` what `lay_out` returns for it.
+    """
 
     name: str  # in texts
-    dimensions: Callable[
-        [Choice, tuple, dict[str, Any], Any], Dimensions
-    ]  # takes the types of the results too
-    whole: Callable[[Choice, tuple, dict[str, Any]], Any]  # computes the call on whole arrays
-    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]  # takes what `lay_out` returns for it too
+    dimensions: Callable[[Choice, tuple, dict[str, Any], Any], Dimensions]
+    whole: Callable[[Choice, tuple, dict[str, Any]], Any]
+    on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
 
 
 _divisions: dict[str, Division] = {}
@@ -82,9 +83,7 @@ class _Divided(NamedTuple):
     results: Any  # the tree of results, likewise
     result_types: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
     settings: tuple[Any, ...]  # the values of `_SETTINGS`
-    gpu: (
-        tuple[str, str, int | None] | None
-    )  # kind, platform and cores of the abstract device, if there is one
+    gpu: tuple[str, str, int | None] | None  # kind, platform and cores of the abstract device
 
 
 def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import (
-    PER_THREAD,
     REF,
     SCALAR,
     array,
@@ -31,27 +30,22 @@ from pallas_softmax._src.gpu.ptx.inline import (
     thread,
 )
 
-# Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.
-WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
-
 
 def layout(vec: int) -> Any:
-    """Returns the layout of a block in registers."""
     return plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
 
 
 def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
-    """Returns the type of a block, for inline code to return."""
     return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
 
 
 def filled(value, dtype=jnp.float32):
-    """Returns a block with one element for each thread, equal to `value`."""
+    """Returns a block with one element for each thread."""
     return laid_out(jnp.full((WARPGROUP,), value, dtype), layout(1))
 
 
 def positions(vec: int = 1):
-    """Returns an int32 block of positions, 0 to 128 * vec - 1: element i is i."""
+    """Returns an int32 block: element i is i."""
     return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
 
 
@@ -62,7 +56,7 @@ def split(block, vec: int) -> list:
     @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
     def split(_, block):
         (register,) = block.registers.flat
-        return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
+        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
 
     return split(block)
 
@@ -75,7 +69,8 @@ def load(ref, vec: int = 1):
 @twin
 def load_as(ref, layout: Any):
     """Returns the array in `ref`, a reference to shared or device memory, in this layout."""
-    return plgpu.load(ref, *WHOLE, layout=layout, optimized=False)
+    whole: Any = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 requires an index
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)
 
 
 @twin
@@ -118,7 +113,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1):
         pointer = utils.memref_ptr(ref)
         offset = predicated_ptx.offset_of(scalar(row), vocab, column)
         register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
-        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
+        return array(layout(1).to_mgpu(), (WARPGROUP,), [register])
 
     return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 

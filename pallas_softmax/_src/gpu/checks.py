@@ -12,6 +12,11 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if capability[0] not in SMEM_BYTES:
         majors = " or ".join(map(str, SMEM_BYTES))
         return f"needs a GPU of compute capability {majors}, not {capability[0]}.{capability[1]}"
+    return unsupported_array(call)
+
+
+def unsupported_array(call: Call) -> str | None:
+    """Returns why no kernel of any kind takes an array; None if they do."""
     if call.dtype not in KERNEL_DTYPES:
         return f"no kernel for {call.dtype}, only {', '.join(KERNEL_DTYPES)}"
     if call.depth is None and (call.rows == 0 or call.vocab == 0):
@@ -20,12 +25,11 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 
 def not_contiguous(call: Call) -> str | None:
-    """Returns a reason if the row is not contiguous."""
     return None if call.inner == 1 else "the row is not contiguous: its axes are not the last ones"
 
 
 def too_large(call: Call) -> str | None:
-    """Returns a reason if int32 cannot number the elements of a call's rows, as bulk copies see them."""
+    """Returns a reason if int32 cannot number the elements of a row, as bulk copies see it."""
     vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
     if aligned_view(call.rows, call.vocab, vec)[-1] < INT32_LIMIT:
         return None

@@ -17,5 +17,5 @@ SYSTEM_SMEM_BYTES = 1024  # shared memory of each CTA that CUDA reserves
 
 
 def smem_of_each(capability: tuple[int, int], ctas: int) -> int:
-    """Returns the bytes of shared memory that each CTA may use if `ctas` of them share a multiprocessor."""
+    """Returns the bytes of shared memory of each CTA if `ctas` of them share a multiprocessor."""
     return (SMEM_BYTES[capability[0]] + SYSTEM_SMEM_BYTES) // ctas - SYSTEM_SMEM_BYTES

@@ -14,7 +14,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
 # The argument `interpret` of `pallas_call`, and the twins by file and name of the function: "blocks.load_as".
 _interpreter: ContextVar[tuple[Any, Mapping[str, Callable[..., Any]]]] = ContextVar("interpreter")
 _ON_GPU = None, {}
@@ -22,10 +21,9 @@ _ON_GPU = None, {}
 
 @contextlib.contextmanager
 def interpreted(interpret: Any, twins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """In this context, kernels are traced with this value of the `interpret` argument of `pallas_call`.
+    """In this context, kernels are traced with this argument `interpret` of `pallas_call`; None is for the GPU.
 
-    None is for the GPU. `jax.jit` does not cache by the context. So use a jitted function either in this context or
-    outside of it, but not in both.
+    `jax.jit` does not cache by the context. So use a jitted function in this context or outside of it, not in both.
     """
     token = _interpreter.set((interpret, twins))
     try:
@@ -35,12 +33,12 @@ def interpreted(interpret: Any, twins: Mapping[str, Callable[..., Any]]) -> Iter
 
 
 def interpret() -> Any:
-    """Returns the argument `interpret` of `pallas_call` for a kernel that is traced now; None on a GPU."""
+    """Returns the argument `interpret` of `pallas_call` for a kernel that is traced now."""
     return _interpreter.get(_ON_GPU)[0]
 
 
 def twin(function: F) -> F:
-    """Decorates a function for the GPU. The interpreter calls its twin in its place, with the same arguments."""
+    """Decorates a function for the GPU, which has a twin for the interpreter."""
     name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
     @functools.wraps(function)
@@ -53,5 +51,4 @@ def twin(function: F) -> F:
 
 @twin
 def laid_out(value, layout: Any):
-    """Returns an array in this layout; unchanged in the interpreter."""
     return plgpu.layout_cast(value, layout)

@@ -1,7 +1,7 @@
-"""`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
+"""`plgpu.kernel` with the settings that all kernels of this package share."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,42 +16,37 @@ from pallas_softmax._src.gpu.interpreter import interpret
 def gpu_kernel(
     body: Callable[..., None],
     *,
-    grid: dict[str, int],
-    out_type: Any,
-    scratch_types: Any = (),
-    name: str | None = None,
-    cluster: int = 1,
-    warpgroups: int | None = None,
-    approximate: bool = False,
-    reduction_bytes: int = 2048,
+    grid: dict[str, int],  # number of CTAs by axis; axes with one CTA are left out, except the first
+    out_type: Any,  # shape and dtype of the output; or a list or NamedTuple of several, to be returned as such
+    scratch_types: Any = (),  # shared memory and barriers, by name
+    name: str,  # in profiles
+    cluster: int = 1,  # number of CTAs in a cluster: 1, or the size of the grid's last axis
+    warpgroups: int | None = None,  # numbered along the axis "warpgroup"; None: one, and no such axis
+    approximate: bool = True,  # whether exp and log use the fast instructions; see `softmax.plan.approximate`
+    reduction_bytes: int = 2048,  # of shared memory for reductions over the warps of a CTA
+    operations: tuple[int, int] | None = None,  # and exponentials, for XLA; None: 4 and 2 for each element
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 
-    Args:
-      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
-        arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
-      grid: number of CTAs along each named axis. Axes with one CTA are left out, except the first axis.
-      out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
-      scratch_types: shared memory and barriers, by name.
-      name: the kernel's name in profiles; by default, the name of `body`.
-      cluster: number of CTAs in a cluster. If it is more than one, it must equal the size of the grid's last axis.
-      warpgroups: number of warpgroups of a CTA. They run the body concurrently, each with its number on the axis
-        "warpgroup". By default there is one, and no such axis.
-      approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
-      reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
+    The kernel is called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of arrays. An
+    input may also be a pytree of arrays, or None; the body gets the same structure.
     """
     names = [name for i, (name, size) in enumerate(grid.items()) if i == 0 or size > 1]
     optional: dict[str, Any] = {}
     if cluster > 1:
         optional |= {"cluster": (cluster,), "cluster_names": (names.pop(),)}
-    if warpgroups is not None:
+    if warpgroups:
         optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
-        elements = max(a.size for a in jax.tree.leaves(inputs))
+        if jax.__version_info__ >= (0, 12):
+            elements = max(a.size for a in jax.tree.leaves(inputs))
+            flops, exponentials = operations or (4 * elements, 2 * elements)
+            bytes_accessed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, out_type)))
+            optional["cost_estimate"] = pl.CostEstimate(flops, exponentials, bytes_accessed)
         call = plgpu.kernel(
             body,
-            kernel_name=name or body.__name__,
+            kernel_name=name,
             out_type=out_type,
             scratch_types=scratch_types,
             grid=tuple(grid[name] for name in names),
@@ -64,31 +59,21 @@ def gpu_kernel(
             ),
             interpret=interpret(),
             **optional,
-            # About four operations and two exponentials for each element: an estimate, for XLA's scheduler only.
-            **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
         )
-        return trace_kernel(call, *inputs)
+        with jax.enable_x64(False):  # index arithmetic of 64 bits has no lowering, or would be slower
+            return call(*inputs)
 
     return launch
 
 
 def cta_number(axis: str, size: int) -> Any:
-    """Returns the number of this CTA along an axis of the grid, other than the first; `size` is the axis's."""
+    """Returns the number of this CTA along an axis of this size, other than the first axis of the grid."""
     return lax.axis_index(axis) if size > 1 else jnp.int32(0)
 
 
 def number_of_row(ref, row) -> Any:
     """Returns the number of a row, given a reference to one number per row, or to one for all; None stays None."""
     return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
-
-
-def trace_kernel(call: Callable[..., Any], *inputs) -> Any:
-    """Returns call(*inputs), where `call` is a `plgpu.kernel`. Its Python numbers get 32 bits, also under x64.
-
-    Index arithmetic of 64 bits has no lowering, or would be slower.
-    """
-    with jax.enable_x64(False):
-        return call(*inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
@@ -99,11 +84,3 @@ def _traced(function, interpret, static, *arrays):  # `interpret` only tells cal
 def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
     """Returns function(*arrays, **static), which launches a kernel. JAX traces and lowers equal calls only once."""
     return _traced(function, interpret(), tuple(static.items()), *arrays)
-
-
-def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:
-    """Returns the argument with a kernel's cost for XLA's scheduler; `plgpu.kernel` has it since jax 0.12."""
-    if jax.__version_info__ < (0, 12):
-        return {}
-    bytes_accessed = sum(a.size * a.dtype.itemsize for a in arrays)
-    return {"cost_estimate": pl.CostEstimate(flops, transcendentals, bytes_accessed)}

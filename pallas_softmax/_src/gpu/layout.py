@@ -23,12 +23,12 @@ class Tile:
         row 7      thread 112     ...                                 thread 127     (warp 3, lanes 16-31)
         row 8      thread 0       ...                                 thread 15      (warp 0 again)
 
-    Elements beyond the row's end and rows beyond the array's end hold a fill value, or such rows repeat the last row.
+    Elements beyond a row's end hold a fill value. Rows beyond the array's end hold it too, or repeat the last row.
 
     With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way
     over lanes / pieces neighbouring lanes, and fills them. The columns of such a tile are not in order.
 
-    A kernel may reserve `reserved_bytes` of shared memory for each CTA, only so that fewer CTAs run at once.
+    A kernel may reserve `reserved_bytes` of shared memory, only so that fewer CTAs run at once.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the tile: number of rows, and number of elements of each row with padding."""
+        """Number of rows, and of elements of each row with padding."""
         return self.rows, self.lanes * self.vec * self.steps
 
     @property
@@ -50,7 +50,6 @@ class Tile:
 
     @property
     def piece_columns(self) -> int:
-        """Number of elements of a piece."""
         return self.step_columns * self.steps
 
     def first_column(self, lane):
@@ -58,7 +57,7 @@ class Tile:
         if self.pieces == 1:
             return lane * self.vec
         piece_lanes = self.lanes // self.pieces  # a power of two
-        piece = lane >> piece_lanes.bit_length() - 1
+        piece = lane >> log2(piece_lanes)
         return piece * self.piece_columns + (lane & piece_lanes - 1) * self.vec
 
 
@@ -70,7 +69,6 @@ THREAD_ELEMENTS = 8  # the fewest elements that a thread holds, so that enough l
 
 
 def short_row_tile(vocab: int, itemsize: int) -> Tile:
-    """Returns the tile for rows of `vocab` elements of `itemsize` bytes: over as many lanes as there are vectors."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
     # In a warp: the fewest lanes that have at most one vector each; 32 if a row has more vectors.
     lanes = WARPGROUP if vocab * itemsize > WARP_ROW_BYTES else power_of_two(min(vocab // vec, LANES), 2)
@@ -78,7 +76,6 @@ def short_row_tile(vocab: int, itemsize: int) -> Tile:
 
 
 def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
-    """Returns the tile for rows of `vocab` elements over `lanes` lanes."""
     steps = -(-vocab // (vec * lanes))
     rows_of_thread = max(1, THREAD_ELEMENTS // (vec * steps))
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
@@ -107,19 +104,14 @@ def list_length(tile: Tile, k: int, itemsize: int, lanes: float | None = None) -
 
     `lanes` is the number of a row's lanes that may have winners; by default, all.
     """
-    most = min(k + 1, tile.steps * tile.vec)
-    share = 1 / (lanes or tile.lanes)
-    return next((n for n in range(1, most) if _too_short(share, k, n) < TOO_SHORT[itemsize]), most)
+    most, share = min(k + 1, tile.steps * tile.vec), 1 / (lanes or tile.lanes)
 
+    def too_short(length: int) -> float:
+        """Returns an upper bound of the share of warps with a lane that has at least `length` of the k best."""
+        fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
+        return LANES * (1 - fewer)
 
-def _too_short(share: float, k: int, length: int) -> float:
-    """Returns an upper bound of the share of warps with a list that is too short.
-
-    A list of `length` is too short if its lane has at least `length` of the k best of a row, each with the probability
-    `share`. The bound is the probability of this in one lane, for a row in random order, times 32 lanes.
-    """
-    fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
-    return LANES * (1 - fewer)
+    return next((n for n in range(1, most) if too_short(n) < TOO_SHORT[itemsize]), most)
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:
@@ -131,8 +123,8 @@ def merged_tile(tile: Tile, k: int) -> Tile:
 class Walk:
     """How a CTA walks over `length` elements in shared memory: block by block, `step_blocks` blocks a step.
 
-    A block is a vector of `vec` elements for each of the 128 threads. The elements after the last full step make one
-    more, shorter step. Its last block may hold fewer elements. With step_blocks = 2:
+    A block is a vector of `vec` elements for each of the 128 threads. The elements after the last full step, `rest`,
+    make one more, shorter step. Its last block may hold fewer elements. With step_blocks = 2:
 
         elements   0                                                       length
                    | block | block | block | block | block | block | bl...    |
@@ -146,27 +138,22 @@ class Walk:
 
     @property
     def block_size(self) -> int:
-        """Number of elements of a block."""
         return WARPGROUP * self.vec
 
     @property
     def step_size(self) -> int:
-        """Number of elements of a full step."""
         return self.block_size * self.step_blocks
 
     @property
     def full_steps(self) -> int:
-        """Number of full steps."""
         return self.length // self.step_size
 
     @property
     def rest(self) -> int:
-        """Number of elements after the last full step."""
         return self.length % self.step_size
 
     @property
     def steps(self) -> int:
-        """Number of steps, including the step of the rest."""
         return self.full_steps + (self.rest > 0)
 
     @property
@@ -192,12 +179,10 @@ class Cut:
 
     @property
     def shortest(self) -> int:
-        """Number of elements of the first, shortest part."""
         return self.vocab // (self.unit * self.count) * self.unit
 
     @property
     def longest(self) -> int:
-        """Number of elements of the last, longest part."""
         return -(-self.vocab // (self.unit * self.count)) * self.unit
 
     def start(self, part):
@@ -245,7 +230,6 @@ class Window:
 
     @property
     def block_size(self) -> int:
-        """Number of elements of a block: a vector for each thread."""
         return WARPGROUP * self.vec
 
     @property
@@ -260,7 +244,7 @@ class Window:
 
     @property
     def body(self) -> int:
-        """Number of elements that are copied in bulk, the same for every part."""
+        """Number of elements that are copied in bulk, the same in every part."""
         shortest = self.cut.shortest
         return max(0, shortest - (self.vec - 1)) // self.vec * self.vec if self.head else shortest
 
@@ -281,26 +265,22 @@ class Window:
 
     @property
     def group_size(self) -> int:
-        """Number of elements of a group, a power of two."""
         return self.group_blocks * self.vec
 
     @property
     def groups_per_thread(self) -> int:
-        """Number of groups of one thread, which keeps the maximum of each."""
         return -(-self.blocks // self.group_blocks)
 
     @property
     def groups(self) -> int:
-        """Number of groups of all threads."""
         return self.groups_per_thread * WARPGROUP
 
     @property
     def size(self) -> int:
-        """Number of positions."""
         return self.blocks * self.block_size
 
     def copies(self) -> list[tuple[int, int]]:
-        """Returns the first position and the number of elements of each bulk copy: one per step, for the body only."""
+        """Returns the first position and the number of elements of each bulk copy: one per step of the body."""
         step, end = self.block_size * self.step_blocks, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
 
@@ -308,9 +288,9 @@ class Window:
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
     """Returns the shape of a view of an array (rows, vocab) that lets bulk copies start at any 16-byte boundary.
 
-    A bulk copy starts at a multiple of `vec` elements, 16 bytes, from the start of a row of its source array. If some
-    rows of the array do not start at a 16-byte boundary, a row of the view joins several of them: the fewest that have
-    a multiple of `vec` elements in all. If the rows do not divide into such groups, the view has one dimension.
+    A bulk copy starts at a multiple of `vec` elements, 16 bytes, from the start of a row of its source. If some rows of
+    the array do not start at a 16-byte boundary, a row of the view joins the fewest of them that have a multiple of
+    `vec` elements in all. If the rows do not divide into such groups, the view has one dimension.
     """
     joined = vec // math.gcd(vocab, vec)
     return (rows // joined, joined * vocab) if rows % joined == 0 else (rows * vocab,)

@@ -1,14 +1,13 @@
 """Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
 
-A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX.
-
-For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
+A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. For
+columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
 index, `ref.at[i]`.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -81,11 +80,11 @@ def load(
     `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. `held` is
     for such a tile: only its first `held` columns count. Their numbers must be in the array. The others are `fill`.
     """
-    shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
-    width = _width(tile, ref, column)
+    shape, width = ref.shape, _width(tile, ref, column)
+    dtype = np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
     column_type = layout(tile) if jnp.ndim(column) else SCALAR
 
-    @inline(arg_types=(REF, SCALAR, column_type), return_type=type_of(tile, dtype))
+    @inline(arg_types=(REF, SCALAR, column_type), return_type=_type(tile, dtype))
     def load(_, ref, row, column):
         pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
         registers = []
@@ -103,10 +102,9 @@ def load(
 
 @twin
 def prefetch(ref, tile: Tile, row) -> None:
-    """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
+    """Starts to copy the tile PREFETCHED_TILES after the one at this row to the L2 cache, for the CTA that takes it.
 
-    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer
-    than twice as many tiles is not prefetched: it would gain nothing.
+    An array of fewer than twice as many tiles is not prefetched: it would gain nothing.
     """
     rows, columns = ref.shape
     ahead = PREFETCHED_TILES * tile.rows
@@ -125,10 +123,7 @@ def prefetch(ref, tile: Tile, row) -> None:
 
 
 def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None):
-    """Loads a mask (mask rows, vocab or 1) as a boolean tile.
-
-    If the mask has one number per row, the tile repeats it beyond the end of the row too.
-    """
+    """Loads a mask (mask rows, vocab or 1) as a boolean tile. One number per row is repeated beyond its end too."""
     per_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
     return load(per_row, tile, row, column=column, ref_row=mask_row, last_row=last_row)
 
@@ -162,9 +157,9 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
 
 @twin
 def spread(per_row, tile: Tile, out: Tile):
-    """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
+    """Repeats one number per row of a tile over the tile `out`. The rows of both tiles lie in the same lanes."""
 
-    @inline(arg_types=(layout(tile),), return_type=type_of(out, per_row.dtype))
+    @inline(arg_types=(layout(tile),), return_type=_type(out, per_row.dtype))
     def spread(_, per_row):
         numbers = [elements(register)[0] for register in per_row.registers.flatten()[:: tile.steps]]
         registers = [pack([number] * out.vec) for number in numbers for _ in range(out.steps)]
@@ -178,62 +173,59 @@ def broadcast(numbers, tile: Tile, axis: int = 0):
     return lax.broadcast_in_dim(numbers, tile.shape, (axis,))
 
 
-def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
-    """Returns the type of a tile, for inline code to return."""
+def _type(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
 @twin
 def load_smem(ref, tile: Tile):
-    """Returns the tile in `ref`, in shared memory."""
-
     # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
-    @inline(arg_types=(REF,), return_type=type_of(tile, ref.dtype))
+    @inline(arg_types=(REF,), return_type=_type(tile, ref.dtype))
     def load_smem(_, ref):
-        return fragmented_array.FragmentedArray.load_untiled(
-            ref, layout=layout(tile).to_mgpu(), optimized=False
-        )
+        fragmented = fragmented_array.FragmentedArray
+        return fragmented.load_untiled(ref, layout=layout(tile).to_mgpu(), optimized=False)
 
     return load_smem(ref)
 
 
 def load_from_ctas(ref, tile: Tile, count: int, empty: float):
-    """Returns a tile: row i is `ref` of CTA i of the cluster, and rows from `count` on are `empty`, 0 or -inf.
+    """Returns a tile of one step: row i is `ref` of CTA i of the cluster. Rows from `count` on are `empty`, 0 or -inf.
 
     `ref` is float32 (columns of the tile,) in shared memory, which all of the `count` CTAs have.
     """
 
-    @inline(arg_types=(REF,), return_type=type_of(tile, "float32"))
+    p, names = Program(), [f"x{i}" for i in range(tile.vec)]
+    cta, words = p.operand("cta", "u32"), p.operands("f32", *names)
+    inside, there = cta < count, p.fresh("u32")
+    for word in words:
+        p.set(word, empty)
+    here = p.at(p.operand("ref", "u32"), p.operand("position", "u32"), 4)
+    p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {cta};"
+    p.load_into(words, there, when=inside, space="shared::cluster")
+
+    @inline(arg_types=(REF,), return_type=_type(tile, "float32"))
     def load_from_ctas(_, ref):
-        registers = [
-            predicated_ptx.load_from_cta(ref, place.row, place.column, tile.vec, count, empty)
-            for place in places(tile, i32(0))
-        ]
+        registers = []
+        for row, column, _ in _places(tile, i32(0)):
+            operands = {"ref": ref, "position": column, "cta": row}
+            registers.append(pack(emit_ptx(p, operands, dict.fromkeys(names, "f32"))))
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
     return load_from_ctas(ref)
 
 
-class RegisterPlace(NamedTuple):
-    """The place of a register in an array: its row, and its column, which is `column` + `step`.
+def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value, int]]:
+    """Yields (row, column, step) of each register of this thread: its first element is at column + step.
 
     The registers of a row have the same `column`, so they share the computation of their address.
     """
-
-    row: ir.Value
-    column: ir.Value
-    step: int
-
-
-def places(tile: Tile, row: ir.Value) -> Iterator[RegisterPlace]:
-    """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     row = arith.addi(row, arith.divui(own, i32(lanes)))
     lane = _number(arith.remui(own, i32(lanes)))
     column = tile.first_column(lane).registers.item()
     for i in range(0, tile.rows, WARPGROUP // lanes):
         for step in range(tile.steps):
-            yield RegisterPlace(arith.addi(row, i32(i)), column, step * tile.step_columns)
+            yield arith.addi(row, i32(i)), column, step * tile.step_columns
 
 
 def _width(tile: Tile, ref, column) -> int:
@@ -246,15 +238,14 @@ def _width(tile: Tile, ref, column) -> int:
 def _accesses(
     shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None, last_row=None
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
-    """Yields, for each register of this thread, its accesses to an array of this shape.
+    """Yields, for each register of this thread, its accesses to an array of this shape; one to an array (rows,).
 
-    An access is (offset, step, inside). It moves `width` elements, from offset + step on, if `inside`. A register has
-    one access to an array (rows,), for one number. The other arguments are as for `load`.
+    An access is (offset, step, inside): it moves `width` elements, from offset + step on, if `inside`. The other
+    arguments are as for `load`.
     """
     per_row = len(shape) == 1
     rows, columns = (*shape, 1)[:2]
-    for number, place in enumerate(places(tile, scalar(row))):
-        at = place.row
+    for number, (at, place, place_step) in enumerate(_places(tile, scalar(row))):
         if last_row is not None and (last_row + 1) % tile.rows:
             at = arith.minui(at, i32(last_row))
         if ref_row:
@@ -266,9 +257,9 @@ def _accesses(
             elif column.shape:
                 first, step = elements(column.registers.flat[number])[start], 0
             else:
-                first, step = arith.addi(place.column, scalar(column)), place.step + start
+                first, step = arith.addi(place, scalar(column)), place_step + start
             if held:
-                inside = _less(arith.addi(place.column, i32(place.step + start)), held)
+                inside = _less(arith.addi(place, i32(place_step + start)), held)
             else:
                 inside = _less(arith.addi(first, i32(step)), columns)
             offset = predicated_ptx.offset_of(at, columns, first)
@@ -277,12 +268,11 @@ def _accesses(
 
 
 def _number(value: ir.Value) -> fragmented_array.FragmentedArray:
-    """Returns an unsigned number that Python's operators accept."""
+    """Returns an unsigned number for Python's operators."""
     return fragmented_array.FragmentedArray.splat(value, (), is_signed=False)
 
 
 def _less(number: ir.Value, bound: int) -> ir.Value:
-    """Returns whether an unsigned number is less than a bound."""
     return arith.cmpi(arith.CmpIPredicate.ult, number, i32(bound))
 
 
@@ -306,11 +296,9 @@ class TileProgram(Program):
         self.ones = (1 << (tile.shape[1] - 1).bit_length()) - 1  # the bits of the column in a packed key
 
     def keys(self, row: int) -> list[Value]:
-        """Returns the keys of the thread's elements of a row."""
         return [self.operand(f"x{row}_{i}", "s32") for i in range(len(self.columns))]
 
     def winner(self, row: int, i: int) -> Value:
-        """Returns the result <winner{row}_{i}>."""
         return self.operand(f"winner{row}_{i}", "s32")
 
 
@@ -327,7 +315,7 @@ def insert_in_tile(code: TileProgram, held, kind: str, results: dict[str, Tile |
         for (name, per_element), size in zip(results.items(), [out.steps * out.vec for out in outs])
     ]
 
-    @inline(arg_types=(layout(code.tile),), return_type=tuple(type_of(out, dtype) for out in outs))
+    @inline(arg_types=(layout(code.tile),), return_type=tuple(_type(out, dtype) for out in outs))
     def emit(_, held):
         operands = {"thread": thread()}
         for row, registers in enumerate(np.split(held.registers.flatten(), code.rows)):

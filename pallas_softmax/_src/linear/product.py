@@ -49,8 +49,7 @@ import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.gpu.interpreter import interpret
-from pallas_softmax._src.gpu.kernel import cost, trace_kernel
+from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.linear.plan import (
     ATOM_ROWS,
     CTAS,
@@ -129,23 +128,16 @@ def product(
 
         pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
 
-    launch = plgpu.kernel(
+    results = gpu_kernel(
         body,
+        grid={"cta": CTAS // cluster, "cluster": cluster},
         out_type=flat_outputs,
-        grid=(CTAS // cluster,),
-        grid_names=("cta",),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("cluster",) if cluster > 1 else (),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-        ),
-        interpret=interpret(),
-        **cost(2 * a.size * columns, a.shape[0] * columns, [*flat_inputs, *flat_outputs]),
-    )
-    return out_tree.unflatten(trace_kernel(launch, *flat_inputs))
+        name=name,
+        cluster=cluster,
+        warpgroups=MULTIPLIERS + 1,
+        operations=(2 * a.size * columns, a.shape[0] * columns),
+    )(*flat_inputs)
+    return out_tree.unflatten(results)
 
 
 def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:

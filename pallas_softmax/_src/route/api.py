@@ -127,8 +127,10 @@ def route(
             f"{groups} groups, got {k}"
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
-    added: Any = jnp.zeros((experts,), wide) if groups > 1 else None
-    if bias is not None:
+    added: Any = None
+    if bias is None and groups > 1:
+        added = jnp.zeros((experts,), wide)
+    elif bias is not None:
         added = _numbers(name, "bias", bias, "a float or integer array").astype(wide)
         if added.shape != (experts,):
             raise ValueError(

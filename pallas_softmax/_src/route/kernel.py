@@ -89,7 +89,6 @@ def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, g
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         ],
         name="route",
-        approximate=True,
     )(x, None if bias is None else bias.array)
     return tuple(a.reshape(*batch, a.shape[-1]) for a in results)
 

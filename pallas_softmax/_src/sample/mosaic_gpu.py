@@ -133,7 +133,6 @@ def sample_rows(
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
-        approximate=True,
     )(x.reshape(view), parameters, words, None if mask is None else mask.array)
     return [result.reshape(*batch, 1) for result in results]
 
@@ -214,8 +213,11 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
 def _write_cutoff(p: PartProgram, kept: Kept) -> None:
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
-        index = p.select(is_cut, last_tie + p.origin, HIGHEST)
-        key, log_mass = p.key_of_dtype(kept.last_key), _log_mass(p, kept)
+        index, key = p.select(is_cut, last_tie + p.origin, HIGHEST), kept.last_key
+        if p.elements.name == "f16":  # the only dtype with another sort key
+            bits = p.convert(p.convert(p.from_key(key), "f16").bits("s16"), "s32")
+            key = p.select(kept.keeps_all(), KEEP_ALL, p.elements.key(bits))
+        log_mass = _log_mass(p, kept)
         write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
 
 

@@ -13,16 +13,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.gpu.hardware import (
-    ACCESS_BYTES,
-    LANES,
-    MAX_CLUSTER,
-    SMEM_ALIGNMENT,
-    SMEM_BYTES,
-    WARPGROUP,
-    WARPS,
-    smem_of_each,
-)
+from pallas_softmax._src.gpu import hardware
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, MAX_CLUSTER, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.layout import Window, power_of_two
 
 WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
@@ -154,21 +146,20 @@ class SamplePlan:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA; the barriers come last."""
-        scratch = -(-4 * self.words // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+        scratch = -(-4 * self.words // hardware.SMEM_ALIGNMENT) * hardware.SMEM_ALIGNMENT
         return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
 
 
 def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
     vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
     step_blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)  # each warpgroup has one step
-    return SamplePlan(
-        Window(vocab, vec, step_blocks, step_blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16
-    )
+    window = Window(vocab, vec, step_blocks, step_blocks, count)
+    return SamplePlan(window, warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
-    """Returns None if no cluster of this compute capability can hold a row."""
-    smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
+    """Returns the plan for a GPU of this compute capability; None if no cluster can hold a row."""
+    smem, most = hardware.SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
 
     def first_that_fits(counts: range, warpgroups: int, room: int) -> SamplePlan | None:
         for count in counts:
@@ -178,10 +169,11 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
                 return plan
         return None
 
-    plan = first_that_fits(range(1, most + 1), WARPGROUPS, smem_of_each(capability, RESIDENT))
+    plan = first_that_fits(range(1, most + 1), WARPGROUPS, hardware.smem_of_each(capability, RESIDENT))
     if plan is None or plan.window.count > SMALL_CLUSTER:
         counts = range(2, (SMALL_CLUSTER if plan else most) + 1, 2)
-        plan = first_that_fits(counts, MORE_WARPGROUPS, smem_of_each(capability, FEWER_RESIDENT)) or plan
+        room = hardware.smem_of_each(capability, FEWER_RESIDENT)
+        plan = first_that_fits(counts, MORE_WARPGROUPS, room) or plan
     return plan or first_that_fits(range(most, most + 1), WARPGROUPS, smem)
 
 

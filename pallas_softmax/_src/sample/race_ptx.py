@@ -149,7 +149,11 @@ class Race:
                 with p.when(reaches):
                     self._compare(one_plus_u, x, number)
             with p.when(more):
-                self._publish()
+                (best,) = p.over_warp(["max"], [self.best])
+                with p.when(best > self.threshold):
+                    with p.when(p.lane < p.ctas):
+                        p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
+                    self.set_threshold(best)
 
     @staticmethod
     def first_best(p: ClusterProgram, best: Value, index: Value, x: Value) -> list[Value]:
@@ -179,14 +183,6 @@ class Race:
             wins = wins & self.is_kept(x, number)
         for register, value in ((self.best, z), (self.index, index), (self.x, x)):
             p.set(register, value, when=wins)
-
-    def _publish(self) -> None:
-        p = self.p
-        (best,) = p.over_warp(["max"], [self.best])
-        with p.when(best > self.threshold):
-            with p.when(p.lane < p.ctas):
-                p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
-            self.set_threshold(best)
 
 
 def _order(x: Value) -> Value:
@@ -281,8 +277,8 @@ class WinnerSearch:
             inside = p.var(0, "u32")
             for i, words in enumerate(vectors):  # the last element has the lowest bit
                 outside = p.var(0, "u32")
-                for x in p.floats(words):
-                    outside = p.append_sign(outside, (x - least).bits("u32"))
+                for x in p.floats(words):  # appends the sign
+                    outside = p.write("shf.l.clamp.b32", "u32", (x - least).bits("u32"), outside, 1)
                 inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
             positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
             number = p.over_lanes("add", p.count_ones(inside))
@@ -362,7 +358,7 @@ def words_at(
     for rotations, (first, second) in zip(_ROTATIONS * 3, schedule[1:]):
         for by in rotations:
             halves = [(x + y, y) for x, y in halves]
-            halves = [(x, p.rotate_left(y, by) ^ x) for x, y in halves]
+            halves = [(x, p.write("shf.l.wrap.b32", "u32", y, y, by) ^ x) for x, y in halves]
         halves = [(x + first, y + second) for x, y in halves]
     return [x ^ y for x, y in halves]
 

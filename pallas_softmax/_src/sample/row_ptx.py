@@ -248,13 +248,6 @@ class PartProgram(ClusterProgram):
         bits = key << self.spare_bits if self.spare_bits else key
         return flip_negative(bits, MAGNITUDE >> self.spare_bits << self.spare_bits).bits("f32")
 
-    def key_of_dtype(self, key: Value) -> Value:
-        """Returns the sort key of the elements' own dtype. It differs from `key` for float16 only."""
-        if self.elements.name != "f16":
-            return key
-        bits = self.convert(self.convert(self.from_key(key), "f16").bits("s16"), "s32")
-        return self.select(key.equals(KEEP_ALL), KEEP_ALL, self.elements.key(bits))
-
 
 # --- The largest element, the mass of the row, and a bound for a small top_k
 
@@ -372,10 +365,8 @@ def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Val
     return p.shuffle(value, "idx", p.first_that(own_rank.equals(rank)))
 
 
-# Two normalizers of each lane are joined, and the normalizers of all lanes are combined.
-
-
 def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """Combines two normalizers (m, d) of each lane."""
     m = p.op("max.NaN", "f32", a[0], b[0])
     finite = p.max(m, LEAST_FINITE)
     of_a, of_b = (d * _mass(p, p.max(own_m, LEAST_FINITE), finite) for own_m, d in (a, b))
@@ -383,6 +374,7 @@ def join(p: ClusterProgram, a: Sequence[Value], b: Sequence[Value]) -> list[Valu
 
 
 def combine(p: ClusterProgram, m: Value, d: Value) -> tuple[Value, Value]:
+    """Combines the normalizers of all lanes of the warp."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     d = d * _mass(p, p.max(m, LEAST_FINITE), p.max(largest, LEAST_FINITE))
     (d,) = p.over_warp(["add"], [d])

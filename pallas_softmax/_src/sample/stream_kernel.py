@@ -77,7 +77,6 @@ def draw_rows(x, temperature, words, plan: StreamPlan, stride: int) -> list:
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows,), dtype) for dtype in DRAWN.values()],
         scratch_types={"scratch": plgpu.SMEM((plan.words,), jnp.int32)},
-        approximate=True,
     )(x, temperature, words)
 
 

@@ -84,9 +84,10 @@ def draw(logits, where, indices, noise, temperature, cut: rows.Cutoff, mesh_axes
     # The sums are compared with their maximum, so they must not be computed twice.
     perturbed = rows.tempered(rows.as_float(logits), cut.top, temperature) + noise
     sums = stored(jnp.where(kept, perturbed, -jnp.inf))
-    largest = lax.pmax(jnp.max(sums, -1, keepdims=True), mesh_axes)
+    largest = jnp.max(sums, -1, keepdims=True)
+    largest = lax.pmax(largest, mesh_axes) if mesh_axes else largest
     first = jnp.min(jnp.where(sums == largest, indices, rows.NOWHERE), -1, keepdims=True)
-    return jnp.where(cut.index < 0, -1, lax.pmin(first, mesh_axes))
+    return jnp.where(cut.index < 0, -1, lax.pmin(first, mesh_axes) if mesh_axes else first)
 
 
 def noise_of_mass(vocab):

@@ -220,7 +220,7 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
 
 
 def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
-    """Searches the lists. `copied` is a condition: whether all keys are in one list.
+    """Searches the lists, after it copies the keys of all CTAs to one list, with a mass for each, unless `copied`.
 
     Masses are added as integers, as in `search_digits`; here the mass of the whole zone counts as `MOST_UNITS`.
     """
@@ -234,8 +234,17 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear_sums(p)
     p.store(p.word(SCRATCH.picked), 0, when=p.thread.equals(0))
-    with p.when(~copied):
-        _copy_lists(p, zone, first_of_cta, units_of)
+    with (
+        p.when(~copied),
+        p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry,
+    ):  # a warp stays together
+        cta, is_key = p.var(0, "u32"), entry < zone.number
+        for bit in reversed(range((p.ctas - 1).bit_length())):
+            later = cta + (1 << bit)
+            p.set(cta, later, is_key & (entry >= p.shuffle(first_of_cta, "idx", later)))
+        in_list = entry - p.shuffle(first_of_cta, "idx", cta)
+        (key,) = p.of_cta(p.word(p.plan.keys, in_list), cta, "s32", when=is_key)
+        p.store(p.word(SCRATCH.histogram, entry, 2), key, units_of(key), when=is_key)
     p.barrier()
     rest = f.goal - zone.above
     # Rounding may put the goal above the mass of the zone, by less than half. 1.5 times `MOST_UNITS` fits in 32 bits.
@@ -247,17 +256,6 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
     units_above, equal = _sums_of_lists(p, zone, first_of_cta, key)
     mass_above = p.convert(p.over_lanes("add", units_above), "f32") * mass_of_unit
     f.kept.down_to(key, number, zone.mass_above + mass_above, equal)
-
-
-def _copy_lists(p: PartProgram, zone: Zone, first_of_cta: Value, units_of) -> None:
-    with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
-        cta, is_key = p.var(0, "u32"), entry < zone.number
-        for bit in reversed(range((p.ctas - 1).bit_length())):
-            later = cta + (1 << bit)
-            p.set(cta, later, is_key & (entry >= p.shuffle(first_of_cta, "idx", later)))
-        in_list = entry - p.shuffle(first_of_cta, "idx", cta)
-        (key,) = p.of_cta(p.word(p.plan.keys, in_list), cta, "s32", when=is_key)
-        p.store(p.word(SCRATCH.histogram, entry, 2), key, units_of(key), when=is_key)
 
 
 def _clear_sums(p: PartProgram) -> None:

@@ -318,6 +318,7 @@ def launch(
     results = formula.out_type(job.view, (job.rows,), job.dtype)
     if plan.cluster:
         kernel = compute_row if plan.slots is None else compute_rows_in_turns
+        assert plan.slots is None or formula.value is not None  # slots are freed while elements are written
         return _launch(job, kernel, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)

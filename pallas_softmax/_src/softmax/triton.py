@@ -10,15 +10,15 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch, mask_arguments
-from pallas_softmax._src.triton.plan import VECTOR_BYTES, Block, Long, plan_softmax
+from pallas_softmax._src.triton.plan import Block, Long, plan_softmax
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
-    """Returns how the rows of a call lie over the programs of a kernel."""
     reason = checks.unsupported(call, capability) or checks.missing()
     if reason is not None:
         return Refusal(reason)
@@ -40,23 +40,16 @@ def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ..
         out = jax.ShapeDtypeStruct((rows, vocab), last.dtype)
 
     if isinstance(plan, Block):
-        result = _launch_block(plan, inputs, out, constants)
+        from pallas_softmax._src.softmax.triton_kernels import rows_kernel
+
+        grid, shape = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
     else:
         result = _launch_long(plan, inputs, out, constants)
     if op != "logsumexp":
         return unfold(result)
     lse, m, d = map(unfold, result)
     return lse.astype(last.dtype), Normalizer(m, d)
-
-
-def _launch_block(plan: Block, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
-    """Launches the kernel of short rows, with a program for each `plan.rows` of them."""
-    from pallas_softmax._src.softmax.triton_kernels import rows_kernel
-
-    grid = (-(-constants["ROWS"] // plan.rows),)
-    shape = {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
-    (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
-    return result
 
 
 def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
@@ -70,7 +63,7 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
         "LENGTH": plan.length,
         "DEPTH": plan.depth,
         "WIDTH": plan.width,
-        "VECTOR": VECTOR_BYTES // x.dtype.itemsize,
+        "VECTOR": ACCESS_BYTES // x.dtype.itemsize,
     }
 
     def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):

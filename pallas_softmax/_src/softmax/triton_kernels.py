@@ -14,10 +14,6 @@ and the normalizer. A backward only sums its rows: d is the sum and m is 0, so t
 _src/triton/plan.py draws the plans and explains their constants.
 """
 
-# language.py explains why pyright cannot check kernels.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 
@@ -28,9 +24,8 @@ from pallas_softmax._src.triton.language import combine, exp, kept, larger, log_
 def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr, WHERE: tl.constexpr):
     """Loads the elements at `base` + `col` that are `inside` the row, and their mask.
 
-    Returns:
-      a and b in float32, which elements count, and the term that each adds to the row's normalizer. In a forward the
-      term is a logit, -inf if it does not count. In a backward it is a term of the sum, 0 if it does not count.
+    Returns a and b in float32, which elements count, and the term that each adds to the row's normalizer: a logit, or
+    -inf if it does not count; in a backward a term of the sum, or 0.
     """
     keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     a = tl.load(a_ptr + base + col, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +40,6 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    """Returns N normalizers of empty sets."""
     if OP == "softmax_grad" or OP == "log_softmax_grad":
         return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
     else:
@@ -65,7 +59,7 @@ def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _row_constants(m, d, OP: tl.constexpr):
-    """Returns the two constants of a row that `_value` needs, from the row's normalizer."""
+    """Returns the two constants of a row that `_value` needs."""
     if OP == "softmax":
         return shift(m), tl.div_rn(1.0, d)
     elif OP == "log_softmax":
@@ -76,7 +70,7 @@ def _row_constants(m, d, OP: tl.constexpr):
 
 @triton.jit
 def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
-    """Returns the float32 outputs for elements a and b, with the row's constants c0 and c1."""
+    """Returns the float32 outputs for elements a and b, given the row's constants."""
     masked = 0.0
     if OP == "softmax":
         y = exp(a - c0) * c1
@@ -122,10 +116,7 @@ def rows_kernel(
     PROGRAM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes PROGRAM_ROWS whole rows per program. Each row is read once into WIDTH elements of registers.
-
-    The grid is (ROWS / PROGRAM_ROWS,), rounded up.
-    """
+    """Computes PROGRAM_ROWS whole rows per program, each in WIDTH elements of registers. The grid covers all ROWS."""
     row = tl.program_id(0) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
     col = tl.arange(0, WIDTH)[None, :]
     inside = (row < ROWS)[:, None] & (col < V)

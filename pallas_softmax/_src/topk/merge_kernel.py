@@ -190,7 +190,6 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             "candidates": plgpu.SMEM((2 * capacity,), jnp.int32),
         },
         name="topk_merge",
-        approximate=True,
     )(jax.tree.map(lambda a: a.reshape(rows, -1), lists), scale)
 
 

@@ -84,7 +84,6 @@ def topk_rows(
             *[jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * (2 * normalized),
         ],
         name="softmax_topk" if normalized else "top_k",
-        approximate=True,
     )(x, normalizers.encoded_scale(temperature) if normalized else None, None if mask is None else mask.array)
     return TopK(values, indices), Normalizer(*normalizer) if normalized else None
 

@@ -16,10 +16,6 @@ In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x
 These are the factors of 1 / temperature, see `normalizers.Scale`; without a temperature all are 1.
 """
 
-# language.py explains why pyright cannot check kernels.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 
@@ -125,28 +121,11 @@ def _scale(temperature_ptr, row, SCALAR: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _store(
-    # inputs: the winners and the normalizer of a part of a row
-    best,
-    m,
-    d,
-    first,
-    scale,
-    again,
-    row,
-    part,
-    # outputs
-    values_ptr,
-    indices_ptr,
-    normalizers_ptr,
-    # constants
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    LOG: tl.constexpr,
-    WHERE: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    best, m, d, first, scale, again, row, part,  # the winners and the normalizer of a part of a row
+    values_ptr, indices_ptr, normalizers_ptr,  # outputs
+    ROWS: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, WHERE: tl.constexpr, PARTS: tl.constexpr,
+    DTYPE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Stores the winners and the normalizer of a part; m and d go to normalizers (2, ROWS, PARTS).
 
     If a row is a single part, the results are final: values (ROWS, K) are probabilities, or with LOG their logarithms,
@@ -205,10 +184,7 @@ def topk_kernel(
     VEC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS).
-
-    The part is read once, in slabs of GROUPS x VEC elements. Each of the LEVELS then reads its winning groups again.
-    """
+    """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
     first, scale, again = _scale(temperature_ptr, row, SCALAR, SCALED)

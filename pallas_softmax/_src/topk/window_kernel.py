@@ -139,7 +139,6 @@ def topk_rows(
             "x_smem": plgpu.SMEM((plan.size,), x.dtype),
         },
         name="softmax_topk" if request.normalized else "top_k",
-        approximate=True,
         reduction_bytes=REDUCTION_BYTES,
     )(x.reshape(aligned_view(rows, vocab, plan.vec)), scale, None if mask is None else mask.array)
     return merge_kernel.merge_lists(lists, scale, plan.count, request)

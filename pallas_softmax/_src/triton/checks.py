@@ -6,8 +6,9 @@ import importlib.util
 import re
 import sys
 
-from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call
+from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.folding import TRANSPOSED
+from pallas_softmax._src.gpu.checks import unsupported_array
 from pallas_softmax._src.triton.plan import MAX_INDEX
 
 # The first GPUs with the instructions that Triton emits for bfloat16: A100.
@@ -38,13 +39,11 @@ def slower(call: Call) -> str | None:
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    """Returns why the kernels do not take a call on a GPU of this compute capability; None if they do."""
+    """Returns why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
     if capability < MIN_CAPABILITY:
         return f"needs compute capability {_dotted(MIN_CAPABILITY)} or newer, not {_dotted(capability)}"
-    if call.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {call.dtype}, only {', '.join(KERNEL_DTYPES)}"
-    if call.rows == 0 or call.vocab == 0:
-        return "the array is empty"
+    if reason := unsupported_array(call):
+        return reason
     if max(call.rows, call.vocab) > MAX_INDEX:
         return f"more than {MAX_INDEX} rows, or elements of a row: {call.rows} x {call.vocab}"
     return None
@@ -54,19 +53,16 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 def missing() -> str | None:
     """Returns why jax-triton cannot be used in this Python environment; None if it can."""
     cuda = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
-    return incompatible(
-        _installed_version("jax-triton"), _installed_version("triton"), sys.version_info[:2], cuda
-    )
+    return incompatible(_installed("jax-triton"), _installed("triton"), sys.version_info[:2], cuda)
 
 
 def incompatible(
     jax_triton: str | None, triton: str | None, python: tuple[int, int], cuda: bool
 ) -> str | None:
-    """Returns why versions do not work together; None if they do.
+    """Returns why versions do not work together; None if they do. A package that is not installed has the version None.
 
     jax-triton 0.3.1 lowers with triton 3.6 to 3.9, and 0.4.1 with triton 3.7 to 3.9, both with jax 0.10.2 to
-    0.12.0.1. A version is None if the package is not installed. `cuda` says whether JAX has its CUDA plugin, which
-    jax-triton makes custom calls with.
+    0.12.0.1. It makes custom calls with JAX's CUDA plugin (`cuda`).
     """
     install = f"pip install 'jax-triton>={_dotted(MIN_JAX_TRITON)}'"
     required = (("jax-triton", jax_triton, MIN_JAX_TRITON), ("triton", triton, MIN_TRITON))
@@ -85,8 +81,7 @@ def incompatible(
     return None
 
 
-def _installed_version(name: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
+def _installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -99,5 +94,4 @@ def _parse(version: str) -> tuple[int, ...]:
 
 
 def _dotted(version: tuple[int, ...]) -> str:
-    """Returns a version with dots: (8, 0) as "8.0"."""
     return ".".join(map(str, version))

@@ -7,19 +7,12 @@ Kernels inline the functions that they call. Arguments marked as `tl.constexpr` 
 kernel is compiled. All other arguments are Triton tensors of any shape: the arrays of one program.
 """
 
-# In a kernel, a constexpr is the value itself, but pyright does not know that. Triton may also not be installed.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportMissingImports=false
-
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e to base 2
 # Below this |d - 1|, four terms of a series are as accurate as float32.
 _SERIES_BOUND = tl.constexpr(2**-6)
-
-
-# --- The normalizer -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -33,7 +26,7 @@ def exp(x):
 
 @triton.jit
 def shift(m):
-    """Returns the number to subtract before exp: m, but 0 for m = -inf. See `normalizers.shift`."""
+    """Returns the number to subtract before exp, like `normalizers.shift`."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -45,7 +38,7 @@ def larger(a, b):
 
 @triton.jit
 def combine(m1, d1, m2, d2):
-    """Applies the paper's operator ⊕ to the normalizers (m1, d1) and (m2, d2), like `normalizers.combine`."""
+    """Returns (m1, d1) ⊕ (m2, d2), like `normalizers.combine`."""
     m = larger(m1, m2)
     s = shift(m)
     return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
@@ -63,15 +56,11 @@ def log_sum(d):
     return tl.where(tl.abs(u) < _SERIES_BOUND, series, tl.log(d))
 
 
-# --- The mask -----------------------------------------------------------------------------------------
-
-
 @triton.jit
 def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
-    """Returns the index of the mask's first element for a row, by the terms of `folding.MaskRows`.
+    """Returns the index of the mask's first element for a row. MASK has the terms of `folding.MaskRows`.
 
-    MASK has these terms. WHERE is None without a mask, "row" if the mask has an element for each of the V elements of a
-    row, and "one" if the mask has one element for the whole row.
+    WHERE is None without a mask, "row" if the mask has all V elements of a row, and "one" if it has one per row.
     """
     at = row * 0
     if WHERE is not None:
@@ -82,19 +71,16 @@ def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
-    """Returns which columns count: they are inside the row, and the mask, if there is one, keeps them."""
+    """Returns which columns are inside the row and kept by the mask, if there is one."""
     if WHERE is None:
         return inside
     else:
         return inside & tl.load(mask_ptr + start + (col if WHERE == "row" else col * 0), mask=inside, other=0)
 
 
-# --- The order of top-k -------------------------------------------------------------------------------
-
-
 @triton.jit
 def sort_key(x):
-    """Returns int32 keys in the total order of lax.top_k, like `sort_keys.key32`: the larger key wins."""
+    """Returns int32 keys in the total order of lax.top_k, like `sort_keys.key32`."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         return bits ^ ((bits >> 31) & 0x7FFF)

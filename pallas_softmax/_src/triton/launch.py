@@ -34,8 +34,7 @@ def launch(
 ) -> list[jax.Array]:
     """Launches `kernel(*inputs, *outputs, **constants)`, a function decorated with `triton.jit`; returns its outputs.
 
-    `grid` is the number of programs in each dimension, and `warps` the number of warps of a program. The kernel takes
-    the constants as `tl.constexpr`, and is compiled for each combination of them.
+    `grid` is the number of programs in each dimension, and `warps` the number of warps of a program.
     """
     return launch_p.bind(
         *inputs,
@@ -49,14 +48,13 @@ def launch(
 
 
 def mask_arguments(mask: Mask | None, x: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the array and the constants that tell a kernel which elements count; `language.mask_start` has both.
+    """Returns the array and the constants of a mask, which `language.mask_start` explains.
 
     Without a mask the array is x, which the kernel does not read as a mask.
     """
     if mask is None:
         return x, {"WHERE": None, "MASK": ()}
-    along_row = mask.array.shape[1] > 1
-    return mask.array, {"WHERE": "row" if along_row else "one", "MASK": mask.row.terms}
+    return mask.array, {"WHERE": "row" if mask.array.shape[1] > 1 else "one", "MASK": mask.row.terms}
 
 
 @launch_p.def_abstract_eval
@@ -87,10 +85,7 @@ _environment = threading.Lock()
 
 
 def _import_triton_call() -> Callable:
-    """Imports `jax_triton.triton_call` without changing the environment.
-
-    The import sets TRITON_CACHE_DIR, which Triton and its other users in this process read.
-    """
+    """Imports `jax_triton.triton_call`. The import sets TRITON_CACHE_DIR for the whole process; this restores it."""
     with _environment:
         before = os.environ.get("TRITON_CACHE_DIR")
         try:

@@ -47,6 +47,7 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import power_of_two
 
 # --- Limits of the kernels ----------------------------------------------------------------------------
@@ -54,7 +55,6 @@ from pallas_softmax._src.gpu.layout import power_of_two
 MAX_K = 256  # winners; for more, the unrolled sorting network takes minutes to compile
 MAX_PARTS = 65_535  # parts of a row: the largest second dimension of a CUDA grid
 MAX_INDEX = 2**31 - 2**20  # rows, or elements of a row; indices must fit an int32 with padding
-VECTOR_BYTES = 16  # bytes that one thread loads at once
 
 # --- Measured constants of the plans ------------------------------------------------------------------
 # We chose these constants by measurements on one H100. benchmarks/results/triton (softmax) and
@@ -112,8 +112,7 @@ class Long:
     """A program walks over a part of a row in steps."""
 
     parts: int  # number of parts of a row, which is the number of its programs
-    # Number of elements of a part, a multiple of depth x width; the last part of a row may have fewer.
-    length: int
+    length: int  # number of elements of a part, a multiple of depth x width; the last part may have fewer
     depth: int  # number of lines of a step, a power of two
     width: int  # number of elements of a line, a power of two; each keeps a normalizer of its own
     warps: int  # number of warps of a program
@@ -124,8 +123,7 @@ class Slabs:
     """A program finds the winners of a part of a row, slab by slab."""
 
     parts: int  # number of parts of a row, which is the number of its programs
-    # Number of elements of a part, a multiple of groups x vec; the last part of a row may have fewer.
-    length: int
+    length: int  # number of elements of a part, a multiple of groups x vec; the last part may have fewer
     slots: int  # number of winners that are kept, a power of two that is at least k
     groups: int  # number of groups of a part, a power of two that is at least `slots`
     vec: int  # number of neighbouring elements that a group has in each slab, a power of two
@@ -156,8 +154,9 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
     is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
 
-    if vocab <= _max_block(op, is_16_bit, masked):
-        return _block(vocab)
+    if vocab <= _max_block(op, is_16_bit, masked):  # a program has at least one warp and at least one row
+        width, warp_elements = power_of_two(vocab, 1), LANES * BLOCK_THREAD_ELEMENTS
+        return Block(max(1, warp_elements // width), width, max(1, width // warp_elements))
 
     # Few rows are cut into parts, so that their programs fill the GPU.
     parts = 1 if rows > FEW_ROWS else min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
@@ -176,7 +175,7 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
 
 
 def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
-    """Returns the length of the longest rows that a program holds whole, in elements."""
+    """Returns the number of elements of the longest rows that a program holds whole."""
     if masked:
         return MAX_BLOCK_MASKED
     if op in ("softmax", "logsumexp"):
@@ -184,17 +183,14 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
     return MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
 
 
-def _block(vocab: int) -> Block:
-    """Returns the plan for short rows: programs of at least one warp and at least one row."""
-    width = power_of_two(vocab, 1)
-    warp_elements = 32 * BLOCK_THREAD_ELEMENTS
-    return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
-
-
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
-    """Returns the plan for long rows in at most `parts` parts, and in steps of depth x width elements."""
-    length = _part_length(vocab, parts, depth * width)
-    return Long(-(-vocab // length), length, depth, width, warps)
+    return Long(*_cut(vocab, parts, depth * width), depth, width, warps)
+
+
+def _cut(vocab: int, parts: int, step: int) -> tuple[int, int]:
+    """Returns how many parts a row is cut into, at most `parts`, and the length of a part, a multiple of `step`."""
+    length = -(-vocab // (parts * step)) * step
+    return -(-vocab // length), length
 
 
 # --- Top-k --------------------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
 def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
     slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
-    vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
+    vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
     # Winning groups are read again, so their size has a limit.
     max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
@@ -213,8 +209,9 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
     slab = groups * vec
     parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
-    length = _part_length(vocab, parts, slab)
-    return Slabs(-(-vocab // length), length, slots, groups, vec, _slabs_warps(groups, vec))
+    # At most four warps, or at most eight if a program has many groups to sort.
+    warps = max(1, min(4, slab // 256), min(8, groups * min(vec, 4) // 256))
+    return Slabs(*_cut(vocab, parts, slab), slots, groups, vec, warps)
 
 
 def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:
@@ -226,10 +223,8 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
     widest = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
     if k <= FEW_WINNERS:  # few groups are read again, so they may be larger and fewer
         groups, slabs = 128, FEW_WINNERS_SLABS
-    elif k <= SOME_WINNERS:
-        groups, slabs = 512, max_slabs
     else:
-        groups, slabs = 1_024, max_slabs
+        groups, slabs = 512 if k <= SOME_WINNERS else 1_024, max_slabs
     if vec < 4:  # loads are narrow: a program has more of them at once
         groups *= 4
     if in_parts:  # there are few programs: each keeps more loads in flight
@@ -242,31 +237,11 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
     return groups
 
 
-def _slabs_warps(groups: int, vec: int) -> int:
-    """Returns the number of warps of a program: at most four, or at most eight if it has many groups to sort."""
-    load_warps = groups * vec // 256
-    sort_warps = groups * min(vec, 4) // 256
-    return max(1, min(4, load_warps), min(8, sort_warps))
-
-
-def lists_per_merge(slots: int) -> int:
-    """Returns the number of lists, of `slots` candidates each, that one program can merge into one list."""
-    return max(2, MERGED_CANDIDATES // slots)
-
-
 def merge_fan_in(lists: int, slots: int) -> int:
-    """Returns how many of a row's `lists` lists each program of the next merge takes: a power of two."""
-    return min(lists_per_merge(slots), power_of_two(lists, 1))
+    """Returns how many of a row's `lists` lists of `slots` candidates a program merges into one: a power of two."""
+    return min(max(2, MERGED_CANDIDATES // slots), power_of_two(lists, 1))
 
 
 def merge_warps(fan_in: int, slots: int) -> int:
     """Returns the number of warps of a program that merges `fan_in` lists: one per 64 candidates, at most eight."""
     return max(1, min(8, fan_in * slots // 64))
-
-
-# --- Softmax and top-k --------------------------------------------------------------------------------
-
-
-def _part_length(vocab: int, parts: int, step: int) -> int:
-    """Returns the length of a part, a multiple of `step`, if a row is cut into at most `parts` parts."""
-    return -(-vocab // (parts * step)) * step

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
+from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
@@ -25,21 +26,16 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Value
 ARRIVE = "fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;"
 WAIT = "barrier.cluster.wait.acquire; fence.acquire.sync_restrict::shared::cluster.cluster;"
 
-_LANE_BITS = LANES.bit_length() - 1  # bits of a thread's number that number the lane
-
 
 class CtaProgram(Program):
-    """A program that all threads of a CTA run. The CTA may be one of a cluster.
-
-    `thread`, `lane` and `warp` are the numbers of the thread in its CTA, of the lane in its warp, and of the warp.
-    """
+    """A program that all threads of a CTA run. The CTA may be one of a cluster. `thread` counts in the CTA."""
 
     def __init__(self, warps: int = WARPS, ctas: int = 1):
         super().__init__()
         self.warps, self.ctas = warps, ctas  # numbers of warps in the CTA, and of CTAs in the cluster
-        # <thread> counts in a warpgroup
+        # <thread> counts in a warpgroup.
         self.thread = self.operand("thread", "u32") if warps == WARPS else self.special("tid.x")
-        self.lane, self.warp = self.thread & (LANES - 1), self.thread >> _LANE_BITS
+        self.lane, self.warp = self.thread & (LANES - 1), self.thread >> log2(LANES)
         self.first_lane = self.lane.equals(0)
 
     # --- Synchronization
@@ -75,7 +71,7 @@ class CtaProgram(Program):
         return out
 
     def scan(self, value: Value) -> tuple[Value, Value]:
-        """Returns the sum of a value over the lower lanes of the warp, and over those and this one."""
+        """Returns the sum of a value over the lower lanes of the warp, and the sum that includes this lane."""
         upto = self.var(value)
         for lanes in (1, 2, 4, 8, 16):
             other, is_lane = self.shuffle_up(upto, lanes)
@@ -146,9 +142,8 @@ class CtaProgram(Program):
     ) -> list[Value]:
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
-        if self.ctas == 1:
-            self.load_into(out, at, when=when)
-        else:
-            there = self.op("mapa.shared::cluster", "u32", at, cta)
-            self.load_into(out, there, when=when, space="shared::cluster")
+        space = "shared"
+        if self.ctas > 1:
+            at, space = self.op("mapa.shared::cluster", "u32", at, cta), "shared::cluster"
+        self.load_into(out, at, when=when, space=space)
         return out

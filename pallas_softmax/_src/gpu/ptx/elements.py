@@ -48,21 +48,18 @@ class Elements:
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 
     def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
-        """Loads 16 bytes of elements as four words."""
         return p.load_vector(address, "s32", ACCESS_BYTES // 4, offset=offset)
 
     def bits(self, words: list[Value]) -> list[Value]:
-        """Returns the bits of each element of the words."""
         if not self.halves:
             return words
         return [half for word in words for half in (word << _HALF_BITS >> _HALF_BITS, word >> _HALF_BITS)]
 
     def keys(self, words: list[Value]) -> list[Value]:
-        """Returns the sort key of each element of the words."""
         return [self.key(bits) for bits in self.bits(words)]
 
     def key(self, bits: Value) -> Value:
-        """Returns the sort key of an element's bits. It is its own inverse, so it also returns the bits of a key."""
+        """Returns the sort key of an element's bits, or the bits of the element with this sort key."""
         return flip_negative(bits, self.magnitude)
 
     def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
@@ -81,13 +78,11 @@ class Elements:
         return out
 
     def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
-        """Loads the bits of an element, where `when` holds."""
         if self.halves:
             return p.convert(p.load(address, "s16", when=when), "s32")
         return p.load(address, "s32", when=when)
 
     def float_of_bits(self, p: Program, bits: Value) -> Value:
-        """Converts an element's bits to a float."""
         match self.name:
             case "f32":
                 return bits.bits("f32")

@@ -41,7 +41,6 @@ _CONSTRAINTS = {
 
 
 def i32(value: int) -> ir.Value:
-    """Returns a 32-bit constant."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -51,12 +50,11 @@ def thread() -> ir.Value:
 
 
 def scalar(argument) -> ir.Value:
-    """Returns the value of an argument of type SCALAR."""
     return argument.registers.item()
 
 
 def array(layout, shape: tuple[int, ...], registers: list[ir.Value]):
-    """Makes an array, as a result of inline code, of this thread's registers in the order of the layout."""
+    """Makes an array, as a result of inline code, of this thread's registers, in the order of the layout."""
     out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     element = ir.VectorType(registers[0].type).element_type if shape else registers[0].type
     signed = True if isinstance(element, ir.IntegerType) else None
@@ -69,7 +67,6 @@ def pack(values: list[Any]) -> ir.Value:
 
 
 def elements(register: ir.Value) -> list[ir.Value]:
-    """Returns the elements of a register."""
     return [
         vector.extract(register, dynamic_position=[], static_position=[i])
         for i in range(ir.VectorType(register.type).shape[0])

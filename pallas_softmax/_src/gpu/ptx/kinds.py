@@ -38,18 +38,16 @@ _ANY_SIGN = ("add", "sub", "mul.lo", "mad.lo", "eq", "ne")
 
 
 def untyped(kind: str) -> str:
-    """Returns the untyped PTX type of a register for values of a kind."""
+    """Returns the PTX type of a register for values of a kind."""
     return kind if kind == "pred" else f"b{max(16, BITS[kind])}"  # 8-bit values have 16-bit registers
 
 
 def typed(op: str, kind: str) -> str:
-    """Returns an instruction with its type.
-
-    Sums and products of f32 get the suffix ".rn", so that ptxas never fuses them to a multiply-add.
-    """
     if op in _BITWISE:
         return f"{op}.{untyped(kind)}"
-    return f"{op}.rn.f32" if kind == "f32" and op in ("add", "sub", "mul") else f"{op}.{kind}"
+    if kind == "f32" and op in ("add", "sub", "mul"):  # ".rn": ptxas must not fuse them to a multiply-add
+        return f"{op}.rn.f32"
+    return f"{op}.{kind}"
 
 
 def operand_of(op: str, kind: str) -> str:
@@ -63,45 +61,35 @@ def operand_of(op: str, kind: str) -> str:
 
 
 def takes(operand: str, kind: str) -> bool:
-    """Returns whether an operand takes registers of this kind."""
     return kind in _SEVERAL.get(operand, (operand,))
+
+
+def check_bits(instruction: str, bits: int, *kinds: str) -> None:
+    """Raises TypeError if an operand has another number of bits, or is a condition."""
+    for kind in kinds:
+        if BITS[kind] != bits or kind == "pred":
+            raise TypeError(f"{instruction} takes {bits} bits, not {kind}")
 
 
 def number_text(instruction: str, operand: str, number: Any) -> str:
     """Returns a Python number as an operand, in PTX syntax.
 
-    Raises:
-      TypeError: the operand is an integer and the number is not; or the operand is a 16-bit float, and PTX has no
-        syntax for such numbers.
-      ValueError: the number is out of the operand's range.
+    Raises TypeError for a number of the wrong type, and for a 16-bit float, which PTX has no syntax for. Raises
+    ValueError for a number out of range.
     """
-    if operand == "f32":
-        return _float_text(instruction, number)
-    if operand in FLOATS or not isinstance(number, numbers.Integral):
+    accepted: Any = numbers.Real if operand == "f32" else numbers.Integral
+    if operand in ("f16", "bf16") or not isinstance(number, accepted):
         raise TypeError(f"{instruction} takes {operand}, not the {type(number).__name__} {number!r}")
-    integer, (least, largest) = int(number), _range(operand)
-    if not least <= integer <= largest:
-        raise ValueError(f"{instruction} takes {operand}, a number from {least} to {largest}, not {number}")
-    return str(integer)
-
-
-def _range(operand: str) -> tuple[int, int]:
-    """Returns the least and the largest number that an operand takes.
-
-    If it takes signed and unsigned kinds, or pairs, the range covers signed and unsigned numbers.
-    """
+    if operand == "f32":
+        with np.errstate(over="ignore"):
+            rounded = np.float32(number)
+        if np.isinf(rounded) and not math.isinf(number):
+            raise ValueError(f"{instruction} takes f32, which cannot hold {number}")
+        return f"0f{rounded.view(np.uint32):08X}"
+    # An operand that takes signed and unsigned kinds, or pairs, takes signed and unsigned numbers.
     bits = BITS[_SEVERAL.get(operand, (operand,))[0]]
     least = 0 if operand.startswith(("u", "pred")) and not operand.endswith("x2") else -(1 << bits - 1)
     largest = (1 << bits - 1) - 1 if operand in ("s16", "s32", "s64") else (1 << bits) - 1
-    return least, largest
-
-
-def _float_text(instruction: str, number: Any) -> str:
-    """Returns a number as an f32 in PTX syntax: 0f and the eight hexadecimal digits of its bits."""
-    if not isinstance(number, numbers.Real):
-        raise TypeError(f"{instruction} takes f32, not {number!r}")
-    with np.errstate(over="ignore"):
-        rounded = np.float32(number)
-    if np.isinf(rounded) and not math.isinf(number):
-        raise ValueError(f"{instruction} takes f32, which cannot hold {number}")
-    return f"0f{rounded.view(np.uint32):08X}"
+    if not least <= int(number) <= largest:
+        raise ValueError(f"{instruction} takes {operand}, a number from {least} to {largest}, not {number}")
+    return str(int(number))

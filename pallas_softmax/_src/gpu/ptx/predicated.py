@@ -1,4 +1,4 @@
-"""Loads and stores of one thread under a predicate, in inline PTX, in device memory unless a function says otherwise.
+"""Loads and stores of one thread under a predicate, in device memory, in inline PTX.
 
 These functions are called while inline code is traced (see `inline`). They take and return MLIR values. They read or
 write an array (rows, columns) that starts at `pointer`.
@@ -13,7 +13,6 @@ from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
 from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
 from pallas_softmax._src.gpu.ptx.program import Program
 
-_WORD_BYTES = 4
 # The number and the kind of the registers that move so many bytes, and the MLIR types of such registers.
 _WORDS = {1: (1, "u8"), 2: (1, "u16"), 4: (1, "u32"), 8: (2, "u32"), 16: (4, "u32")}
 _REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}
@@ -64,31 +63,14 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
 def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
     """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end.
 
-    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. XLA's buffers start at multiples
-    of 256 bytes, so it starts inside the array or in memory that XLA has for it. A prefetch writes nothing that a
-    program can read.
+    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. These bytes are XLA's, since its
+    buffers start at multiples of 256 bytes.
     """
     itemsize = utils.bytewidth(element)
     p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
     at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
     p += f"@{reads} cp.async.bulk.prefetch.L2.global [{at}], {size};"
     _emit(p, pointer, offset, itemsize, inside, {}, {})
-
-
-def load_from_cta(ref, cta, position, vec: int, count: int, empty: float) -> ir.Value:
-    """Returns `vec` float32 from this position on of `ref`, in the shared memory of a CTA of the cluster.
-
-    If the number of the CTA is `count` or more, all are `empty`, which is 0 or -inf.
-    """
-    p, names = Program(), [f"x{i}" for i in range(vec)]
-    number, words = p.operand("cta", "u32"), p.operands("f32", *names)
-    inside, there = number < count, p.fresh("u32")
-    for word in words:
-        p.set(word, empty)
-    here = p.at(p.operand("ref", "u32"), p.operand("position", "u32"), 4)
-    p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
-    p.load_into(words, there, when=inside, space="shared::cluster")
-    return pack(emit_ptx(p, {"ref": ref, "position": position, "cta": cta}, dict.fromkeys(names, "f32")))
 
 
 def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
@@ -102,16 +84,14 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     The last word is read only if the bytes reach it. Up to 3 bytes around the array are read, and shifted out. They lie
     in the memory that XLA has for the array: its buffers start and end at multiples of 256 bytes.
     """
-    p, count = Program(), vec // _WORD_BYTES
+    p, count = Program(), vec // 4
     at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
-    first = at & -_WORD_BYTES
-    shift = (p.convert(at, "u32") & (_WORD_BYTES - 1)) << 3  # from bytes to bits
+    first = at & -4
+    shift = (p.convert(at, "u32") & 3) << 3  # from bytes to bits
     reads_last = reads & shift.differs(0)
     words = [p.var(0, "u32") for _ in range(count + 1)]
     for i, word in enumerate(words):
-        p.load_into(
-            [word], first, offset=_WORD_BYTES * i, when=reads if i < count else reads_last, space="global"
-        )
+        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
     for i, (low, high) in enumerate(zip(words, words[1:])):
         p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
     registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
@@ -119,7 +99,7 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
 
 
 def _emit(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
-    """Emits a program that accesses the address <at> of the element at an offset, if <inside>."""
+    """Emits a program that accesses the element at an offset, at the address <at>, if <inside>."""
     i64 = ir.IntegerType.get_signless(64)
     at = arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
     inside = arith.extui(ir.IntegerType.get_signless(32), inside)

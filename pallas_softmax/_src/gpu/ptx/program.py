@@ -11,22 +11,19 @@ writes
     ld.shared.b32 r0, [<address>+0];  setp.gt.f32 r1, r0, 0f00000000;  @!r1 bra end1;
     sub.rn.f32 r2, r0, 0f3F800000;  ex2.approx.ftz.f32 r3, r2;  st.shared.b32 [<address>+0], r3;  end1:
 
-Python runs once, while the text is written; docs/dev/ptx.md has the rules that follow from this. A number that changes
-in a GPU loop must be a variable: `var` or `fresh` makes it before the loop. Only `set`, `increase`, `update` and
-functions named `*_into` change a register.
+Python runs once, while the text is written. docs/dev/ptx.md has the rules that follow from this.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
-from pallas_softmax._src.gpu.ptx.kinds import BITS, number_text, operand_of, takes, typed, untyped
+from pallas_softmax._src.gpu.ptx.kinds import BITS, check_bits, number_text, operand_of, typed, untyped
 from pallas_softmax._src.gpu.ptx.values import Arithmetic, Condition, Value
 
-WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
-# The last lane that a shuffle may read, by its mode; for "up" the first one.
-_LIMIT_OF_SHUFFLE = {"bfly": LANES - 1, "down": LANES - 1, "idx": LANES - 1, "up": 0}
+_WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
 
 
 class Program(Arithmetic):
@@ -46,23 +43,20 @@ class Program(Arithmetic):
         return Value(self, f"<{name}>", kind)
 
     def operands(self, kind: str, *names: str) -> list[Value]:
-        """Returns several operands of one kind."""
         return [self.operand(name, kind) for name in names]
 
     def var(self, start: Any, kind: str | None = None) -> Value:
-        """Returns a variable: a new register that starts with a number or a value, and may be changed later."""
+        """Returns a new register that starts with a number or a value, and may be changed later."""
         out = self.fresh(kind or start.kind)
         self.set(out, start)
         return out
 
     def set(self, register: Value, value: Any, when: Condition = None) -> None:
-        """Sets a register to a value, where `when` holds."""
         instruction = f"mov.{untyped(register.kind)}"
         text = self.text_of(instruction, operand_of("mov", register.kind), value)
         self += f"{_if(when)}{instruction} {register}, {text};"
 
     def increase(self, register: Value, by: Any, when: Condition = None) -> None:
-        """Adds to a register, where `when` holds."""
         self.update(register, "add", by, when)
 
     def update(self, register: Value, op: str, value: Any, when: Condition = None) -> None:
@@ -72,25 +66,22 @@ class Program(Arithmetic):
         self += f"{_if(when)}{instruction} {register}, {register}, {text};"
 
     def special(self, name: str) -> Value:
-        """Returns a special register of PTX, like "lanemask_lt"."""
         return self.write("mov.u32", "u32", f"%{name}")
 
     # --- Control
 
-    def label(self, name: str) -> str:
-        """Returns a new label that starts with this name."""
+    def _label(self, name: str) -> str:
         self.labels += 1
         return f"{name}{self.labels}"
+
+    def _jump(self, label: str, condition: Condition = None) -> None:
+        self += f"{_if(condition)}bra {label};"
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Callable[..., None]]:
         """Opens a block. leave() in it jumps to its end; leave(condition) jumps where the condition holds."""
-        end = self.label("end")
-
-        def leave(condition: Condition = None) -> None:
-            self.lines.append(f"{_if(condition)}bra {end};")
-
-        yield leave
+        end = self._label("end")
+        yield functools.partial(self._jump, end)
         self += f"{end}:"
 
     @contextlib.contextmanager
@@ -103,22 +94,18 @@ class Program(Arithmetic):
     @contextlib.contextmanager
     def repeat(self) -> Iterator[Callable[[Value], None]]:
         """Opens a loop. again(condition), the last call in it, repeats the loop where the condition holds."""
-        start = self.label("again")
+        start = self._label("again")
         self += f"{start}:"
-
-        def again(condition: Value) -> None:
-            self.lines.append(f"{_if(condition)}bra {start};")
-
-        yield again
+        yield functools.partial(self._jump, start)
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[Callable[..., None]]:
         """Opens an endless loop. leave(condition) ends it where the condition holds."""
-        start = self.label("again")
+        start = self._label("again")
         with self.block() as leave:
             self += f"{start}:"
             yield leave
-            self += f"bra {start};"
+            self._jump(start)
 
     @contextlib.contextmanager
     def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
@@ -141,10 +128,7 @@ class Program(Arithmetic):
         default: Any = None,
         space: str = "shared",
     ) -> Value:
-        """Returns the number in memory at address + offset, or the default where `when` does not hold.
-
-        Without a default the result is undefined there.
-        """
+        """Returns the number in memory. Where `when` does not hold, it is the default, or undefined without one."""
         out = self.fresh(kind) if default is None else self.var(default, kind)
         self.load_into([out], address, offset=offset, when=when, space=space)
         return out
@@ -164,37 +148,33 @@ class Program(Arithmetic):
         when: Condition = None,
         space: str = "shared",
     ) -> None:
-        """Loads neighbouring numbers at address + offset into a power of two of registers, where `when` holds."""
-        kind = registers[0].kind
-        _check_widths(f"ld.{space}.b{BITS[kind]}", kind, registers)
-        for byte, vector, names in _vectors([str(register) for register in registers], kind):
-            instruction = f"ld.{space}{vector}.b{BITS[kind]}"
-            self += f"{_if(when)}{instruction} {names}, {_memory(instruction, address, offset + byte)};"
+        """Loads neighbouring numbers into a power of two of registers, where `when` holds."""
+        bits = BITS[registers[0].kind]
+        check_bits(f"ld.{space}.b{bits}", bits, *(register.kind for register in registers))
+        for byte, vector, names in _vectors([str(register) for register in registers], bits // 8):
+            instruction = f"ld.{space}{vector}.b{bits}"
+            self += f"{_if(when)}{instruction} {names}, {self._memory(instruction, address, offset + byte)};"
 
     def store(
-        self,
-        address: Value,
-        *values: Any,
-        offset: int = 0,
-        when: Condition = None,
-        space: str = "shared",
+        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str = "shared"
     ) -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time.
 
         The values have the same number of bits. Their kinds may differ, because memory has none.
         """
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
-        instruction, operand = f"st.{space}.b{BITS[kind]}", operand_of("st", kind)
-        _check_widths(instruction, kind, values)
+        bits, operand = BITS[kind], operand_of("st", kind)
+        instruction = f"st.{space}.b{bits}"
+        check_bits(instruction, bits, *(v.kind for v in values if isinstance(v, Value)))
         texts = [str(v) if isinstance(v, Value) else number_text(instruction, operand, v) for v in values]
-        for byte, vector, names in _vectors(texts, kind):
-            instruction = f"st.{space}{vector}.b{BITS[kind]}"
-            self += f"{_if(when)}{instruction} {_memory(instruction, address, offset + byte)}, {names};"
+        for byte, vector, names in _vectors(texts, bits // 8):
+            instruction = f"st.{space}{vector}.b{bits}"
+            self += f"{_if(when)}{instruction} {self._memory(instruction, address, offset + byte)}, {names};"
 
     def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
-        """Adds atomically to the number in shared memory at address + offset."""
+        """Adds atomically to a number in shared memory."""
         add = "red.relaxed.cta.shared::cta.add.u32"
-        self += f"{_if(when)}{add} {_memory(add, address, offset)}, {self.text_of(add, 'i32', number)};"
+        self += f"{_if(when)}{add} {self._memory(add, address, offset)}, {self.text_of(add, 'i32', number)};"
 
     def take_from(
         self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
@@ -202,47 +182,49 @@ class Program(Arithmetic):
         """Adds atomically to a number in shared memory and returns its old value; otherwise like `load`."""
         out = self.fresh("u32") if default is None else self.var(default, "u32")
         add = "atom.relaxed.cta.shared::cta.add.u32"
-        at, number = _memory(add, address, offset), self.text_of(add, "i32", number)
+        at, number = self._memory(add, address, offset), self.text_of(add, "i32", number)
         self += f"{_if(when)}{add} {out}, {at}, {number};"
         return out
+
+    def _memory(self, instruction: str, address: Value, offset: int) -> str:
+        """Returns a memory operand. An address has 64 bits in device memory, and 32 bits in shared memory."""
+        kind = "i64" if ".global" in instruction else "i32"
+        return f"[{self.text_of(instruction, kind, address)}+{offset}]"
 
     # --- Warps
 
     def sync_warp(self) -> None:
         """Shows the lanes of the warp what the others wrote to shared memory."""
-        self += f"bar.warp.sync {WHOLE_WARP};"
+        self += f"bar.warp.sync {_WHOLE_WARP};"
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane, number lane ^ by ("bfly"), lane + by ("down") or by ("idx")."""
         if BITS[x.kind] == 64:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
-        instruction = _shuffle(mode, x)
-        return self.write(
-            instruction, x.kind, x, by, _LIMIT_OF_SHUFFLE[mode], WHOLE_WARP, of=(x.kind, *["i32"] * 3)
-        )
+        check_bits(f"shfl.sync.{mode}.b32", 32, x.kind)
+        operands = x, by, LANES - 1, _WHOLE_WARP
+        return self.write(f"shfl.sync.{mode}.b32", x.kind, *operands, of=(x.kind, *["i32"] * 3))
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether that lane exists."""
+        check_bits("shfl.sync.up.b32", 32, x.kind)
         out, inside = self.fresh(x.kind), self.fresh("pred")
-        self += f"{_shuffle('up', x)} {out}|{inside}, {x}, {by}, {_LIMIT_OF_SHUFFLE['up']}, {WHOLE_WARP};"
+        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {_WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
         """Reduces an integer over the lanes of a warp by "add", "min" or "max"; all lanes get the result."""
-        return self.write(f"redux.sync.{op}.{x.kind}", x.kind, x, WHOLE_WARP)
+        return self.write(f"redux.sync.{op}.{x.kind}", x.kind, x, _WHOLE_WARP)
 
     def any(self, condition: Value) -> Value:
-        """Returns a condition: whether the given one holds in any lane of the warp."""
-        return self.write("vote.sync.any.pred", "pred", condition, WHOLE_WARP, of="pred")
+        return self.write("vote.sync.any.pred", "pred", condition, _WHOLE_WARP, of="pred")
 
     def ballot(self, condition: Value) -> Value:
-        """Returns one bit for each lane of the warp: whether the condition holds there."""
-        return self.write("vote.sync.ballot.b32", "u32", condition, WHOLE_WARP, of="pred")
+        return self.write("vote.sync.ballot.b32", "u32", condition, _WHOLE_WARP, of="pred")
 
 
 def _if(condition: Condition) -> str:
-    """Returns the predicate of an instruction."""
     if condition is None:
         return ""
     if condition.kind != "pred":
@@ -250,31 +232,8 @@ def _if(condition: Condition) -> str:
     return f"@{condition} "
 
 
-def _memory(instruction: str, address: Value, offset: int) -> str:
-    """Returns a memory operand. An address has 64 bits in device memory, and 32 bits in shared memory."""
-    kind = "i64" if ".global" in instruction else "i32"
-    if not takes(kind, address.kind):
-        raise TypeError(f"{instruction} takes an address of kind {kind}, not {address.kind} ({address})")
-    return f"[{address}+{offset}]"
-
-
-def _check_widths(instruction: str, kind: str, values: Sequence[Any]) -> None:
-    """Raises if a register has another number of bits than `kind`, or less than a byte."""
-    for value in values:
-        if isinstance(value, Value) and (BITS[value.kind] != BITS[kind] or value.kind == "pred"):
-            raise TypeError(f"{instruction} takes {BITS[kind]} bits, like {kind}, not {value.kind} ({value})")
-
-
-def _shuffle(mode: str, x: Value) -> str:
-    """Returns the instruction that exchanges 32-bit numbers between lanes."""
-    if BITS[x.kind] != 32:
-        raise TypeError(f"shfl.sync.{mode}.b32 takes 32 bits, not {x.kind} ({x})")
-    return f"shfl.sync.{mode}.b32"
-
-
-def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
+def _vectors(registers: list[str], itemsize: int) -> Iterator[tuple[int, str, str]]:
     """Yields the first byte, the suffix and the registers of each access to neighbouring numbers."""
-    itemsize = BITS[kind] // 8
     size = min(len(registers), ACCESS_BYTES // itemsize)
     for i in range(0, len(registers), size):
         names = ", ".join(registers[i : i + size])

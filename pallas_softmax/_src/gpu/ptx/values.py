@@ -9,11 +9,25 @@ Operands of an instruction have the same kind (see `kinds`), because PTX itself 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallas_softmax._src.gpu.ptx.kinds import BITS, FLOATS, number_text, operand_of, takes, typed, untyped
+from pallas_softmax._src.gpu.ptx.kinds import (
+    BITS,
+    FLOATS,
+    check_bits,
+    number_text,
+    operand_of,
+    takes,
+    typed,
+    untyped,
+)
 
 # Selects the signs of the halves of a pair by prmt. Hexadecimal digit i selects byte i of the result, the lowest first:
 # 9 is the sign of byte 1, eight times, and B the sign of byte 3.
 _SIGNS_OF_HALVES = 0xBB99
+
+
+def _relation(name: str) -> Callable[["Value", Any], "Value"]:
+    """Returns a method of `Value` that compares it with a number or another value."""
+    return lambda self, other: self.program.compare(self, name, other)
 
 
 class Value:
@@ -23,7 +37,7 @@ class Value:
 
     def __init__(self, program: "Arithmetic", name: str, kind: str):
         self.program, self.name, self.kind = program, name, kind
-        # For a comparison: the number of lines up to and including it, the relation, and both sides; see `and_or`.
+        # Of a comparison: the number of lines up to it, the relation, and both sides; see `and_or`.
         self.comparison: tuple[int, str, Value, Any] | None = None
 
     def __str__(self) -> str:
@@ -42,8 +56,7 @@ class Value:
 
     def bits(self, kind: str) -> "Value":
         """Returns the same register with its bits interpreted as another kind."""
-        if BITS[kind] != BITS[self.kind]:
-            raise TypeError(f"bits: {self.kind} has {BITS[self.kind]} bits, {kind} has {BITS[kind]}")
+        check_bits(f"bits of {self.kind}", BITS[self.kind], kind)
         return Value(self.program, self.name, kind)
 
     def __add__(self, other: Any) -> "Value":
@@ -90,25 +103,12 @@ class Value:
             return self.program.write("prmt.b32", self.kind, self, 0, _SIGNS_OF_HALVES)
         return self >> (BITS[self.kind] - 1)
 
-    def __lt__(self, other: Any) -> "Value":
-        return self.program.compare(self, "lt", other)
-
-    def __le__(self, other: Any) -> "Value":
-        return self.program.compare(self, "le", other)
-
-    def __gt__(self, other: Any) -> "Value":
-        return self.program.compare(self, "gt", other)
-
-    def __ge__(self, other: Any) -> "Value":
-        return self.program.compare(self, "ge", other)
-
-    def equals(self, other: Any) -> "Value":
-        """Returns a condition: whether this equals a number or another value."""
-        return self.program.compare(self, "eq", other)
-
-    def differs(self, other: Any) -> "Value":
-        """Returns the opposite of `equals`."""
-        return self.program.compare(self, "ne", other)
+    __lt__ = _relation("lt")
+    __le__ = _relation("le")
+    __gt__ = _relation("gt")
+    __ge__ = _relation("ge")
+    equals = _relation("eq")
+    differs = _relation("ne")
 
 
 Condition = Value | None  # None: always
@@ -129,16 +129,12 @@ class Arithmetic:
         return "\n".join(self.declarations + self.lines)
 
     def fresh(self, kind: str) -> Value:
-        """Returns a new register without a value."""
         name = f"r{len(self.declarations)}"
         self.declarations.append(f".reg .{untyped(kind)} {name};")
         return Value(self, name, kind)
 
     def text_of(self, instruction: str, kind: str, operand: Any) -> str:
-        """Returns an operand in PTX syntax: the name of a register, or a number. Text stays as it is.
-
-        Raises TypeError if the operand does not take the register's kind, and the errors of `kinds.number_text`.
-        """
+        """Returns an operand in PTX syntax: the name of a register, or a number. Text stays as it is."""
         if isinstance(operand, str):
             return operand
         if not isinstance(operand, Value):
@@ -158,7 +154,7 @@ class Arithmetic:
         return out
 
     def op(self, op: str, kind: str, *operands: Any) -> Value:
-        """Returns the result of an instruction; its operands and its result have the same kind."""
+        """Returns the result of an instruction whose operands and result have the same kind."""
         return self.write(typed(op, kind), kind, *operands, of=operand_of(op, kind))
 
     def bitwise3(self, function: Callable[[Any, Any, Any], Any], *operands: Any) -> Value:
@@ -185,7 +181,6 @@ class Arithmetic:
         return out
 
     def compare(self, x: Value, relation: str, y: Any) -> Value:
-        """Returns a condition: whether a relation, like "lt", holds between x and y."""
         out = self.write(f"setp.{relation}.{x.kind}", "pred", x, y, of=operand_of(relation, x.kind))
         out.comparison = len(self.lines), relation, x, y
         return out
@@ -203,7 +198,6 @@ class Arithmetic:
         return self.op("fma.rn" if a.kind == "f32" else "mad.lo", a.kind, a, b, c)
 
     def multiply_high(self, a: Value, b: Value) -> Value:
-        """Returns the upper half of the bits of the product."""
         return self.op("mul.hi", a.kind, a, b)
 
     def divide(self, a: Value, b: Any) -> Value:
@@ -211,19 +205,15 @@ class Arithmetic:
         return self.op("div.full", "f32", a, b)
 
     def divide_exactly(self, a: Value, b: Any) -> Value:
-        """Returns the float next to a / b."""
         return self.op("div.rn", "f32", a, b)
 
     def multiply_wide(self, a: Value, b: int) -> Value:
-        """Returns the 64-bit product of an unsigned number and a constant."""
         return self.write("mul.wide.u32", "u64", a, b, of="u32")
 
     def multiply_add_wide(self, a: Value, b: int, c: Value) -> Value:
-        """Returns a * b + c in 64 bits, for an unsigned number and a constant of 32 bits."""
         return self.write("mad.wide.u32", "u64", a, b, c, of=("u32", "u32", "u64"))
 
     def at(self, array: Value, number: Any, itemsize: int) -> Value:
-        """Returns the address of item `number` of an array that starts at the address `array`."""
         return self.multiply_add(number, itemsize, array)
 
     def reduce(self, op: str, values: Sequence[Value]) -> Value:
@@ -235,13 +225,11 @@ class Arithmetic:
         return values[0]
 
     def select(self, condition: Value, a: Any, b: Any, kind: str | None = None) -> Value:
-        """Returns a where the condition holds, else b."""
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
         typed, operand = kind if kind == "f32" else untyped(kind), operand_of("selp", kind)
         return self.write(f"selp.{typed}", kind, a, b, condition, of=(operand, operand, "pred"))
 
     def exp2(self, x: Value) -> Value:
-        """Returns 2^x."""
         return self.op("ex2.approx.ftz", "f32", x)
 
     def log2(self, x: Value) -> Value:
@@ -249,7 +237,6 @@ class Arithmetic:
         return self.op("lg2.approx.ftz", "f32", x)
 
     def absolute(self, x: Value) -> Value:
-        """Returns the absolute value."""
         return self.op("abs", x.kind, x)
 
     def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
@@ -266,42 +253,26 @@ class Arithmetic:
     def split(self, x: Value, kind: str = "u32") -> tuple[Value, Value]:
         """Returns the lower and the upper half of the bits, each in the given kind."""
         low, high = self.fresh(kind), self.fresh(kind)
-        self += f"{_move_halves(x.kind, kind)} {{{low}, {high}}}, {x};"
+        move = f"mov.b{BITS[x.kind]}"
+        check_bits(move, BITS[x.kind] // 2, kind)
+        self += f"{move} {{{low}, {high}}}, {x};"
         return low, high
 
     def join(self, low: Value, high: Value, kind: str = "u64") -> Value:
-        """Joins a lower and an upper half to a number."""
         out = self.fresh(kind)
-        self += f"{_move_halves(kind, low.kind, high.kind)} {out}, {{{low}, {high}}};"
+        move = f"mov.b{BITS[kind]}"
+        check_bits(move, BITS[kind] // 2, low.kind, high.kind)
+        self += f"{move} {out}, {{{low}, {high}}};"
         return out
 
     # --- Bits
 
-    def rotate_left(self, x: Value, by: int) -> Value:
-        """Returns the bits of a 32-bit integer, rotated by a constant."""
-        return self.write("shf.l.wrap.b32", x.kind, x, x, by, of=("b32", "b32", "i32"))
-
-    def append_sign(self, x: Value, sign_of: Value) -> Value:
-        """Returns x << 1, with the highest bit of another number as the lowest bit."""
-        return self.write("shf.l.clamp.b32", x.kind, sign_of, x, 1, of=("b32", "b32", "i32"))
-
     def count_ones(self, x: Value) -> Value:
-        """Returns the number of bits that are 1."""
         return self.write("popc.b32", "u32", x, of="b32")
 
     def highest_bit(self, x: Value) -> Value:
-        """Returns the number of the highest bit that is 1."""
         return self.write("bfind.u32", "u32", x)
 
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
         return self.write("clz.b32", "u32", self.write("brev.b32", "u32", x, of="b32"))
-
-
-def _move_halves(whole: str, *halves: str) -> str:
-    """Returns the instruction that splits or joins a number. Raises if the halves do not have half of its bits."""
-    if any(2 * BITS[half] != BITS[whole] for half in halves):
-        raise TypeError(
-            f"mov.b{BITS[whole]} splits or joins {whole} as halves of {BITS[whole] // 2} bits, not {halves}"
-        )
-    return f"mov.b{BITS[whole]}"
