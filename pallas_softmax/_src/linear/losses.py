@@ -80,25 +80,17 @@ _COLD = 2.0**-80
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,). None has no effect.
 
-    Attributes:
-      labels: int32 columns of the whole w; a label outside [0, V) is no column. (rows, K) for several labels per token.
-      temperature: the divisor of the logits, applied after the softcap. 0 stands for the limit.
-      label_smoothing: the part of the target that is spread evenly over all columns.
-      z_loss: the weight of the squared logsumexp in the loss.
-      label_probs: (rows, K), factors: the loss of a token is the sum of the products with the losses of K labels.
-      kept: boolean, False for a token that is left out.
-      teacher_x: (rows, D').
-      draw: the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
-        that it is computed from (`sample/noise.py`); or (rows, V of all devices).
+    `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
+    that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
-    labels: Any
-    temperature: Any = None
-    label_smoothing: Any = None
-    z_loss: Any = None
-    label_probs: Any = None
-    kept: Any = None
-    teacher_x: Any = None
+    labels: Any  # int32 columns of the whole w; no column outside [0, V). (rows, K) for several labels
+    temperature: Any = None  # the divisor of the logits, applied after the softcap. 0 stands for the limit
+    label_smoothing: Any = None  # the part of the target that is spread evenly over all columns
+    z_loss: Any = None  # the weight of the squared logsumexp in the loss
+    label_probs: Any = None  # (rows, K): a loss is the sum of the products with the losses of K labels
+    kept: Any = None  # boolean, False for a token that is left out
+    teacher_x: Any = None  # (rows, D')
     draw: tuple | None = None
 
     @property
@@ -174,8 +166,7 @@ class Coefficients(NamedTuple):
     tanh = z * temperature / softcap; without a softcap, it is 0. At the label of a peaked row the first two
     terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
     is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing,
-    `entropy_factor` without an entropy.
-    With several labels, `label_term` is (rows, K), and the term of each label is subtracted.
+    `entropy_factor` without an entropy. With several labels, `label_term` is (rows, K), and each term is subtracted.
     """
 
     m: jax.Array

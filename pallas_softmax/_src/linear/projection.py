@@ -50,26 +50,19 @@ class ChunkFunctions(NamedTuple):
 class Projection:
     """All that is the same for every row of a projection on one device.
 
-    Attributes:
-      w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
-      bias: (V,), None, or `Columns`.
-      workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
-      with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
-        may then not exist, so chunks do not count on it.
-      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
-      partial_dw: whether dw and dbias are a device's parts of sums over devices, so that they stay in float32.
-      partial_dx: the same for dx, which is then not summed over `mesh_axes`.
+    If dw is not wanted (`with_dw`), it is computed all the same, but XLA may remove it as unused. Its memory may then
+    not exist, so chunks do not count on it.
     """
 
     functions: ChunkFunctions
-    w: jax.Array
-    bias: Any
+    w: jax.Array  # (D, V), or (V, D) for head.transpose_w; inside `mesh_axes`, a device's columns
+    bias: Any  # (V,), None, or `Columns`
     head: Head
-    workspace_bytes: int
+    workspace_bytes: int  # the bound on the logits that are stored at a time; see `chunk_rows`
     with_dw: bool = True
-    mesh_axes: tuple[str, ...] = ()
-    partial_dw: bool = False
-    partial_dx: bool = False
+    mesh_axes: tuple[str, ...] = ()  # the columns are spread over them, in the order of `lax.axis_index`
+    partial_dw: bool = False  # whether dw and dbias are parts of sums over devices: they stay in float32
+    partial_dx: bool = False  # the same for dx, which is then not summed over `mesh_axes`
 
     @property
     def vocab(self) -> int:  # on this device
