@@ -172,7 +172,6 @@ class ListProgram(CtaProgram):
         self.set(self.floor, self.max(self.floor, least >> 16 if self.element.halves else least))
 
     def compact_list(self) -> None:
-        """Keeps the k best of more than k entries, and raises the floor."""
         self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
         self.barrier()
         self.set(self.n, self.plan.k)

@@ -66,7 +66,6 @@ class WindowProgram(CtaProgram):
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
-        """Returns the group at entry `at` of the list of groups that reach the bound."""
         address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
@@ -211,7 +210,7 @@ def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed:
 
 
 def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Value) -> Value:
-    """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
+    """Returns a mask of the elements that are not below `bound`, after an xor with `flip`."""
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
@@ -286,8 +285,6 @@ def _store_entry(
 def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
 
-    Goes through the blocks in order, and numbers the ties:
-
     base = first
     for each block, while base < k:
         before = base + ties of lower lanes of this warp + ties of lower warps
@@ -328,8 +325,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
 def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
     """Turns the list of positions into the list `candidates`, which overwrites the row.
 
-    A thread holds its candidates in registers meanwhile. Entries after the last candidate become empty, as they are in
-    a window that is not compact.
+    Entries after the last candidate become empty, as they are in a window that is not compact.
     """
     each = p.capacity // WARPGROUP
     own = p.at(p.candidates, p.thread, POSITION_BYTES)

@@ -71,11 +71,7 @@ class Request:
         return scale_of(scale) if self.scaled else scale
 
     def values(self, key, normalizer: Normalizer | None, scale):
-        """Returns the values, in float32, of winners with these sort keys.
-
-        d of the normalizer is the sum of exp((x - m) * scale). Without a normalizer, it returns the winners as they
-        are.
-        """
+        """Returns the values of winners, in float32. d of the normalizer is the sum of exp((x - m) * scale)."""
         if normalizer is None:
             value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
         else:
@@ -159,9 +155,9 @@ def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dt
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
-    """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
+    """Merges the `count` lists of each row, in several launches if needed. The lists of row 0 come first.
 
-    The lists of row 0 come first. A single list per row is final already. `scale` is `normalizers.encoded_scale`.
+    A single list per row is final already. `scale` is `normalizers.encoded_scale`.
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
@@ -211,7 +207,6 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
-    """Returns the types of the arrays. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
     if not request.normalized:
@@ -225,8 +220,7 @@ def write_winners(
 ):
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
-    `ranked` has the format of `put_in_shared_memory`, as int32 or float32. The winners' values are written if `final`,
-    otherwise their keys.
+    `ranked` has the format of `put_in_shared_memory`. The winners' values are written if `final`, otherwise their keys.
     """
     k = request.k
     for first in range(0, k, WARPGROUP):

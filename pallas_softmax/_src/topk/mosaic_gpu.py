@@ -39,7 +39,6 @@ def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns a `Tile`, a `Window`, or a `Refusal`."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -120,7 +119,6 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
 
 
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    """Returns None, since `merge_kernel` has one plan only, or a refusal."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)

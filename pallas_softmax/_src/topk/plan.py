@@ -5,9 +5,9 @@ The number of rows does not count. So a row's sums have the same order in any ba
 A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `layout.Window` draws the
 array.
 
-A short row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The
-winners are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`).
-Only its first k elements count. An example with ten elements a to j over 4 lanes, which load two elements at once:
+A short row lies over some lanes of a warp, as a `Tile`. The winners lie over the same lanes, in order, as another tile
+(`merged_tile`). Only its first k elements count. An example with ten elements a to j over 4 lanes, which load two
+elements at once:
 
     row        a b | c d | e f | g h      step 0
                i j |     |     |          step 1
@@ -89,7 +89,6 @@ STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; large
 
 
 def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
-    """Returns how the rows of top-k lie over a GPU. A row has from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
     if tile := plan_tile(vocab, k, itemsize):
         return tile
@@ -110,7 +109,6 @@ def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | 
 
 
 def _parts(vocab: int, k: int, itemsize: int) -> int:
-    """Returns the fastest number of parts of a row, before checking that they fit into shared memory."""
     if k > MAX_CUT_K:
         return 1  # merging so many winners takes longer than parts save
     if k >= MANY_WINNERS:
@@ -174,7 +172,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
     elements = window.cut.longest
 
     def groups_with(number: float) -> float:
-        """Returns the expected number of groups that contain at least one of the `number` best elements."""
+        """Returns the expected number of groups with at least one of the `number` best elements."""
         return elements / window.group_size * (1 - (1 - number / elements) ** window.group_size)
 
     if elements <= room or k <= groups_with(FILLED_ROOM * room):
@@ -183,7 +181,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
 
 def lists_per_merge(k: int) -> int:
-    """Returns how many lists of k winners one CTA merges into one: at most one list per thread."""
+    """Returns how many lists of k winners one CTA merges: at most one list per thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
@@ -207,7 +205,7 @@ def ordering_words(k: int) -> tuple[int, int, int]:
 def listed_items(window: Window, k: int) -> tuple[int, int]:
     """Returns the lengths of two lists: the candidates, and the groups that reach the bound, which is also scratch.
 
-    An item is a 32-bit word, and a candidate takes two of them. In a compact window, an item is a 16-bit number, and a
+    An item is a 32-bit word, and a candidate takes two. In a compact window, an item is a 16-bit number, and a
     candidate takes one. In 25,000 numbers, k = 1024 with groups of 16 makes 1,593 candidates, standard deviation 33.
     """
     capacity = candidate_capacity(k)
@@ -227,8 +225,8 @@ def selection_bytes(window: Window, k: int) -> tuple[int, int]:
 
 # With more elements in fewer lanes, merges sort more within a lane and exchange less. This is faster for rows over many
 # lanes, and slower for rows over few lanes. If many winners are at least half as many as the elements of a lane,
-# registers run short, and fewer elements are faster again. With 64 elements in each of 32 lanes, a window is faster for
-# float32. Also, a float32 merge has one bit of a 32-bit word for each element of a lane's list.
+# registers run short, and fewer elements are faster again. A float32 merge has one bit of a 32-bit word for each
+# element of a lane's list, and with 64 elements in each of 32 lanes a window is faster.
 LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
 MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
 MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes

@@ -200,7 +200,7 @@ def _add_step(
 ) -> Normalizer | None:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
-    Thread t has vector t of every block. All its elements share one rescaling of d:
+    All elements of a thread share one rescaling of d:
 
     new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
