@@ -31,8 +31,6 @@ from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.route.formulas import Score
 
-# --- Scores
-
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
 LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**24

@@ -91,8 +91,6 @@ class ListProgram(CtaProgram):
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
         return sums
 
-    # --- The k best
-
     def find(
         self, visit: Callable[[Callable], Any], low: Value, high: Value, rank: Value, enough: Value
     ) -> tuple[KeyRange, Value, Value]:
@@ -175,8 +173,6 @@ class ListProgram(CtaProgram):
         self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
         self.barrier()
         self.set(self.n, self.plan.k)
-
-    # --- The cluster
 
     def gather(self) -> None:
         """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""

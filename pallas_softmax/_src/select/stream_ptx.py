@@ -69,8 +69,6 @@ class SelectProgram(ListProgram):
         # The thread's first vector in a block.
         self.thread_first = self.warp * (LANES * self.loads) + self.lane
 
-    # --- Elements
-
     def whole_vectors(self) -> Value:  # before the first one with elements beyond the row
         return (self.length + self.lead) >> log2(self.vec)
 
@@ -157,10 +155,7 @@ class SelectProgram(ListProgram):
             yield word
 
     def sample(self) -> None:
-        """Sets the floor to just below a sampled element that few more than k elements should reach.
-
-        If many sampled elements equal that one, the floor is the element itself.
-        """
+        """Sets the floor to just below a sampled element that few more than k elements should reach."""
         plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.

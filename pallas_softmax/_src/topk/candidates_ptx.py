@@ -75,9 +75,6 @@ class WindowProgram(CtaProgram):
         return address
 
 
-# --- The bound
-
-
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
@@ -107,8 +104,6 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     find_rank(histogram, left, rank, enough, count)
     return left.least(), highest
 
-
-# --- The candidates
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1

@@ -138,9 +138,6 @@ def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, 
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
-# --- Launches -----------------------------------------------------------------------------------------
-
-
 def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.merge` returns, for lists of k winners. It takes one launch."""
     x, _, temperature, unfold = fold_topk(won, None, temperature)
@@ -235,9 +232,6 @@ def write_winners(
             blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
-
-
-# --- Inline PTX that ranks the winners of several lists
 
 
 @functools.lru_cache(maxsize=16)

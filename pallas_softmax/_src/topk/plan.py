@@ -282,9 +282,6 @@ def mostly_winners(vocab: int, k: int) -> bool:
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
-# --- Integers
-
-
 def plan_by(
     plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
 ) -> Any:

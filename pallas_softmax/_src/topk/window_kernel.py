@@ -178,9 +178,6 @@ def _load_and_reduce(
     return None if lane is None else normalizers.combine_lanes(lane, scale=scale)
 
 
-# --- The search
-
-
 @twin
 def _clear_list(memory: SearchMemory) -> None:
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
