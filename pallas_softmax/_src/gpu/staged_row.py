@@ -121,7 +121,7 @@ class StagedRow:
     def sweep(self, take_step: Callable, state, first: int = 0):
         """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
 
-        The sweep begins with step `first`. The earlier steps come last, when they are in shared memory again.
+        It begins with step `first`. The earlier steps come last, when they are in shared memory again.
         """
         walk = self.walk
 

@@ -112,7 +112,7 @@ def _scores(tile: Tile, score: Score, x):
 
 @twin
 def _exponentials(tile: Tile, score: Score, x):
-    """Returns e, m, d (see `scores_ptx.exponentials_program`) and the factor of e in the score, as tiles."""
+    """Returns e, m, d of `scores_ptx.exponentials_program`, and the factor of e in the score, as tiles."""
     program = scores_ptx.exponentials_program(tile, score)
     e, m, d = tiles.insert_in_tile(program, x, "f32", {"e": tile, "m": None, "d": None})
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)

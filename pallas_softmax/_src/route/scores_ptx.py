@@ -170,7 +170,7 @@ def _count_better(
     """Returns how many groups of the row are better than the lane's group number `group`, as a float.
 
     Floats are added in another pipe than integers are compared. `sums` has the sort keys of the sums of the lane's
-    groups. The row has `pieces` pieces of `lanes` lanes each; the lane belongs to piece `own_piece`.
+    groups. The row has `pieces` pieces of `lanes` lanes; the lane belongs to piece `own_piece`.
     """
     own, better = sums[group], p.var(0.0, "f32")
     for other, sum_ in enumerate(sums):

@@ -43,10 +43,7 @@ class HeldRowProgram(SelectProgram):
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
-        """Yields the words and the number of each vector of the thread.
-
-        The caller's instructions for vector j run only if `used` > j.
-        """
+        """Yields the words and the number of each vector j. The caller's instructions run only if `used` > j."""
         first = self.shuffle(self.thread_first, "bfly", 0)  # the same number, hidden like `used`
         for j in range(self.loads):
             with self.when(self.used > j):

@@ -97,7 +97,7 @@ class ListProgram(CtaProgram):
         """Returns a range with the key of a rank among keys from `low` to `high`, and the results of `find_rank`.
 
         visit(see) calls see(key) for each key, and maybe for lower ones than `low`. Every key is counted, since a
-        condition would cost three more instructions: lower ones in the last bucket of the range or after it.
+        condition would cost three more instructions.
         """
         keys = KeyRange(self, high, low)
 
@@ -111,10 +111,7 @@ class ListProgram(CtaProgram):
         return keys, *find_rank(self.histogram, keys, rank, enough, count)
 
     def last_key(self) -> tuple[KeyRange, Value, Value]:
-        """Returns a range with the key of the last entry that wins, and how many entries are above it, and reach it.
-
-        Exactly k entries reach the range, unless it is a single key.
-        """
+        """Returns a range that exactly k entries reach, or a single key; how many are above it, and reach it."""
         rank, high = self.var(self.plan.k, "u32"), self.var(self.key_at(self.greatest, 0xFFFF))
         with self.loop() as leave:
             found, above, reach = self.find(

@@ -13,8 +13,7 @@
     compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
     list                           8 9 7
 
-Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample: its floor
-is the lowest key.
+Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample.
 
 If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
 list. A second sweep over the whole row adds them. If the list still has fewer than k entries, the sample misled, and

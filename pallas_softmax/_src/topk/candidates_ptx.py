@@ -78,8 +78,7 @@ class WindowProgram(CtaProgram):
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    Few more reach it, unless many are equal. The histogram uses the list of candidates, which must be empty, and leaves
-    it empty.
+    The histogram uses the list of candidates, which must be empty, and leaves it empty.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
@@ -138,11 +137,7 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 
 
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
-    """Lists the groups that reach the bound, in any order. Returns how many there are.
-
-    A warp counts its groups, and reserves as many entries. If the groups of all warps do not fit, all threads
-    give_up().
-    """
+    """Lists the groups that reach the bound in any order, and returns how many; give_up() if they do not fit."""
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
     each = p.window.groups_per_thread
@@ -228,10 +223,7 @@ def _group_words(p: WindowProgram, first: Value) -> list[Value]:
 
 
 def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
-    """Clears the bits of a group's elements outside the part: before <low>, and from <high> on.
-
-    Positions increase with the bits. Positions before <low> are in the first vector of the window.
-    """
+    """Clears the bits of elements outside the part. Those before <low> are in the first vector of the window."""
     window = p.window
     p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
     rest = p.max(p.high - first.bits("s32"), 0).bits("u32")

@@ -110,7 +110,7 @@ def topk_merge(
 
 
 class WinnerLists(NamedTuple):
-    """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
+    """Lists of k winners, the best first, and the normalizers of the rows or parts that they came from.
 
     Until the lists of a row are merged into one, `values` are the winners' keys (int32).
     """
@@ -169,7 +169,6 @@ def _results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
-    """Merges groups of `fan_in` of the `count` lists of a row. The last group may have fewer."""
     k, rows, merges = request.k, lists.indices.size // (count * request.k), -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(

@@ -53,7 +53,6 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)

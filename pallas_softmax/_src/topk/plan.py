@@ -181,7 +181,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
 
 def lists_per_merge(k: int) -> int:
-    """Returns how many lists of k winners one CTA merges: at most one list per thread."""
+    """At most one list per thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
@@ -190,10 +190,7 @@ def padded_winners(k: int) -> int:
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the words of shared memory that hold the groups' maxima, and later the ranked winners.
-
-    In a compact window, the ranked winners take the place of the row.
-    """
+    """Returns the words of the groups' maxima, which hold the ranked winners later, except in a compact window."""
     return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
 
 
@@ -263,7 +260,7 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
 
 
 def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Tile:
-    """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
+    """Returns the tile with the fewest lanes per row, from 2 to 32, that can hold the row. If none can: 32 lanes.
 
     A lane holds at most `with_few_lanes` elements of a row over fewer lanes than MANY_LANES.
     """
@@ -285,10 +282,7 @@ def mostly_winners(vocab: int, k: int) -> bool:
 def plan_by(
     plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
 ) -> Any:
-    """Returns the plan for the call with its operand as floats, since `plan` knows floats only.
-
-    `of_lengths` is in place of `plan` if the operand are integers and rows have lengths.
-    """
+    """Returns the plan for the operand as floats; for integers with lengths, that of `of_lengths`."""
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)
     chosen = of_lengths if call.lengths else plan

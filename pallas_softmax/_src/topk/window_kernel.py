@@ -32,8 +32,8 @@ holds: the elements that reach the bound fit into the list, or fewer than k exce
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
-If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `layout.Window` has a
-drawing of windows, blocks, steps and groups. `gpu/ptx/ranking.py` has a drawing of the list of candidates.
+If rows have several parts, `merge_kernel.py` merges winners and normalizers. `layout.Window` has a drawing of windows,
+blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
 """
 
 import functools
@@ -90,10 +90,7 @@ def softmax_topk(
     lists_smem,
     x_smem,
 ) -> None:
-    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer.
-
-    If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
-    """
+    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer."""
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
     candidates, hits = split(lists_smem, *listed_items(window, request.k))

@@ -348,7 +348,7 @@ def _leave_if_exact(
 ) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
+    They do if no neighbours nearly tie, or if the bits `ones` of all floats are 0.
     """
     leave(~p.any(near_tie | too_short))
     union = p.var(0, "s32")
@@ -387,8 +387,8 @@ def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
 def _put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
 
-    All lanes read the two packed keys, then the two whole keys, from the lanes that hold them. If two pairs share a
-    word, passes are repeated until one pass exchanges nothing.
+    All lanes read the words from the lanes that hold them. If two pairs share a word, passes are repeated until one
+    pass exchanges nothing.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 

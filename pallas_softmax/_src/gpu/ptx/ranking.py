@@ -357,10 +357,7 @@ class CandidateList:
         p.barrier()
 
     def _rank_in_buckets(self, have: list[Value], values: list[Value], bucket_words: list[Value]) -> None:
-        """Compares each candidate with all others in its bucket, and writes it at its rank.
-
-        Buckets that start at rank k or later are skipped.
-        """
+        """Compares each candidate with all others in its bucket, if that starts before rank k, and writes it."""
         p = self.p
         ranks = [p.var(word & _LOWER) for word in bucket_words]
         addresses = [p.var(self.at(rank)) for rank in ranks]
