@@ -104,7 +104,7 @@ def laid_like(x: jax.Array, a: Any) -> Any:
 
 
 def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
-    """Returns function(*arrays), results by `specs`, with Auto mesh axes in place of Explicit ones: XLA divides it."""
+    """Returns function(*arrays), divided by XLA: Explicit mesh axes become Auto axes. Results get the `specs`."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None:
         return function(*arrays)

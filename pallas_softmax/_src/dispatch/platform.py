@@ -19,13 +19,7 @@ def compiled(function: Callable, *static: str) -> Callable:
     The function binds an operation that can only be lowered. Without a compilation, JAX would call the function again
     to evaluate that operation, without end.
     """
-    program = jax.jit(function, static_argnames=static)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.disable_jit(False):
-            return program(*args, **kwargs)
-
-    return call
+    return jax.disable_jit(False)(jax.jit(function, static_argnames=static))
 
 
 def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ class StagedRow:
     def sweep(self, take_step: Callable, state, first: int = 0):
         """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
 
-        The sweep begins with step `first`. The earlier steps come last, when they are in shared memory again.
+        It begins with step `first`. The earlier steps come last, when they are in shared memory again.
         """
         walk = self.walk
 
@@ -139,12 +139,10 @@ class StagedRow:
             yield pl.ds(self._place(i) + start, self.walk.block_size)
 
     def load(self, smem, i, size: int) -> Iterator[jax.Array]:
-        """Yields the blocks of step i, in float32. After its `size` elements, they hold anything."""
         for at in self.blocks(i, size):
             yield blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
-        """Each thread writes its own elements."""
         layout = blocks.layout(self.walk.vec)
         values = [block.astype(smem.dtype) for block in values]
         for at, block in zip(self.blocks(i, size), values, strict=True):

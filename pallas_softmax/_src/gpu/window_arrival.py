@@ -51,7 +51,6 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
 
 
 def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
-    """Step i arrives at barrier number i."""
     for i, (position, size) in enumerate(window.copies()):
         plgpu.copy_gmem_to_smem(
             part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
@@ -78,7 +77,6 @@ def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bo
     thread, first, low, high, origin = p.operands("s32", "thread", "first", "low", "high", "origin")
 
     def fill(position, end, in_row):
-        """Fills a position below `end`. `in_row` says whether the row may have an element there."""
         x, within = p.var(element.neg_inf, f"u{8 * element.itemsize}"), position < end
         if in_row:
             inside = within & (position >= low) & (position < high)

@@ -58,10 +58,7 @@ class Gate:
         return self._by_logit(x, direct), g_logsumexp
 
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
-        """Returns the tangents of the weights: the transpose of `cotangents`.
-
-        `mean` is the sum of p dx over the whole row.
-        """
+        """Returns the transpose of `cotangents`. `mean` is the sum of p dx over the whole row."""
         dlog = self._by_logit(x, dx)
         if self.renormalize:
             share = _shares(self.score, x, over_row)

@@ -18,7 +18,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
-from pallas_softmax._src.gpu.ptx.merging import best_indices, best_keys_and_indices, search_input
+from pallas_softmax._src.gpu.ptx.merging import search_input, search_rows
 from pallas_softmax._src.route import scores_ptx
 from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
 from pallas_softmax._src.route.plan import plan, plan_grad
@@ -63,11 +63,7 @@ def route(
             elements = scores_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
-    if bias is None and x.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
-        _, index = best_keys_and_indices(plan, experts, k, elements)
-    else:
-        index = best_indices(plan, experts, k, elements, lanes)
-
+    index, _ = search_rows(plan, experts, k, elements, lanes)
     per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
     won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k)  # again, from the cache
     weight = gate.weights(won.astype(jnp.float32), per_row, over_row(winners))
@@ -94,7 +90,6 @@ def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, g
 
 
 def normalizer(x, tile: Tile):
-    """Returns m and d of each row, spread over the tile, and the exponentials of x - m."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     # The maximum comes before the cast: one instruction compares two 16-bit elements.
     m = broadcast(jnp.max(x, 1).astype(jnp.float32))
@@ -117,7 +112,7 @@ def _scores(tile: Tile, score: Score, x):
 
 @twin
 def _exponentials(tile: Tile, score: Score, x):
-    """Returns e, m, d (see `scores_ptx.exponentials_program`) and the factor of e in the score, as tiles."""
+    """Returns e, m, d of `scores_ptx.exponentials_program`, and the factor of e in the score, as tiles."""
     program = scores_ptx.exponentials_program(tile, score)
     e, m, d = tiles.insert_in_tile(program, x, "f32", {"e": tile, "m": None, "d": None})
     return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)

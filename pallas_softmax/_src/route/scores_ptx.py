@@ -31,8 +31,6 @@ from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.route.formulas import Score
 
-# --- Scores
-
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
 LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**24
@@ -68,28 +66,22 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
         p.set(d[row], _over_row(p, tile, "add", p.reduce("add", es[row])))
         is_exact = (d[row] >= LEAST_SUM) & (d[row] <= MOST_SUM)  # False for NaN
         p.set(inexact, True, when=~is_exact)
-    with p.when(p.any(inexact)):
+    with p.when(p.any(inexact)):  # again, with the largest logit subtracted
         for row in rows:
-            _subtract_largest(p, tile, score, xs[row], es[row], m[row], d[row])
+            p.set(m[row], _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs[row])))
+            shift = p.select(m[row].equals(float("-inf")), 0.0, m[row])
+            total = p.var(0.0, "f32")
+            for x, e in zip(xs[row], es[row]):  # one after the other, to need few registers
+                shifted = p.exp2((x - shift) * LOG2_E)
+                p.increase(total, shifted)
+                if score == "softmax":
+                    p.set(e, shifted)
+                else:
+                    p.set(e, p.exp2(p.op("min.NaN", "f32", x * LOG2_E, LARGEST_EXPONENT)))
+            p.set(d[row], _over_row(p, tile, "add", total))
     # Without this barrier, ptxas moves the loads of the bias to the top, and needs 20 more registers.
     p.sync_warp()
     return p
-
-
-def _subtract_largest(
-    p: Program, tile: Tile, score: Score, xs: list[Value], es: list[Value], m: Value, d: Value
-) -> None:
-    p.set(m, _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs)))
-    shift = p.select(m.equals(float("-inf")), 0.0, m)
-    total = p.var(0.0, "f32")
-    for x, e in zip(xs, es):  # one after the other, to need few registers
-        shifted = p.exp2((x - shift) * LOG2_E)
-        p.increase(total, shifted)
-        if score == "softmax":
-            p.set(e, shifted)
-        else:
-            p.set(e, p.exp2(p.op("min.NaN", "f32", x * LOG2_E, LARGEST_EXPONENT)))
-    p.set(d, _over_row(p, tile, "add", total))
 
 
 def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
@@ -178,7 +170,7 @@ def _count_better(
     """Returns how many groups of the row are better than the lane's group number `group`, as a float.
 
     Floats are added in another pipe than integers are compared. `sums` has the sort keys of the sums of the lane's
-    groups. The row has `pieces` pieces of `lanes` lanes each; the lane belongs to piece `own_piece`.
+    groups. The row has `pieces` pieces of `lanes` lanes; the lane belongs to piece `own_piece`.
     """
     own, better = sums[group], p.var(0.0, "f32")
     for other, sum_ in enumerate(sums):

@@ -75,10 +75,7 @@ def _with_one_nan(x):
 
 
 def route_grad(residuals, g, g_logsumexp, *, gate: Gate, mesh_axes=()):
-    """Returns the cotangent of the logits: p rest, and at the winners p rest + direct; see `Gate.cotangents`.
-
-    The residuals are the logits and the winners' indices.
-    """
+    """The cotangent of a logit is p rest, and of a winner p rest + direct; see `Gate.cotangents`."""
     del mesh_axes  # a row is never spread by a user
     logits, indices = residuals
     x, p, normalizer = _softmax(logits)

@@ -43,10 +43,7 @@ class HeldRowProgram(SelectProgram):
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
-        """Yields the words and the number of each vector of the thread.
-
-        The caller's instructions for vector j run only if `used` > j.
-        """
+        """Yields the words and the number of each vector j. The caller's instructions run only if `used` > j."""
         first = self.shuffle(self.thread_first, "bfly", 0)  # the same number, hidden like `used`
         for j in range(self.loads):
             with self.when(self.used > j):
@@ -138,15 +135,6 @@ class HeldRowProgram(SelectProgram):
                                 self.histogram.count(self.min(distance >> shift, others))
         self.barrier()
 
-    def element_words(self, words: list[Value]) -> Iterator[Value]:
-        """Yields a word for each element, which is the upper half if it has 16 bits; the lower half may hold
-        anything.
-        """
-        for word in words:
-            if self.element.halves:
-                yield (word << 16).bits("u32")
-            yield word.bits("u32")
-
     def bits_of(self, words: list[Value], relation: str) -> list[Value]:
         """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
         bits = [self.var(0, "u32") for _ in range(-(-self.loads * self.vec // LANES))]
@@ -155,7 +143,8 @@ class HeldRowProgram(SelectProgram):
         for j, (own, _) in enumerate(self.vectors_of(words)):
             for i, distance in enumerate(self.element_words(own)):
                 word, bit = divmod(j * self.vec + i, LANES)
-                self.update(bits[word], "or", 1 << bit, when=self.compare(distance, relation, limit))
+                reaches = self.compare(distance.bits("u32"), relation, limit)
+                self.update(bits[word], "or", 1 << bit, when=reaches)
         return bits
 
     def first_ties(self, words: list[Value], winners: list[Value]) -> None:

@@ -91,15 +91,13 @@ class ListProgram(CtaProgram):
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these
         return sums
 
-    # --- The k best
-
     def find(
         self, visit: Callable[[Callable], Any], low: Value, high: Value, rank: Value, enough: Value
     ) -> tuple[KeyRange, Value, Value]:
         """Returns a range with the key of a rank among keys from `low` to `high`, and the results of `find_rank`.
 
         visit(see) calls see(key) for each key, and maybe for lower ones than `low`. Every key is counted, since a
-        condition would cost three more instructions: lower ones in the last bucket of the range or after it.
+        condition would cost three more instructions.
         """
         keys = KeyRange(self, high, low)
 
@@ -113,10 +111,7 @@ class ListProgram(CtaProgram):
         return keys, *find_rank(self.histogram, keys, rank, enough, count)
 
     def last_key(self) -> tuple[KeyRange, Value, Value]:
-        """Returns a range with the key of the last entry that wins, and how many entries are above it, and reach it.
-
-        Exactly k entries reach the range, unless it is a single key.
-        """
+        """Returns a range that exactly k entries reach, or a single key; how many are above it, and reach it."""
         rank, high = self.var(self.plan.k, "u32"), self.var(self.key_at(self.greatest, 0xFFFF))
         with self.loop() as leave:
             found, above, reach = self.find(
@@ -172,12 +167,9 @@ class ListProgram(CtaProgram):
         self.set(self.floor, self.max(self.floor, least >> 16 if self.element.halves else least))
 
     def compact_list(self) -> None:
-        """Keeps the k best of more than k entries, and raises the floor."""
         self.compact(lambda to, *entry, when: self.store(self.entry(to), *entry, when=when))
         self.barrier()
         self.set(self.n, self.plan.k)
-
-    # --- The cluster
 
     def gather(self) -> None:
         """Appends the lists of other CTAs to the list of CTA 0, as many at a time as fit, and keeps the k best."""

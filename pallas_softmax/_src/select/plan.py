@@ -160,7 +160,6 @@ def registers_plan(vocab: int, k: int, warpgroups: int, thread_bytes: int) -> Se
 
 
 def plan_in_registers(rows: int, vocab: int, k: int, itemsize: int, has_lengths: bool) -> SelectPlan | None:
-    """Returns a plan of rows in registers, or None if a list of candidates takes less time."""
     few = rows <= 2 * MULTIPROCESSORS
     cut_vector = ACCESS_BYTES if vocab * itemsize % ACCESS_BYTES else 0  # a row between multiples of 16 bytes
     row_bytes = vocab * itemsize + cut_vector

@@ -13,8 +13,7 @@
     compacted            8 9 7                  the floor becomes 7: another 7 would lose against the listed one
     list                           8 9 7
 
-Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample: its floor
-is the lowest key.
+Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample.
 
 If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
 list. A second sweep over the whole row adds them. If the list still has fewer than k entries, the sample misled, and
@@ -26,7 +25,7 @@ result is exact for every row; rows in unusual orders take more time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import log2
@@ -41,10 +40,7 @@ _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which devic
 
 
 class SelectProgram(ListProgram):
-    """The program. Addresses: <x>, <values>, <indices>, <mask> in device memory; <list> and <scratch>.
-
-    Numbers: <row>, <part> (the CTA's number in its cluster), <length>, and with a mask <mask_row>.
-    """
+    """The program. <part> is the CTA's number in its cluster, and <mask_row> the row of the mask."""
 
     def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
         super().__init__(plan, dtype)
@@ -72,21 +68,16 @@ class SelectProgram(ListProgram):
         # The thread's first vector in a block.
         self.thread_first = self.warp * (LANES * self.loads) + self.lane
 
-    # --- Elements
-
-    def whole_vectors(self) -> Value:
-        """Returns the number of vectors before the first one with elements beyond the row."""
+    def whole_vectors(self) -> Value:  # before the first one with elements beyond the row
         return (self.length + self.lead) >> log2(self.vec)
 
     def vector(self, number: Value) -> Value:
         return self.base + self.multiply_wide(number, ACCESS_BYTES)
 
-    def index(self, vector: Value) -> Value:
-        """Returns the index in the row of the first element of a vector."""
+    def index(self, vector: Value) -> Value:  # of its first element, in the row
         return vector * self.vec - self.lead
 
     def prefetch(self, at: Value, blocks: int) -> None:
-        """Starts to copy the whole vectors of some blocks to the L2 cache."""
         number = self.max((self.whole_to - at).bits("s32"), 0)
         size = self.min(number, blocks * self.block_vectors) * ACCESS_BYTES
         self += f"@{self.thread.equals(0) & (size > 0)} cp.async.bulk.prefetch.L2.global [{self.vector(at)}], {size};"
@@ -155,11 +146,15 @@ class SelectProgram(ListProgram):
             masked = self.convert(keep, "u32").equals(0)
             self.update(words[byte // 4], "or", self.element.all_ones << 8 * (byte % 4), when=masked)
 
-    def sample(self) -> None:
-        """Sets the floor to just below a sampled element that few more than k elements should reach.
+    def element_words(self, words: list[Value]) -> Iterator[Value]:
+        """Yields a word for each element. The upper half is a 16-bit element, and the lower half anything."""
+        for word in words:
+            if self.element.halves:
+                yield word << 16
+            yield word
 
-        If many sampled elements equal that one, the floor is the element itself.
-        """
+    def sample(self) -> None:
+        """Sets the floor to just below a sampled element that few more than k elements should reach."""
         plan, vectors = self.plan, []
         sampled_sectors = plan.threads * plan.sample_vectors // _SECTOR_VECTORS
         # Sampled sectors have equal distances. They are of the whole row, and have elements of the row only.
@@ -266,12 +261,9 @@ class SelectProgram(ListProgram):
             entry, index = self.var(self.entry(n + self.field(before, j))), first + LANES * self.vec * j
             with self.when(self.field(own, j).differs(0)):
                 vector = words[4 * j : 4 * j + 4]
-                elements = [
-                    x for word in vector for x in ((word << 16, word) if self.element.halves else (word,))
-                ]
-                for i, (word, compare) in enumerate(
-                    zip(elements, self.comparisons(vector, ties, again=True))
-                ):
+                elements = [*self.element_words(vector)]
+                comparisons = self.comparisons(vector, ties, again=True)
+                for i, (word, compare) in enumerate(zip(elements, comparisons)):
                     is_listed = compare()
                     self.store(entry, word, index + i, when=is_listed & (entry < end) if ties else is_listed)
                     self.increase(entry, ENTRY_BYTES, when=is_listed)
@@ -317,9 +309,7 @@ class SelectProgram(ListProgram):
                 if self.plan.sorted:
                     self.compact_list()
                 else:
-                    self.compact(
-                        lambda number, word, *entry, when: put(number, self.key_of(word), *entry, when)
-                    )
+                    self.compact(lambda to, word, index, when: put(to, self.key_of(word), index, when))
                     done()
             with self.each(self.n + self.thread, k, self.plan.threads) as number:
                 fill = self.key_of(self.var(self.fill_word, "s32"))

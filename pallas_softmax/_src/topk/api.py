@@ -185,7 +185,6 @@ def _as_int(k) -> Any:
 
 def _as_stored(name: str, dtype):
     """Returns the dtype that JAX gives to an array of dtype `dtype`. Warns, like JAX, if 64 bits become 32."""
-
     try:
         if isinstance(dtype, jax.Array):
             raise TypeError("an array is no dtype")

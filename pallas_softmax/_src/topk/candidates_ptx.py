@@ -66,7 +66,6 @@ class WindowProgram(CtaProgram):
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
-        """Returns the group at entry `at` of the list of groups that reach the bound."""
         address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
@@ -76,14 +75,10 @@ class WindowProgram(CtaProgram):
         return address
 
 
-# --- The bound
-
-
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    Few more reach it, unless many are equal. The histogram uses the list of candidates, which must be empty, and leaves
-    it empty.
+    The histogram uses the list of candidates, which must be empty, and leaves it empty.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
@@ -108,8 +103,6 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     find_rank(histogram, left, rank, enough, count)
     return left.least(), highest
 
-
-# --- The candidates
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
@@ -144,11 +137,7 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 
 
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
-    """Lists the groups that reach the bound, in any order. Returns how many there are.
-
-    A warp counts its groups, and reserves as many entries. If the groups of all warps do not fit, all threads
-    give_up().
-    """
+    """Lists the groups that reach the bound in any order, and returns how many; give_up() if they do not fit."""
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
     each = p.window.groups_per_thread
@@ -211,7 +200,7 @@ def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed:
 
 
 def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Value) -> Value:
-    """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
+    """Returns a mask of the elements that are not below `bound`, after an xor with `flip`."""
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
@@ -234,10 +223,7 @@ def _group_words(p: WindowProgram, first: Value) -> list[Value]:
 
 
 def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
-    """Clears the bits of a group's elements outside the part: before <low>, and from <high> on.
-
-    Positions increase with the bits. Positions before <low> are in the first vector of the window.
-    """
+    """Clears the bits of elements outside the part. Those before <low> are in the first vector of the window."""
     window = p.window
     p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
     rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
@@ -286,8 +272,6 @@ def _store_entry(
 def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
 
-    Goes through the blocks in order, and numbers the ties:
-
     base = first
     for each block, while base < k:
         before = base + ties of lower lanes of this warp + ties of lower warps
@@ -328,8 +312,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
 def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
     """Turns the list of positions into the list `candidates`, which overwrites the row.
 
-    A thread holds its candidates in registers meanwhile. Entries after the last candidate become empty, as they are in
-    a window that is not compact.
+    Entries after the last candidate become empty, as they are in a window that is not compact.
     """
     each = p.capacity // WARPGROUP
     own = p.at(p.candidates, p.thread, POSITION_BYTES)

@@ -71,11 +71,7 @@ class Request:
         return scale_of(scale) if self.scaled else scale
 
     def values(self, key, normalizer: Normalizer | None, scale):
-        """Returns the values, in float32, of winners with these sort keys.
-
-        d of the normalizer is the sum of exp((x - m) * scale). Without a normalizer, it returns the winners as they
-        are.
-        """
+        """Returns the values of winners, in float32. d of the normalizer is the sum of exp((x - m) * scale)."""
         if normalizer is None:
             value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
         else:
@@ -114,7 +110,7 @@ def topk_merge(
 
 
 class WinnerLists(NamedTuple):
-    """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
+    """Lists of k winners, the best first, and the normalizers of the rows or parts that they came from.
 
     Until the lists of a row are merged into one, `values` are the winners' keys (int32).
     """
@@ -142,9 +138,6 @@ def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, 
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 
 
-# --- Launches -----------------------------------------------------------------------------------------
-
-
 def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True):
     """Returns what `xla.merge` returns, for lists of k winners. It takes one launch."""
     x, _, temperature, unfold = fold_topk(won, None, temperature)
@@ -159,9 +152,9 @@ def merge_rows(plan: None, won, kept, indices, parts, temperature, *, k, log, dt
 
 
 def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer | None]:
-    """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
+    """Merges the `count` lists of each row, in several launches if needed. The lists of row 0 come first.
 
-    The lists of row 0 come first. A single list per row is final already. `scale` is `normalizers.encoded_scale`.
+    A single list per row is final already. `scale` is `normalizers.encoded_scale`.
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
@@ -176,7 +169,6 @@ def _results(lists: WinnerLists) -> tuple[TopK, Normalizer | None]:
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
-    """Merges groups of `fan_in` of the `count` lists of a row. The last group may have fewer."""
     k, rows, merges = request.k, lists.indices.size // (count * request.k), -(-count // fan_in)
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
     return gpu_kernel(
@@ -211,7 +203,6 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
-    """Returns the types of the arrays. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
     if not request.normalized:
@@ -225,8 +216,7 @@ def write_winners(
 ):
     """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
-    `ranked` has the format of `put_in_shared_memory`, as int32 or float32. The winners' values are written if `final`,
-    otherwise their keys.
+    `ranked` has the format of `put_in_shared_memory`. The winners' values are written if `final`, otherwise their keys.
     """
     k = request.k
     for first in range(0, k, WARPGROUP):
@@ -241,9 +231,6 @@ def write_winners(
             blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
-
-
-# --- Inline PTX that ranks the winners of several lists
 
 
 @functools.lru_cache(maxsize=16)

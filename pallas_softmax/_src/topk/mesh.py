@@ -25,10 +25,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
 
 
 def winners_of_shard(run_shard, topk, logits, where, temperature, k: int, mesh_axes, *, scaled=True):
-    """Returns this device's k winners of each row, their `_positions`, and m and d of the shard.
-
-    `topk` is the operation, as for run_shard. m of integer logits is the largest one.
-    """
+    """Returns this device's k winners of each row, their `_positions`, m (of integers, the largest logit) and d."""
     vocab = logits.shape[-1]
     static = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32), "scaled": scaled}
     (_, indices), (top, d) = run_shard(topk, (logits, where, temperature), static)
@@ -51,10 +48,7 @@ def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh
 
 
 def _merged(run_shard, merge, lists, masks: bool, temperature, mesh_axes, **keywords):
-    """Returns the results of `merge`, the operation, for the lists of all devices.
-
-    A list is a device's winners, their `_positions`, and m and d of its normalizer, if it has one.
-    """
+    """Returns the results of `merge`, given a device's winners, their `_positions`, and m and d, if it has them."""
     k = keywords["k"]
 
     def merged(gathered, temperature):

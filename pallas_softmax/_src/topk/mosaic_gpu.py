@@ -39,7 +39,6 @@ def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
-    """Returns a `Tile`, a `Window`, or a `Refusal`."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
@@ -54,7 +53,6 @@ def slower(call: Call) -> str | None:
 
 
 def topk(plan, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Without a temperature, the values are the winners as they are."""
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     request = Request(k, x.dtype, mask is not None, log, dtype, scaled, temperature is not None)
@@ -120,7 +118,6 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
 
 
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    """Returns None, since `merge_kernel` has one plan only, or a refusal."""
     k = call.k or 0
     if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)

@@ -5,9 +5,9 @@ The number of rows does not count. So a row's sums have the same order in any ba
 A long row lies in the shared memory of a CTA, or is cut into `count` parts with a CTA each: `layout.Window` draws the
 array.
 
-A short row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The
-winners are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`).
-Only its first k elements count. An example with ten elements a to j over 4 lanes, which load two elements at once:
+A short row lies over some lanes of a warp, as a `Tile`. The winners lie over the same lanes, in order, as another tile
+(`merged_tile`). Only its first k elements count. An example with ten elements a to j over 4 lanes, which load two
+elements at once:
 
     row        a b | c d | e f | g h      step 0
                i j |     |     |          step 1
@@ -89,7 +89,6 @@ STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; large
 
 
 def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
-    """Returns how the rows of top-k lie over a GPU. A row has from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
     if tile := plan_tile(vocab, k, itemsize):
         return tile
@@ -110,7 +109,6 @@ def plan_topk(vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | 
 
 
 def _parts(vocab: int, k: int, itemsize: int) -> int:
-    """Returns the fastest number of parts of a row, before checking that they fit into shared memory."""
     if k > MAX_CUT_K:
         return 1  # merging so many winners takes longer than parts save
     if k >= MANY_WINNERS:
@@ -174,7 +172,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
     elements = window.cut.longest
 
     def groups_with(number: float) -> float:
-        """Returns the expected number of groups that contain at least one of the `number` best elements."""
+        """Returns the expected number of groups with at least one of the `number` best elements."""
         return elements / window.group_size * (1 - (1 - number / elements) ** window.group_size)
 
     if elements <= room or k <= groups_with(FILLED_ROOM * room):
@@ -183,7 +181,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
 
 def lists_per_merge(k: int) -> int:
-    """Returns how many lists of k winners one CTA merges into one: at most one list per thread."""
+    """At most one list per thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
@@ -192,10 +190,7 @@ def padded_winners(k: int) -> int:
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the words of shared memory that hold the groups' maxima, and later the ranked winners.
-
-    In a compact window, the ranked winners take the place of the row.
-    """
+    """Returns the words of the groups' maxima, which hold the ranked winners later, except in a compact window."""
     return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
 
 
@@ -207,7 +202,7 @@ def ordering_words(k: int) -> tuple[int, int, int]:
 def listed_items(window: Window, k: int) -> tuple[int, int]:
     """Returns the lengths of two lists: the candidates, and the groups that reach the bound, which is also scratch.
 
-    An item is a 32-bit word, and a candidate takes two of them. In a compact window, an item is a 16-bit number, and a
+    An item is a 32-bit word, and a candidate takes two. In a compact window, an item is a 16-bit number, and a
     candidate takes one. In 25,000 numbers, k = 1024 with groups of 16 makes 1,593 candidates, standard deviation 33.
     """
     capacity = candidate_capacity(k)
@@ -227,8 +222,8 @@ def selection_bytes(window: Window, k: int) -> tuple[int, int]:
 
 # With more elements in fewer lanes, merges sort more within a lane and exchange less. This is faster for rows over many
 # lanes, and slower for rows over few lanes. If many winners are at least half as many as the elements of a lane,
-# registers run short, and fewer elements are faster again. With 64 elements in each of 32 lanes, a window is faster for
-# float32. Also, a float32 merge has one bit of a 32-bit word for each element of a lane's list.
+# registers run short, and fewer elements are faster again. A float32 merge has one bit of a 32-bit word for each
+# element of a lane's list, and with 64 elements in each of 32 lanes a window is faster.
 LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
 MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
 MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes
@@ -265,7 +260,7 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
 
 
 def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Tile:
-    """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
+    """Returns the tile with the fewest lanes per row, from 2 to 32, that can hold the row. If none can: 32 lanes.
 
     A lane holds at most `with_few_lanes` elements of a row over fewer lanes than MANY_LANES.
     """
@@ -284,16 +279,10 @@ def mostly_winners(vocab: int, k: int) -> bool:
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
-# --- Integers
-
-
 def plan_by(
     plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
 ) -> Any:
-    """Returns the plan for the call with its operand as floats, since `plan` knows floats only.
-
-    `of_lengths` is in place of `plan` if the operand are integers and rows have lengths.
-    """
+    """Returns the plan for the operand as floats; for integers with lengths, that of `of_lengths`."""
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)
     chosen = of_lengths if call.lengths else plan

@@ -17,7 +17,7 @@ from pallas_softmax._src.folding import Mask, fold_numbers, fold_topk
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
-from pallas_softmax._src.gpu.ptx.merging import best_indices, best_keys_and_indices, search_input
+from pallas_softmax._src.gpu.ptx.merging import search_input, search_rows
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.topk.merge_kernel import Request
@@ -56,10 +56,8 @@ def softmax_topk(
         for gmem, per_row in zip(normalizer_gmem, normalizer):
             tiles.store(gmem, plan, row, per_row)
 
-    if x_gmem.dtype.itemsize == 2:  # a 16-bit key and its index fit in one word
-        key, index = best_keys_and_indices(plan, vocab, k, elements)
-    else:
-        index = best_indices(plan, vocab, k, elements)
+    index, key = search_rows(plan, vocab, k, elements)
+    if key is None:
         key = sort_keys.key32(tiles.load(x_gmem, winners, row, column=index))  # again, from the cache
         if mask is not None:
             keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index)

@@ -34,7 +34,6 @@ def plan(call: Call, capability: tuple[int, int]) -> Slabs | Refusal:
 
 
 def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True):
-    """Without a temperature, the values are the winners as they are."""
     from pallas_softmax._src.topk.triton_kernels import merge_kernel, topk_kernel
 
     normalized = temperature is not None

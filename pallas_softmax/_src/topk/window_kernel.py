@@ -32,8 +32,8 @@ holds: the elements that reach the bound fit into the list, or fewer than k exce
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
-If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `layout.Window` has a
-drawing of windows, blocks, steps and groups. `gpu/ptx/ranking.py` has a drawing of the list of candidates.
+If rows have several parts, `merge_kernel.py` merges winners and normalizers. `layout.Window` has a drawing of windows,
+blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
 """
 
 import functools
@@ -90,10 +90,7 @@ def softmax_topk(
     lists_smem,
     x_smem,
 ) -> None:
-    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer.
-
-    If rows have several parts, each part writes a list of keys and indices to device memory, for `merge_kernel`.
-    """
+    """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer."""
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
     group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
     candidates, hits = split(lists_smem, *listed_items(window, request.k))
@@ -178,9 +175,6 @@ def _load_and_reduce(
     return None if lane is None else normalizers.combine_lanes(lane, scale=scale)
 
 
-# --- The search
-
-
 @twin
 def _clear_list(memory: SearchMemory) -> None:
     p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
@@ -200,7 +194,7 @@ def _add_step(
 ) -> Normalizer | None:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
-    Thread t has vector t of every block. All its elements share one rescaling of d:
+    All elements of a thread share one rescaling of d:
 
     new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN

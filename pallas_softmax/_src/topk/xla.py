@@ -44,8 +44,8 @@ export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.T
 def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
     """Returns the k winners of the last axis, as `TopK`, and the normalizer of logits / temperature.
 
-    The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
-    rounds x first. It is the first winner. If that is -NaN, d is NaN anyway.
+    m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor rounds x first.
+    It is the first winner. If that is -NaN, d is NaN anyway.
     """
     x = logits_of(normalizers.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
@@ -85,10 +85,7 @@ def lowest_value(dtype):
 
 
 def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
-    """Returns (dx,): the cotangents g at the winners, except for masked ones, and 0 elsewhere.
-
-    The residuals are the operand, for its shape alone, and the winners' indices in the whole row.
-    """
+    """Returns (dx,): the cotangents g at unmasked winners. The residuals are the operand and the winners' indices."""
     operand, _ = residuals
     indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
     return (put(jnp.zeros_like(operand, operand.dtype), indices, masked(g, kept, 0)),)
@@ -192,10 +189,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):
-    """Returns (x - m) / T and its softmax: 0 where masked, and where x is infinitely far below a finite m.
-
-    There, derivatives would multiply 0 by -inf.
-    """
+    """Returns (x - m) / T and its softmax; 0 where derivatives would multiply 0 by -inf, and where masked."""
     divisor = Temperature.of(temperature)
     no_mass = jnp.isneginf(divisor.distance(x, m)) & jnp.isfinite(m)
     left_out = no_mass if where is None else no_mass | ~where

@@ -24,8 +24,8 @@ An element is one word, its packed key: the upper bits of its key above the comp
 
     packed key  | key without its lowest b bits    | complement of the column, b bits |
 
-No two packed keys are equal: among equal elements, a lower column makes a larger packed key. The packed key of a 16-bit
-element has room for the whole key. Two 16-bit elements share a register and are packed together:
+No two packed keys are equal: among equal elements, a lower column makes a larger packed key. A 16-bit key has room as
+a whole. Two 16-bit elements share a register and are packed together:
 
     two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
@@ -71,20 +71,23 @@ def search_input(x) -> tuple[Any, int]:
     return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
-@twin
-def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None = None):
-    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
+def search_rows(tile: Tile, vocab: int, k: int, elements, lanes: float | None = None) -> tuple[Any, Any]:
+    """Returns the indices of the k best of each row of `vocab` elements, and their keys if these have 16 bits.
 
-    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
+    They are tiles of `merged_tile`. `elements` are as of `search_input`, and may have columns beyond the row.
+    `list_length` documents `lanes`.
     """
+    if elements.dtype.itemsize == 4:
+        return best_indices(tile, vocab, k, elements, lanes), None
+    word = best_words(tile, vocab, k, elements)
+    key = word >> 16
+    return ~word & _HALF_ONES, key
+
+
+@twin
+def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None):
     program = take_program(tile, vocab, k, lanes)
     return insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
-
-
-def best_keys_and_indices(tile: Tile, vocab: int, k: int, bits):
-    """Returns the keys too, for the bits of 16-bit elements. They are all ones for masked elements."""
-    word = best_words(tile, vocab, k, bits)
-    return word >> 16, ~word & _HALF_ONES
 
 
 @twin
@@ -279,8 +282,7 @@ def _exchange(
 ) -> list[Value]:
     """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `opposite`, the other one.
 
-    Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
-    never compared with None.
+    Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word.
     """
     partners = words[::-1] if mirrored else words
     others = [None if word is None else p.shuffle(word, "bfly", flip) for word in partners]
@@ -346,7 +348,7 @@ def _leave_if_exact(
 ) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
+    They do if no neighbours nearly tie, or if the bits `ones` of all floats are 0.
     """
     leave(~p.any(near_tie | too_short))
     union = p.var(0, "s32")
@@ -357,10 +359,7 @@ def _leave_if_exact(
 
 
 def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
-    """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
-
-    Words beyond the row, and words that pad to `count`, are lower than all others.
-    """
+    """Returns `count` 64-bit words of the thread's elements of a row, the lowest ones beyond the row."""
     wide = []
     for whole, start in zip(p.keys(row), p.columns):
         key, column = p.var(whole), p.first_column + start
@@ -373,9 +372,8 @@ def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
 
 
 def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
-    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits of the column only.
-
-    Only the first `count` pairs of neighbours of each row are compared.
+    """Returns a word with bit i set if words i and i + 1 nearly tie, for the first `count` pairs of neighbours of each
+    row.
     """
     bits = p.var(0, "u32")
     first_of_next_lane = p.shuffle(words[0], "down", 1)
@@ -389,8 +387,8 @@ def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
 def _put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
 
-    All lanes read the two packed keys, then the two whole keys, from the lanes that hold them. If two pairs share a
-    word, passes are repeated until one pass exchanges nothing.
+    All lanes read the words from the lanes that hold them. If two pairs share a word, passes are repeated until one
+    pass exchanges nothing.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 

@@ -68,8 +68,8 @@ def narrow(
 def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
     """Returns the bucket at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
-    A lane passes the sums over its neighbouring buckets, not negative. The goal is above 0, and of the same kind. If
-    all sums together are less than the goal, their total takes its place.
+    A lane passes the sums over its neighbouring buckets, not negative. The goal is above 0. If all sums together are
+    less, their total takes its place.
     """
     before, total = p.before(p.reduce("add", sums))
     goal = p.min(goal, total)
@@ -146,8 +146,8 @@ def find_rank(
     count(bucket_of) counts the items, see `narrow`; none is above the first range. Lower ones may count in the last
     bucket of the range or after it. There are at least `rank` items.
 
-    Returns how many items are above the range, and how many reach it. The second number is too large if lower ones are
-    counted, until the range is a single key; and 2^32 - 1 if it was one from the start.
+    Returns how many items are above the range, and how many reach it: too many if lower ones are counted, until the
+    range is a single key; and 2^32 - 1 if it was one from the start.
     """
     p = histogram.p
     rank, above, reach = p.var(rank, "u32"), p.var(0, "u32"), p.var(2**32 - 1, "u32")

@@ -42,8 +42,8 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Returns the comparisons that find the best `count` of n elements, and their final positions, the best first.
 
     A comparison (i, j) leaves the larger element in position i. This is Batcher's odd-even merge sort (Knuth, volume 3,
-    5.3.4), but each list keeps only `count` elements. The best 8 of 32 elements take 248 minima and maxima. A whole
-    sort without the unneeded ones takes 280.
+    5.3.4), but each list keeps only `count` elements. The best 8 of 32 elements take 248 minima and maxima, instead of
+    280.
     """
     comparisons: list[tuple[int, int]] = []
 

@@ -30,9 +30,6 @@ The key is an int32 that orders elements like lax.top_k (`sort_keys.py`). With i
 order as an unsigned number. The index counts in the row. A lower index has a larger complement. So an entry, read as
 one unsigned 64-bit number, orders the candidates: the larger number is the better candidate, and among equal keys the
 lower index wins. No two candidates are equal. An empty entry is 0, and lower than any candidate.
-
-A compact window lists 16-bit positions instead, because entries of 8 bytes would not fit next to the row. When the row
-is no longer needed, `topk.candidates_ptx` turns the positions into candidates in the memory of the row.
 """
 
 import dataclasses
@@ -170,8 +167,7 @@ class CandidateList:
                 exchange with thread ^ stride: the lower thread keeps the larger value of each pair
             sort the values of each thread, which are bitonic now
 
-        Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
-        execute the same comparisons.
+        Every other run is sorted in the opposite order: its values are complemented meanwhile.
         """
         p = self.p
         own = self.at(p.thread)
@@ -179,8 +175,7 @@ class CandidateList:
         values = self.load(own, range(self.capacity // self.threads))
         run = p.var(1, "u32")
 
-        def set_values(new):
-            """Sets the values to the new ones, complemented in odd runs."""
+        def set_values(new):  # complemented in odd runs
             ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
             for value, new_value in zip(values, new):
                 p.set(value, new_value ^ ones)
@@ -255,8 +250,7 @@ class CandidateList:
     def _batches(self, each: int) -> Iterator[tuple[list[Value], slice]]:
         """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
 
-        Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
-        empty for all of them.
+        Work on one batch overlaps. All threads leave at the first batch that is empty for all of them.
         """
         p = self.p
         thread, n = p.thread.bits("s32"), self.n.bits("s32")
@@ -268,7 +262,6 @@ class CandidateList:
                 yield [thread < remaining - self.threads * i for i in range(some.stop - some.start)], some
 
     def _load_and_bracket(self, each: int) -> tuple[list[Value], Value, Value]:
-        """Returns the thread's candidates, and the upper words of the greatest and the least of all."""
         p = self.p
         greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
         own = self.at(p.thread)
@@ -322,7 +315,7 @@ class CandidateList:
         return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
 
     def _count_in_buckets(self, values: list[Value], distance: Callable, factor: Value) -> list[Value]:
-        """Counts the candidates by bucket. Returns their words (see the comment at `_HALF`)."""
+        """Returns the candidates' words (see the comment at `_HALF`)."""
         p = self.p
         bucket_words = [p.fresh("u32") for _ in values]
         for have, batch in self._batches(len(values)):
@@ -364,10 +357,7 @@ class CandidateList:
         p.barrier()
 
     def _rank_in_buckets(self, have: list[Value], values: list[Value], bucket_words: list[Value]) -> None:
-        """Compares each candidate with all others in its bucket, and writes it at its rank.
-
-        Buckets that start at rank k or later are skipped.
-        """
+        """Compares each candidate with all others in its bucket, if that starts before rank k, and writes it."""
         p = self.p
         ranks = [p.var(word & _LOWER) for word in bucket_words]
         addresses = [p.var(self.at(rank)) for rank in ranks]
