@@ -63,8 +63,8 @@ def test_device_memory():
     def copy(first):
         p, y = Program(), ptx.Device(np.zeros(128, x.dtype), 6)
         at = p.multiply_wide(p.operand("thread", "u32"), 2)
-        element = p.load(p.operand("x", "u64") + at, "u16", offset=2 * first, space="global")
-        p.store(p.operand("y", "u64") + at, element, space="global")
+        element = p.load(p.operand("x", "u64") + at, "u16", offset=2 * first)
+        p.store(p.operand("y", "u64") + at, element)
         ptx.run(p, np.zeros(16, "u1"), x=ptx.Device(x, 4), y=y)
         return y.array
 
@@ -215,8 +215,7 @@ MIXED = {
     ("mov.b32", "b32", "u64"): lambda p, r: p.var(r["u64"], "u32"),
     ("add.s32", "i32", "f32"): lambda p, r: p.increase(r["s32"], r["f32"]),
     ("max.s32", "s32", "u32"): lambda p, r: p.update(r["s32"], "max", r["u32"]),
-    ("ld.shared.b32", "i32", "u64"): lambda p, r: p.load(r["u64"], "u32"),
-    ("ld.global.b32", "i64", "u32"): lambda p, r: p.load(r["u32"], "u32", space="global"),
+    ("ld.shared.b32", "i32", "f32"): lambda p, r: p.load(r["f32"], "u32"),
     ("st.shared.b32", "32 bits", "u64"): lambda p, r: p.store(r["u32"], r["u32"], r["u64"]),
     ("red.relaxed.cta.shared::cta.add.u32", "i32", "f32"): lambda p, r: p.add_to(r["u32"], r["f32"]),
     ("atom.relaxed.cta.shared::cta.add.u32", "i32", "u64"): lambda p, r: p.take_from(r["u32"], r["u64"]),

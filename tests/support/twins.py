@@ -3,6 +3,7 @@
 A twin has its function's arguments and, in effect, its results. It may leave out what only PTX reads.
 """
 
+import contextlib
 import dataclasses
 
 import jax
@@ -13,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.gpu import blocks, interpreter
+from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.interpreter import INTERPRETER
 from pallas_softmax._src.gpu.layout import merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route.kernel import normalizer
@@ -33,9 +35,14 @@ except ImportError:  # jax 0.10
 INTERPRET = InterpretGPUParams()
 
 
+@contextlib.contextmanager
 def interpreted(interpret=INTERPRET):
     """In this context, kernels run in Pallas's interpreter; on a GPU if `interpret` is None."""
-    return interpreter.interpreted(interpret, TWINS)
+    token = INTERPRETER.set((interpret, TWINS))
+    try:
+        yield
+    finally:
+        INTERPRETER.reset(token)
 
 
 def fewer_rows(plan):

@@ -4,9 +4,8 @@ The interpreter has no inline PTX, no layouts and no clusters. A twin in plain J
 needs them; tests/support/twins.py has the twins.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -14,27 +13,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The argument `interpret` of `pallas_call`, and the twins by file and name of the function: "blocks.load_as".
-_interpreter: ContextVar[tuple[Any, Mapping[str, Callable[..., Any]]]] = ContextVar("interpreter")
+# The argument `interpret` of `pallas_call`, and the twins by file and name of the function: "blocks.load_as". Tests set
+# it. `jax.jit` does not cache by it, so a jitted function must run always with it or always without.
+INTERPRETER: ContextVar[tuple[Any, Mapping[str, Callable[..., Any]]]] = ContextVar("interpreter")
 _ON_GPU = None, {}
-
-
-@contextlib.contextmanager
-def interpreted(interpret: Any, twins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """In this context, kernels are traced with this argument `interpret` of `pallas_call`; None is for the GPU.
-
-    `jax.jit` does not cache by the context. So use a jitted function in this context or outside of it, not in both.
-    """
-    token = _interpreter.set((interpret, twins))
-    try:
-        yield
-    finally:
-        _interpreter.reset(token)
 
 
 def interpret() -> Any:
     """Returns the argument `interpret` of `pallas_call` for a kernel that is traced now."""
-    return _interpreter.get(_ON_GPU)[0]
+    return INTERPRETER.get(_ON_GPU)[0]
 
 
 def twin(function: F) -> F:
@@ -43,7 +30,7 @@ def twin(function: F) -> F:
 
     @functools.wraps(function)
     def choose(*args, **keywords):
-        interpret, twins = _interpreter.get(_ON_GPU)
+        interpret, twins = INTERPRETER.get(_ON_GPU)
         return (twins[name] if interpret else function)(*args, **keywords)
 
     return choose  # pyright: ignore[reportReturnType]

@@ -104,20 +104,24 @@ def load(
 def prefetch(ref, tile: Tile, row) -> None:
     """Starts to copy the tile PREFETCHED_TILES after the one at this row to the L2 cache, for the CTA that takes it.
 
-    An array of fewer than twice as many tiles is not prefetched: it would gain nothing.
+    An array of fewer than twice as many tiles is not prefetched: it would gain nothing. The copy has whole 16 bytes: it
+    starts up to 15 bytes before the tile, and may leave out as many at its end. XLA's buffers start at multiples of 256
+    bytes, so it stays in them.
     """
     rows, columns = ref.shape
-    ahead = PREFETCHED_TILES * tile.rows
+    ahead, itemsize = PREFETCHED_TILES * tile.rows, np.dtype(ref.dtype).itemsize
     if rows < 2 * ahead:
         return
+    p, size = Program(), tile.rows * columns * itemsize // ACCESS_BYTES * ACCESS_BYTES
+    at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
+    p += f"@{reads} cp.async.bulk.prefetch.L2.global [{at}], {size};"
 
     @inline(arg_types=(REF, SCALAR))
     def prefetch(_, ref, row):
         offset = predicated_ptx.offset_of(arith.addi(scalar(row), i32(ahead)), columns, i32(0))
         is_whole = _less(scalar(row), rows - ahead - tile.rows + 1)
-        element = ir.MemRefType(ref.type).element_type
         when = arith.andi(is_whole, _less(thread(), 1))
-        predicated_ptx.prefetch(utils.memref_ptr(ref), element, tile.rows * columns, offset, when)
+        predicated_ptx.emit_access(p, utils.memref_ptr(ref), offset, itemsize, when, {}, {})
 
     prefetch(ref, row)
 

@@ -82,13 +82,13 @@ def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bo
             inside = within & (position >= low) & (position < high)
             number = (first + (position - low)).bits("u32")
             x_at = p.operand("x", "u64") + p.multiply_wide(number, element.itemsize)
-            p.load_into([x], x_at, when=inside, space="global")
+            p.load_into([x], x_at, when=inside)
             if part.mask is not None:
                 columns, keep = refs["mask"].shape[1], p.var(1, "u8")
                 mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), columns)
                 if columns > 1:
                     mask_at = mask_at + p.convert((position + origin).bits("u32"), "u64")
-                p.load_into([keep], mask_at, when=inside, space="global")
+                p.load_into([keep], mask_at, when=inside)
                 masked = p.convert(keep, "u32").equals(0)
                 p.set(x, element.neg_inf if infinite else element.all_ones, when=masked)
         p.store(p.at(p.operand("smem", "u32"), position, element.itemsize), x, when=within)

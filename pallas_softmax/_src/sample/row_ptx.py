@@ -160,7 +160,7 @@ class ClusterProgram(CtaProgram):
         def write(**results: Value) -> None:
             offset = self.multiply_wide(self.operand("row", "u32"), 4)
             for name, value in results.items():
-                self.store(self.operand(name, "u64") + offset, value, space="global")
+                self.store(self.operand(name, "u64") + offset, value)
 
         if self.ctas > 1:
             self += ARRIVE

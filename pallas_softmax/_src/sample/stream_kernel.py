@@ -151,7 +151,7 @@ class StreamProgram(ClusterProgram):
         with p.when(whole):
             words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
             for i, vector in enumerate(words):
-                p.load_into(vector, at, offset=LANES * ACCESS_BYTES * i, space="global")
+                p.load_into(vector, at, offset=LANES * ACCESS_BYTES * i)
             for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
                 p.set(register, x)
         with p.when(~whole):
@@ -160,7 +160,7 @@ class StreamProgram(ClusterProgram):
                 here = position + p.offset(i)
                 exists = (here >= first) & (here < end)
                 offset = p.offset(i) * p.elements.itemsize
-                bits = p.load(at, kind, offset=offset, when=exists, default=0, space="global")
+                bits = p.load(at, kind, offset=offset, when=exists, default=0)
                 bits = p.convert(bits, "s32") if p.elements.halves else bits
                 p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
         return out

@@ -58,7 +58,7 @@ class HeldRowProgram(SelectProgram):
         whole = self.max((self.whole_to - self.whole_from).bits("s32"), 0).bits("u32")
         for j, vector in enumerate(vectors):
             is_whole = (self.used > j) & (vector - self.whole_from < whole)
-            self.load_into(words[4 * j : 4 * j + 4], self.vector(vector), when=is_whole, space="global")
+            self.load_into(words[4 * j : 4 * j + 4], self.vector(vector), when=is_whole)
         with self.when(whole.differs(self.vectors)):
             for own, vector in self.vectors_of(words):
                 with self.when((vector - self.whole_from >= whole) & (vector < self.vectors)):
@@ -248,5 +248,5 @@ class HeldRowProgram(SelectProgram):
                 bits = [self.convert(word.bits("u32") >> 16, "u16")]
             else:
                 bits = self.elements(words)
-            self.store(values + self.multiply_wide(number, itemsize), *bits, space="global")
-            self.store(indices + self.multiply_wide(number, 4), *entries[1::2], space="global")
+            self.store(values + self.multiply_wide(number, itemsize), *bits)
+            self.store(indices + self.multiply_wide(number, 4), *entries[1::2])

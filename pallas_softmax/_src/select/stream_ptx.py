@@ -95,7 +95,7 @@ class SelectProgram(ListProgram):
                 with self.when((at >= self.whole_from) & (at + self.block_vectors <= self.whole_to)):
                     for j in range(self.loads):
                         vector = words[4 * j : 4 * j + 4]
-                        self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j, space="global")
+                        self.load_into(vector, address, offset=ACCESS_BYTES * LANES * j)
                     done()
             self.read_checked(words, [first + LANES * j for j in range(self.loads)])
         kind = "s16x2" if self.element.halves else "s32"
@@ -115,7 +115,7 @@ class SelectProgram(ListProgram):
             own, address = words[4 * j : 4 * j + 4], self.vector(vector)
             inside, index = vector < self.end, self.index(vector)
             is_whole = inside & (index < self.length) & (index + (self.vec - 1) < self.length)
-            self.load_into(own, address, when=is_whole, space="global")
+            self.load_into(own, address, when=is_whole)
             parts.append((own, address, index, inside, inside & ~is_whole))
         for own, address, index, _, is_cut in parts:  # after all whole ones, which arrive meanwhile
             with self.when(is_cut):
@@ -130,7 +130,7 @@ class SelectProgram(ListProgram):
         found = []
         for e in range(self.vec):
             byte, within = e * element.itemsize, index + e < self.length
-            found.append(self.load(address, kind, offset=byte, when=within, default=lowest, space="global"))
+            found.append(self.load(address, kind, offset=byte, when=within, default=lowest))
         if element.halves:
             found = [self.join(found[e], found[e + 1], "s32") for e in range(0, self.vec, 2)]
         for word, bits in zip(words, found):
@@ -142,7 +142,7 @@ class SelectProgram(ListProgram):
             byte, column = e * self.element.itemsize, index + e
             within = inside & (index + e < self.length)
             at, keep = mask + self.multiply_wide(mask_row, self.plan.vocab), self.var(1, "u8")
-            self.load_into([keep], at + self.convert(column, "u64"), when=within, space="global")
+            self.load_into([keep], at + self.convert(column, "u64"), when=within)
             masked = self.convert(keep, "u32").equals(0)
             self.update(words[byte // 4], "or", self.element.all_ones << 8 * (byte % 4), when=masked)
 
@@ -164,7 +164,7 @@ class SelectProgram(ListProgram):
             number = (self.thread >> log2(_SECTOR_VECTORS)) + i * (plan.threads // _SECTOR_VECTORS)
             first = (number * sectors >> log2(sampled_sectors)) << log2(_SECTOR_VECTORS)
             vectors.append((first | self.thread & (_SECTOR_VECTORS - 1)) + self.whole_from)
-            self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]), space="global")
+            self.load_into(words[4 * i : 4 * i + 4], self.vector(vectors[i]))
         if self.masked:
             for i, vector in enumerate(vectors):
                 self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
@@ -294,8 +294,8 @@ class SelectProgram(ListProgram):
         def put(number, key, index, when=None):
             bits = self.element.key(key.bits("s32"))  # the key of a key has the bits of the element
             value = self.convert(bits.bits("u32"), "u16") if self.element.halves else bits
-            self.store(values + self.multiply_wide(number, itemsize), value, space="global", when=when)
-            self.store(indices + self.multiply_wide(number, 4), index, space="global", when=when)
+            self.store(values + self.multiply_wide(number, itemsize), value, when=when)
+            self.store(indices + self.multiply_wide(number, 4), index, when=when)
 
         return put
 

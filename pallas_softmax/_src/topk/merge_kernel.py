@@ -251,7 +251,7 @@ def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> 
         listed = [p.thread + i * WARPGROUP < n for i in turns]
         keys, indices = (
             [
-                p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+                p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed)
                 for i, is_listed in zip(turns, listed)
             ]
             for at in p.operands("u64", "keys", "indices")

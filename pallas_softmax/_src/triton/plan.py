@@ -154,7 +154,13 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
     is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
 
-    if vocab <= _max_block(op, is_16_bit, masked):  # a program has at least one warp and at least one row
+    if masked:
+        longest = MAX_BLOCK_MASKED
+    elif op in ("softmax", "logsumexp"):
+        longest = MAX_BLOCK_EXPONENTIALS
+    else:
+        longest = MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
+    if vocab <= longest:  # a program has at least one warp and at least one row
         width, warp_elements = power_of_two(vocab, 1), LANES * BLOCK_THREAD_ELEMENTS
         return Block(max(1, warp_elements // width), width, max(1, width // warp_elements))
 
@@ -172,15 +178,6 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
     if is_16_bit and not is_gradient:  # one array, loaded eight elements at a time
         return _long(vocab, 1, depth=4, width=4_096, warps=16)
     return _long(vocab, 1, depth=2, width=8_192, warps=32)
-
-
-def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
-    """Returns the number of elements of the longest rows that a program holds whole."""
-    if masked:
-        return MAX_BLOCK_MASKED
-    if op in ("softmax", "logsumexp"):
-        return MAX_BLOCK_EXPONENTIALS
-    return MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
 
 
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:

@@ -8,7 +8,6 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
 from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -38,9 +37,9 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *
     bits = 0 if fill == 0 else NEG_INF_BITS[str(element)]
     for word in words:
         p.set(word, bits << 16 | bits if itemsize == 2 and kind == "u32" else bits)
-    p.load_into(words, p.operand("at", "u64"), offset=step * itemsize, when=reads, space="global")
+    p.load_into(words, p.operand("at", "u64"), offset=step * itemsize, when=reads)
     results = {f"x{i}": _REGISTERS[kind] for i in range(count)}
-    registers = _emit(p, pointer, offset, itemsize, inside, {}, results)
+    registers = emit_access(p, pointer, offset, itemsize, inside, {}, results)
     if vec * itemsize == 1:
         registers = [arith.trunci(ir.IntegerType.get_signless(8), registers[0])]
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
@@ -56,21 +55,8 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
     at, words = p.operand("at", "u64"), p.operands(kind, *names)
-    p.store(at, *words, offset=step * itemsize, when=writes, space="global")
-    _emit(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
-
-
-def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
-    """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end.
-
-    The copy starts at a multiple of 16 bytes, up to 15 bytes before the first element. These bytes are XLA's, since its
-    buffers start at multiples of 256 bytes.
-    """
-    itemsize = utils.bytewidth(element)
-    p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
-    at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
-    p += f"@{reads} cp.async.bulk.prefetch.L2.global [{at}], {size};"
-    _emit(p, pointer, offset, itemsize, inside, {}, {})
+    p.store(at, *words, offset=step * itemsize, when=writes)
+    emit_access(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
 
 
 def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
@@ -91,14 +77,14 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     reads_last = reads & shift.differs(0)
     words = [p.var(0, "u32") for _ in range(count + 1)]
     for i, word in enumerate(words):
-        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last)
     for i, (low, high) in enumerate(zip(words, words[1:])):
         p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
-    registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
+    registers = emit_access(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
     return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
 
 
-def _emit(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
+def emit_access(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
     """Emits a program that accesses the element at an offset, at the address <at>, if <inside>."""
     i64 = ir.IntegerType.get_signless(64)
     at = arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))

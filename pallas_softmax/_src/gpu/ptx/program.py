@@ -119,18 +119,11 @@ class Program(Arithmetic):
     # --- Memory
 
     def load(
-        self,
-        address: Value,
-        kind: str,
-        *,
-        offset: int = 0,
-        when: Condition = None,
-        default: Any = None,
-        space: str = "shared",
+        self, address: Value, kind: str, *, offset: int = 0, when: Condition = None, default: Any = None
     ) -> Value:
         """Returns the number in memory. Where `when` does not hold, it is the default, or undefined without one."""
         out = self.fresh(kind) if default is None else self.var(default, kind)
-        self.load_into([out], address, offset=offset, when=when, space=space)
+        self.load_into([out], address, offset=offset, when=when)
         return out
 
     def load_vector(self, address: Value, kind: str, count: int, *, offset: int = 0) -> list[Value]:
@@ -146,24 +139,24 @@ class Program(Arithmetic):
         *,
         offset: int = 0,
         when: Condition = None,
-        space: str = "shared",
+        space: str | None = None,
     ) -> None:
         """Loads neighbouring numbers into a power of two of registers, where `when` holds."""
-        bits = BITS[registers[0].kind]
+        bits, space = BITS[registers[0].kind], space or _space(address)
         check_bits(f"ld.{space}.b{bits}", bits, *(register.kind for register in registers))
         for byte, vector, names in _vectors([str(register) for register in registers], bits // 8):
             instruction = f"ld.{space}{vector}.b{bits}"
             self += f"{_if(when)}{instruction} {names}, {self._memory(instruction, address, offset + byte)};"
 
     def store(
-        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str = "shared"
+        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str | None = None
     ) -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time.
 
         The values have the same number of bits. Their kinds may differ, because memory has none.
         """
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
-        bits, operand = BITS[kind], operand_of("st", kind)
+        bits, operand, space = BITS[kind], operand_of("st", kind), space or _space(address)
         instruction = f"st.{space}.b{bits}"
         check_bits(instruction, bits, *(v.kind for v in values if isinstance(v, Value)))
         texts = [str(v) if isinstance(v, Value) else number_text(instruction, operand, v) for v in values]
@@ -187,7 +180,6 @@ class Program(Arithmetic):
         return out
 
     def _memory(self, instruction: str, address: Value, offset: int) -> str:
-        """Returns a memory operand. An address has 64 bits in device memory, and 32 bits in shared memory."""
         kind = "i64" if ".global" in instruction else "i32"
         return f"[{self.text_of(instruction, kind, address)}+{offset}]"
 
@@ -222,6 +214,11 @@ class Program(Arithmetic):
 
     def ballot(self, condition: Value) -> Value:
         return self.write("vote.sync.ballot.b32", "u32", condition, _WHOLE_WARP, of="pred")
+
+
+def _space(address: Value) -> str:
+    """Returns where an address is: it has 64 bits in device memory, and 32 bits in shared memory."""
+    return "global" if BITS[address.kind] == 64 else "shared"
 
 
 def _if(condition: Condition) -> str:

@@ -44,14 +44,13 @@ class Value:
         return self.name
 
     def __bool__(self) -> bool:
-        """Raises: Python chooses the text once, but each thread has its own value."""
         raise TypeError(
             f"a PTX value ({self.name}, {self.kind}) is neither true nor false while the text is written; "
             "call when, select or block, or compare with None by `is`"
         )
 
     def __eq__(self, other: Any) -> Any:
-        """Raises like `bool`: Python compares by == in many places where no instruction is meant."""
+        # Python compares by == in many places where no instruction is meant.
         raise TypeError("PTX values are not compared by == and !=; call equals or differs")
 
     def bits(self, kind: str) -> "Value":
