@@ -198,9 +198,8 @@ def long_kernel(
     start = part * LENGTH
     length = min(LENGTH, V - start)
 
-    # If VECTOR does not divide V, rows start anywhere. The middle of a part consists of whole, aligned vectors. The
-    # head before it and the tail after it are less than two vectors. They are loaded together as the edge: its first
-    # `head` places are the head. Columns count from the start of the middle.
+    # plan.py draws head, middle and tail. The edge has the head in its first `head` places, and the tail after them.
+    # Columns count from the start of the middle.
     head = 0
     if V % VECTOR:
         head = min(length, ((VECTOR - (row * V + start) % VECTOR) % VECTOR).to(tl.int32))

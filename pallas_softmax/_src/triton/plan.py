@@ -36,10 +36,7 @@ column of the slabs: the same `vec` neighbours in each of them.
     slab 1   | x x x x | x x x x | x x x x | ... | x x x x |
     slab 2   | x x x x | x x x x | x x x x | ... | x x x x |
 
-One pass over the slabs keeps the best element of each group, and (m, d). The k groups with the best of these elements
-contain all k winners. A program reads these groups again, cut into smaller groups, and takes the k best of the smaller
-groups. It repeats this until a group is one element. `Slabs.levels` lists these levels. With several parts, a second
-kernel merges their winners.
+topk/triton_kernels.py explains how groups lead to the winners.
 """
 
 import dataclasses
@@ -131,7 +128,7 @@ class Slabs:
 
     @property
     def levels(self) -> tuple[tuple[int, int], ...]:
-        """The levels that narrow winning groups down to winning elements: a pair (slabs, size) for each.
+        """A pair (slabs, size) for each level that narrows winning groups down to winning elements.
 
         A level reads each winning group again, all its `slabs` x `vec` elements. It cuts the group into smaller groups
         of `size` elements and chooses the best of them. The groups of the last level are single elements.
