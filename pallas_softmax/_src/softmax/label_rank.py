@@ -41,9 +41,9 @@ def add_step(part: Any, before, terms: list, i, size: int):
     """Returns the counts `before` of all threads, with step i of the segment's body added. `terms` are its elements."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
-    numbers = {f"x{i}": x for i, x in enumerate(terms)} | {"count": before}
-    scalars = {"column": label.column, "key": label.wide_key}
-    return insert_ptx(count_program(len(terms), walk.vec), {}, scalars, numbers, {"new_count": "f32"})[0]
+    numbers = {f"x{i}": x for i, x in enumerate(terms)}
+    numbers |= {"count": before, "column": label.column, "key": label.wide_key}
+    return insert_ptx(count_program(len(terms), walk.vec), {}, numbers, {"new_count": "f32"})[0]
 
 
 @twin

@@ -74,10 +74,10 @@ def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = 
 
     Threads do not exchange anything. `scale` belongs to the temperature, or is None.
     """
-    blocks = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
+    numbers = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
     results = {f"new_{name}": "f32" for name in Moments._fields}
     program = add_program(len(xs), Form(scaled=scale is not None))
-    return Moments(*insert_ptx(program, {}, _factors(scale), blocks, results))
+    return Moments(*insert_ptx(program, {}, numbers | _factors(scale), results))
 
 
 def keep(form: Form, state: Sequence[jax.Array], records, segment, scale: Scale | None = None) -> None:
@@ -86,8 +86,8 @@ def keep(form: Form, state: Sequence[jax.Array], records, segment, scale: Scale 
     `records` refers to shared memory, `form.words` float32. `segment` is the number of the segment in its CTA. `scale`
     belongs to the temperature, or is None.
     """
-    scalars = _factors(scale) | {"segment": segment}
-    insert_ptx(keep_program(form), {"records": records}, scalars, dict(zip(form.fields, state)))
+    numbers = dict(zip(form.fields, state)) | _factors(scale) | {"segment": segment}
+    insert_ptx(keep_program(form), {"records": records}, numbers)
 
 
 def merged(form: Form, records, segments: int, ctas: int, scale: Scale | None = None) -> tuple:
@@ -98,7 +98,7 @@ def merged(form: Form, records, segments: int, ctas: int, scale: Scale | None = 
     """
     results = {f"new_{name}": "f32" for name in form.fields}
     program = merge_program(form, segments, ctas)
-    return insert_ptx(program, {"records": records}, _factors(scale), {}, results, uniform=True)
+    return insert_ptx(program, {"records": records}, _factors(scale), results, uniform=True)
 
 
 def _factors(scale: Scale | None) -> dict[str, Any]:

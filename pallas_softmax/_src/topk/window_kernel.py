@@ -246,14 +246,8 @@ def _add_step(
             terms.append(exponential(x))
     rescale = exponential(m)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
-    new = insert_ptx(
-        p,
-        refs,
-        {"step": step, **first, **factors},
-        {"m": lane.m, "d": lane.d},
-        {"new_m": "f32", "new_d": "f32"},
-    )
-    return Normalizer(*new)
+    numbers = {"m": lane.m, "d": lane.d, "step": step, **first, **factors}
+    return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
 
 @twin

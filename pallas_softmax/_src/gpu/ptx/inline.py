@@ -107,20 +107,19 @@ def emit_ptx(
 def insert_ptx(
     code: Program,
     refs: dict[str, Any],
-    scalars: dict[str, Any] | None = None,
-    blocks: dict[str, Any] | None = None,
+    numbers: dict[str, Any] | None = None,
     results: dict[str, str] | None = None,
     *,
     uniform: bool = False,
 ) -> tuple:
     """Inserts PTX into a kernel; <name> stands for an operand or a result, <thread> for the number 0 to 127.
 
-    The text gets the addresses of `refs`, the `scalars`, and for each of the `blocks`, arrays (128,), the thread's own
-    number. Each thread writes one number, "i32" or "f32", to each of the `results`. They are returned as arrays (128,);
+    The text gets the addresses of `refs` and the `numbers`: scalars, or arrays (128,), which have one number for each
+    thread. Each thread writes one number, "i32" or "f32", to each of the `results`. They are returned as arrays (128,);
     as scalars if all threads write the same numbers (`uniform`).
     """
-    scalars, blocks, results = scalars or {}, blocks or {}, results or {}
-    names = [*refs, *scalars, *blocks, *results]
+    numbers, results = numbers or {}, results or {}
+    names = [*refs, *numbers, *results]
     if len({*names}) < len(names):  # one operand would silently take the place of another
         raise ValueError(f"insert_ptx: operands must have different names, got {names}")
     dtypes = {"i32": np.dtype("int32"), "f32": np.dtype("float32")}
@@ -128,14 +127,14 @@ def insert_ptx(
     layout: Any = plgpu.Layout.WG_SPLAT(()) if uniform else PER_THREAD
 
     @inline(
-        arg_types=([REF] * len(refs), [PER_THREAD] * len(blocks), [SCALAR] * len(scalars)),
+        arg_types=([REF] * len(refs), [PER_THREAD] * len(numbers)),
         return_type=tuple(plgpu.ShapeDtypeStruct(shape, dtypes[t], layout=layout) for t in results.values()),
     )
-    def emit(_, refs_, blocks_, scalars_):
+    def emit(_, refs_, numbers_):
         operands = dict(zip(refs, refs_)) | {"thread": thread()}
-        operands |= {name: elements(block.registers.item())[0] for name, block in zip(blocks, blocks_)}
-        operands |= {name: scalar(number) for name, number in zip(scalars, scalars_)}
+        for name, x in zip(numbers, numbers_):
+            operands[name] = elements(x.registers.item())[0] if x.shape else scalar(x)
         written = emit_ptx(code, operands, results)
         return tuple(array(layout.to_mgpu(), shape, [x if uniform else pack([x])]) for x in written)
 
-    return emit([*refs.values()], [*blocks.values()], [*scalars.values()])
+    return emit([*refs.values()], [*numbers.values()])
