@@ -15,8 +15,6 @@ from benchmarks.support.result import Benchmark, Record
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One output of a case."""
-
     case: Case
     output: str  # y or dx
 
@@ -25,9 +23,8 @@ def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
     """Tells whether our error exceeds XLA's by more than the allowance.
 
     The allowance for 16-bit dtypes is one ulp: our result, or the y that a backward starts from, may round the
-    other way. The allowance for float32 is two ulps: each term of our d passes two exponentials, and each costs
-    about an ulp. A term of XLA's d passes one. This is the price of a single read, because the online
-    normalizer rescales its partial sum.
+    other way. The allowance for float32 is two ulps: each term of our d passes two exponentials, because the online
+    normalizer rescales its partial sum, and each costs about an ulp. A term of XLA's d passes one.
     """
     return not ulps <= 1.05 * xla_ulps + (2 if dtype == "float32" else 1)
 

@@ -1,19 +1,16 @@
 """How fast is beam search with fused_topk? python -m benchmarks.beam_search --flagfile=configs/beam_search.flags
 
 A small language model (a GRU) trains for --training_steps on the text in data/, then decodes --batch prompts.
-A prompt has --k beams, and a hypothesis has --sequence tokens. Every step selects from real logits of shape
-(batch, beams, V). No token ends a hypothesis: its length is fixed, so that every choice of every step counts. A
-search, from the prompts to the traced hypotheses, is one jitted program. The contenders differ in the selection:
+A prompt has --k beams, and a hypothesis has --sequence tokens, which no token ends. A search, from the prompts to the
+traced hypotheses, is one jitted program. The contenders differ in the selection:
 
 jax        log_softmax, then lax.top_k over the beams * V scores of a prompt
 jax_rows   log_softmax, lax.top_k of every row, then the best of the remaining beams * beams
 ours       fused_topk of every row replaces log_softmax and lax.top_k of jax_rows
 
-All contenders should return the same hypotheses. Rounding may reverse a near tie, however, and everything that
-follows it. Every search is therefore replayed: the model takes the same steps, and jax.nn scores all candidates.
-The claimed scores must be right and no candidate may beat the chosen ones, within a worst case of rounding.
-A search that fails is not timed. `same` counts the hypotheses that equal jax's, token for token, and `gap` is
-the largest near tie.
+Rounding may reverse a near tie, and everything that follows it. Every search is therefore replayed: the model takes
+the same steps, and jax.nn scores all candidates. The claimed scores must be right and no candidate may beat the chosen
+ones, within a worst case of rounding. `same` counts the hypotheses that equal jax's, and `gap` is the largest near tie.
 
 Tokens per second are --batch times --sequence, over the wall time of a call. The text is the first 100 kB of
 Romeo and Juliet, in the public domain, from data/tinyshakespeare of github.com/karpathy/char-rnn.
@@ -41,10 +38,8 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The size of a search: its prompts, the beams of each prompt, the vocabulary and the length."""
-
-    batch: int
-    beams: int
+    batch: int  # prompts
+    beams: int  # of a prompt
     vocab: int
     dtype: str  # of the output layer and the logits
     sequence: int
@@ -66,12 +61,7 @@ def _ours(name: str, logits: jax.Array, k: int) -> Any:
 def select(contender: str, scores: jax.Array, logits: jax.Array) -> Arrays:
     """Selects the best candidates of each prompt: at once, or from the best tokens of each beam.
 
-    Args:
-      contender: jax, jax_rows, or one of our implementations.
-      scores, logits: (batch, beams) and (batch, beams, V).
-
-    Returns:
-      The scores, parents and tokens, (batch, beams).
+    Returns the scores, parents and tokens, (batch, beams).
     """
     batch, beams, vocab = logits.shape
     if contender == "jax":
@@ -85,10 +75,8 @@ def select(contender: str, scores: jax.Array, logits: jax.Array) -> Arrays:
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
-    hidden, scores = (
-        language_model.prefill(weights, prompts),
-        jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf),
-    )
+    hidden = language_model.prefill(weights, prompts)
+    scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     arrays = hidden[:, None], prompts[:, -1:], scores[None]
     return tuple(jnp.broadcast_to(a, (len(prompts), beams, *a.shape[2:])) for a in arrays)
 
@@ -115,14 +103,12 @@ def decode(contender: str, search: Search, weights: Weights, prompts: jax.Array)
 
 
 def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
-    """Returns the states of these beams, taken from `state` of shape (batch, beams, ...)."""
+    """Returns the states of these beams. `state` is (batch, beams, ...)."""
     return jax.vmap(lambda state, beams: state[beams])(state, beams)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def replay(
-    search: Search, weights: Weights, prompts: jax.Array, tokens: jax.Array, parents: jax.Array
-) -> Arrays:
+def replay(search: Search, weights: Weights, prompts: jax.Array, tokens: Any, parents: Any) -> Arrays:
     """Returns jax.nn's scores of each step's choices and of its best candidates, each (sequence, batch, beams)."""
 
     def step(carry: Any, chosen: Arrays) -> tuple[Any, Arrays]:
@@ -167,15 +153,11 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
 def make_searches(chosen: Any) -> list[Search]:
     if max(chosen.k) > min(chosen.vocab):
         raise ValueError(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
-    lists = chosen.vocab, chosen.dtype, chosen.batch, chosen.k, chosen.sequence
-    return [
-        Search(batch, beams, vocab, dtype, sequence)
-        for vocab, dtype, batch, beams, sequence in itertools.product(*lists)
-    ]
+    lists = chosen.batch, chosen.k, chosen.vocab, chosen.dtype, chosen.sequence
+    return list(itertools.starmap(Search, itertools.product(*lists)))
 
 
 def run_search(search: Search, chosen: Any) -> list[Record]:
-    """Checks all contenders in one search, then times them together."""
     weights, prompts, training_loss = language_model.trained(search, chosen)
     peers = ["jax", "jax_rows"]
     jaxs: list[np.ndarray] = []  # the hypotheses of jax, which the others are compared with
@@ -212,12 +194,7 @@ BENCHMARK = Benchmark(
 
 
 def define_flags() -> None:
-    flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
-    flags.define(
-        batch="How many prompts a search has.",
-        k="How many beams a prompt has.",
-        sequence="How many tokens are decoded, one after the other.",
-    )
+    flags.define_decoding(batch="How many prompts a search has.", k="How many beams a prompt has.")
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags as absl_flags
+from absl.flags import DEFINE_integer
 
 import pallas_softmax as ps
 from benchmarks.support import driver, flags
@@ -48,8 +48,6 @@ PEERS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax, "logsumex
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows of a batch that run alone."""
-
     function: str
     vocab: int
     dtype: str
@@ -96,9 +94,8 @@ def _compare(part: Part, chosen: Any) -> list[Record]:
 
 
 def make_parts(chosen: Any) -> list[Part]:
-    lists = chosen.functions, chosen.vocab, chosen.dtype, chosen.batch
-    found = [Part(*values, chosen.whole, chosen.seed) for values in itertools.product(*lists)]
-    return [part for part in found if part.batch <= part.whole]
+    lists = chosen.functions, chosen.vocab, chosen.dtype, chosen.batch, [chosen.whole], [chosen.seed]
+    return [Part(*values) for values in itertools.product(*lists) if chosen.whole >= values[3]]
 
 
 COLUMNS = "ran", "status", "rows_checked", "rows_that_differ"
@@ -107,8 +104,8 @@ BENCHMARK = Benchmark("invariance", make_parts, _compare, COLUMNS)
 
 def define_flags() -> None:
     flags.define("vocab", "dtype", "implementations", "seed", batch="How many rows run alone.")
-    flags.define_list("functions", flags.words(FUNCTIONS), ",".join(FUNCTIONS), "Which functions to run.")
-    absl_flags.DEFINE_integer("whole", 1024, "Rows of the whole batch.", 1)
+    flags.define_words("functions", FUNCTIONS, "Which functions to run.")
+    DEFINE_integer("whole", 1024, "Rows of the whole batch.", 1)
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

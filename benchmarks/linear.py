@@ -1,46 +1,27 @@
 """How fast is the cross entropy of a projection? python -m benchmarks.linear --flagfile=configs/linear.flags
 
-This is the loss of a language model: --batch tokens of width D are projected to V columns. The contenders, in
-addition to our implementations, are:
-
-matmul        the projection alone, stored in the dtype of x: every contender has to compute it
-jax_scan      the usual code: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits and dw
-jax_float32   plain JAX, float32 logits in memory
-jax_inexact   plain JAX, logits in memory in the dtype of x; a 16-bit dtype rounds them, which changes the loss
-torch         F.cross_entropy(x @ w, labels)
-torch_compile the same under torch.compile
-liger         LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32
-cce           linear_cross_entropy of cut-cross-entropy, which skips small gradients
-quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
-quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
+This is the loss of a language model: --batch tokens of width D are projected to V columns. PEERS has the contenders in
+addition to our implementations.
 
 With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. They differentiate
 the mean of loss + entropy. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss and entropy only.
-The other torch contenders have no entropy. Two yardsticks compute less, and are not checked:
-
-logsumexp     linear_logsumexp, to compare forwards with
-log_probs     linear_log_probs, to compare gradients with
+The other torch contenders have no entropy. Two yardsticks, logsumexp and log_probs, compute less and are not checked.
 
 With --function=kl_divergence the contenders compute the divergence --beta from a teacher of width --teacher_width.
 torch's contenders have none. matmul is the student's projection, so a mean with gradients computes 4 products if the
 teacher is as wide.
 
-Before anything is timed, every loss and gradient is compared with jax_scan's.
-
-products    The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
-           with gradients computes 4 products if the logits are not kept.
-memory_mib  Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
+Before anything is timed, every loss and gradient is compared with jax_scan's. The column `products` is the time
+relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token with gradients computes 4
+products if the logits are not kept.
 
 --w_shape=VxD stores w as (V, D), and ours takes it with transpose_w=True. liger, cce and quack_exp need that shape.
-With --w_shape=DxV their time does not include the copy of w.
-
-With --training_steps, a small language model trains on the text in data/, once with the plain loss and once with
-ours. The two loss curves are compared. The embedding of the model is also its head.
+With --w_shape=DxV their time does not include the copy of w. With --training_steps, benchmarks.linear_training runs
+as well.
 """
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,13 +29,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags as absl_flags
+from absl.flags import DEFINE_integer
 from jax import lax
 
 import pallas_softmax
+from benchmarks import linear_training
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, from_torch, jax_call, named, need_gpu, torch_and_wait
-from benchmarks.support.language_model import adam, token_ids
 from benchmarks.support.result import Benchmark, Record, case_columns
 
 # Width D and columns V of models' heads.
@@ -68,10 +49,22 @@ HEADS = {
     "bitnet": (2560, 128256),
     "llama2_70b": (8192, 32000),
 }
-W_SHAPES = ("DxV", "VxD")
 TORCH = ("torch", "torch_compile", "liger", "cce", "quack", "quack_exp")
 YARDSTICKS = ("matmul", "logsumexp", "log_probs")
-PEERS = (*YARDSTICKS, "jax_scan", "jax_float32", "jax_inexact", *TORCH)
+PEERS = {
+    "matmul": "the projection alone, stored in the dtype of x: every contender has to compute it",
+    "logsumexp": "linear_logsumexp, to compare forwards of token_stats with",
+    "log_probs": "linear_log_probs, to compare gradients of token_stats with",
+    "jax_scan": "the usual code: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits and dw",
+    "jax_float32": "plain JAX, float32 logits in memory",
+    "jax_inexact": "plain JAX, logits in memory in the dtype of x: a 16-bit dtype rounds them",
+    "torch": "F.cross_entropy(x @ w, labels)",
+    "torch_compile": "the same under torch.compile",
+    "liger": "LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32",
+    "cce": "linear_cross_entropy of cut-cross-entropy, which skips small gradients",
+    "quack": "chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time",
+    "quack_exp": 'the same with its "scaled exp" kernels, which store exponentials in place of logits',
+}
 REFERENCE = "jax_scan"
 _SCANNED = 2048  # tokens per step of jax_scan
 # The largest relative error (norm of the difference over norm) allowed against jax_scan: a few eps of the dtype to
@@ -83,8 +76,6 @@ INEXACT = ("jax_inexact", *TORCH)
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """One loss of one size: the case that contenders share."""
-
     tokens: int
     head: str
     dtype: str
@@ -102,7 +93,7 @@ def _logits(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _divergence(z: jax.Array, u: jax.Array, beta: float) -> jax.Array:
-    """Returns the divergence of each row of a student's logits z from a teacher's logits u."""
+    """z are a student's logits, u a teacher's."""
     log_q, log_p = jax.nn.log_softmax(z), jax.nn.log_softmax(u)
 
     def kl(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
@@ -188,7 +179,6 @@ def _losses(contender: str, loss: Loss) -> Callable:
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
-    """Returns the call of a JAX contender, and writes into its record the memory that XLA plans."""
     function, is_matmul = _losses(record.contender, record.case), record.contender == "matmul"
 
     def forward(x: jax.Array, w: jax.Array, target: Any) -> dict[str, Any]:
@@ -210,12 +200,12 @@ def _jax_call(record: Record, arrays: tuple) -> Call:
 
 
 def _by_name(y: Any) -> dict[str, Any]:
-    """Returns losses as y, and statistics one by one, because each has an error of its own."""
+    """Returns statistics one by one, because each has an error of its own."""
     return {"y": y} if y.ndim < 2 else dict(zip(("y", "entropy", "logsumexp", "argmax"), y.T))
 
 
 def _torch_losses(contender: str, loss: Loss) -> Callable:
-    """Returns the function (x, w, labels) of a torch contender. Its w is (V, D). Statistics are loss and entropy."""
+    """Returns a function of x, w of shape (V, D), and labels. Statistics are loss and entropy."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if loss.function == "kl_divergence":
@@ -249,7 +239,6 @@ def _torch_losses(contender: str, loss: Loss) -> Callable:
 
 
 def _quack(x: Any, w: Any, labels: Any, scaled_exp: bool, reduction: str) -> Any:
-    """Returns the loss of QuACK. It raises NotImplementedError for what QuACK does not take."""
     from quack import linear_cross_entropy as quack  # pyright: ignore[reportMissingImports]
 
     need_gpu("QuACK")
@@ -257,14 +246,11 @@ def _quack(x: Any, w: Any, labels: Any, scaled_exp: bool, reduction: str) -> Any
         raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
     chunk = {"chunk_size": 4096, "reduction": reduction}
     if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
-        raise NotImplementedError(
-            "QuACK's scaled exp takes bfloat16, V a multiple of 128, and an H100 or H200"
-        )
+        raise NotImplementedError("QuACK's scaled exp takes bfloat16, V % 128 == 0, and an H100 or H200")
     return quack.chunked_linear_cross_entropy(x, w, labels, **chunk, use_scaled_exp=scaled_exp)
 
 
 def _torch_call(record: Record, arrays: tuple) -> Call:
-    """Returns the call of a torch contender on the JAX arrays' memory, and records torch's peak memory."""
     torch, wait = torch_and_wait()
     function = _torch_losses(record.contender, record.case)
     x, w, labels = map(torch.from_dlpack, arrays)
@@ -294,10 +280,7 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
 
 
 def make_losses(chosen: Any) -> list[Loss]:
-    """Returns every loss that the flags ask for.
-
-    A forward has one reduction only, because a mean and one loss per token cost the same. Statistics are per token.
-    """
+    """A forward has one reduction only, because a mean and one loss per token cost the same."""
     return [
         Loss(tokens, head, dtype, reduction, direction, w_shape, workspace, function, *teacher)
         for function in chosen.function
@@ -338,10 +321,6 @@ def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, Any]:
 
 
 def run_loss(loss: Loss, chosen: Any) -> list[Record]:
-    """Compares all contenders of one loss with jax_scan, then times them together.
-
-    A failure of a torch library does not fail the run.
-    """
     names = [*dict.fromkeys((REFERENCE, "matmul", *chosen.peers, *chosen.implementations))]
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
@@ -373,7 +352,6 @@ def _derive(rows: Any, of: Callable) -> None:
 
 
 def _panel(loss: Any) -> str:
-    """Returns the title of a loss: what is computed, and its size."""
     function, workspace = loss.get("function"), loss.get("workspace_mib", 512)
     what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
     what = "statistics of each token" if function == "token_stats" else what
@@ -422,91 +400,6 @@ COLUMNS = "ran", "status", "value", "error", "p50_us", "speedup", "products", "m
 BENCHMARK = Benchmark("linear", make_losses, run_loss, COLUMNS, ("jax_float32", "jax_scan"), _derive, _draw)
 
 
-# --- Training
-
-_CONTEXT = 8  # previous tokens that the model sees
-_LAST = 10  # the final loss is the mean over this many steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """One training run of the language model."""
-
-    vocab: int
-    width: int
-    dtype: str
-    tokens: int
-    steps: int
-
-
-def train(contender: str, training: Training, seed: int) -> tuple[np.ndarray, float, float]:
-    """Trains a perceptron over the last tokens with Adam. Its embedding is also its output layer.
-
-    Returns:
-      The losses, the seconds of a step, and the MiB of its temporaries.
-    """
-    vocab, width, dtype, tokens, steps = dataclasses.astuple(training)
-    ids = jnp.asarray(token_ids(vocab))
-    keys = jax.random.split(jax.random.key(seed), 4)
-    weights = {
-        "embed": width**-0.5 * jax.random.normal(keys[0], (vocab, width)),
-        "input": (_CONTEXT * width) ** -0.5 * jax.random.normal(keys[1], (_CONTEXT * width, width)),
-        "hidden": width**-0.5 * jax.random.normal(keys[2], (width, width)),
-    }
-    starts = jax.random.randint(keys[3], (steps, tokens), 0, len(ids) - _CONTEXT)
-
-    def loss(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
-        text = ids[start[:, None] + jnp.arange(_CONTEXT + 1)]
-        embed = weights["embed"].astype(dtype)
-        x = embed[text[:, :-1]].reshape(len(text), -1)
-        x = jax.nn.gelu(x @ weights["input"].astype(dtype)) @ weights["hidden"].astype(dtype)
-        if contender == "jax":
-            return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32, "cross_entropy", 0.0))
-        ours: Any = pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
-        return ours
-
-    init, step, _ = adam(loss, 2e-3)
-    state = init(weights)
-    step = jax.jit(step, donate_argnums=0).lower(state, jnp.float32(0), starts[0]).compile()
-    memory = step.memory_analysis()
-    values, begin = [], 0.0
-    for i, start in enumerate(starts):
-        if i == 1:  # the first step is not timed
-            jax.block_until_ready(values)
-            begin = time.perf_counter()
-        state, value = step(state, jnp.float32(i), start)
-        values.append(value)
-    losses = np.asarray(jnp.stack(values))
-    seconds = (time.perf_counter() - begin) / max(1, steps - 1)
-    return losses, seconds, memory.temp_size_in_bytes / 2**20 if memory else 0.0
-
-
-def run_training(training: Training, chosen: Any) -> list[Record]:
-    records, reference = [], None
-    for contender in ("jax", "ours"):
-        losses, seconds, memory = train(contender, training, chosen.seed)
-        reference = losses if reference is None else reference
-        found = {
-            "first_loss": float(losses[0]),
-            "last_loss": float(np.mean(losses[-_LAST:])),
-            "largest_gap": float(np.abs(losses - reference).max()),
-            "step_us": 1e6 * seconds,
-            "memory_mib": memory,
-        }
-        records.append(Record(training, contender, contender == "ours", found=found))
-    return records
-
-
-def make_trainings(chosen: Any) -> list[Training]:
-    """Returns a run for each vocabulary and dtype, or none without steps."""
-    sizes, dtypes = (chosen.tokens, chosen.training_steps), chosen.dtype if chosen.training_steps else ()
-    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in dtypes]
-
-
-COLUMNS_OF_TRAINING = "first_loss", "last_loss", "largest_gap", "step_us", "memory_mib"
-TRAINING = Benchmark("linear_training", make_trainings, run_training, COLUMNS_OF_TRAINING)
-
-
 def define_flags() -> None:
     flags.define("dtype", "implementations", "seed", "repeats")
     flags.define(
@@ -519,7 +412,7 @@ def define_flags() -> None:
     functions, passes = ("cross_entropy", "token_stats", "kl_divergence"), ("forward", "both")
     for name, parser, default, text in (
         ("head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."),
-        ("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored."),
+        ("w_shape", flags.words(("DxV", "VxD")), "DxV", "How w is stored."),
         ("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB."),
         ("function", flags.words(functions), "cross_entropy", "The function of the projection."),
         ("teacher_width", of_head, "", "Widths of teachers; by default the width of the head."),
@@ -528,8 +421,8 @@ def define_flags() -> None:
         ("direction", flags.words(passes), "forward", "The loss alone, or with its gradients."),
     ):
         flags.define_list(name, parser, default, text)
-    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[3:6])
-    absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
+    flags.define_peers(PEERS, default=("jax_scan", "jax_float32", "jax_inexact"))
+    DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 
 
-main = driver.program(__name__, define_flags, BENCHMARK, TRAINING)
+main = driver.program(__name__, define_flags, BENCHMARK, linear_training.BENCHMARK)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl.flags import ValidationError, register_validator
-
 from benchmarks import softmax, topk
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
@@ -26,7 +24,6 @@ _CPU = "CPU figures, wall time: the algorithms in plain jax.numpy, not the kerne
 
 
 def _algorithm(name: str, case: Case) -> Contender:
-    """Returns one of the paper's algorithms: on a GPU its kernel, on a CPU its twin in plain jax.numpy."""
     algorithm = _ALGORITHMS[name]
     function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
     return Contender(
@@ -40,18 +37,22 @@ def _algorithm(name: str, case: Case) -> Contender:
 
 
 def make_paper_cases(chosen: Any) -> list[Case]:
-    """Returns the cases: with every k if the algorithms compute top-k."""
-    return make_cases(chosen, chosen.k if set(chosen.algorithms) <= set(paper.TOPK) else (None,))
+    asked = set(chosen.algorithms)
+    if asked <= {*paper.TOPK}:
+        return make_cases(chosen, chosen.k)
+    if asked <= {*paper.SOFTMAX}:
+        return make_cases(chosen)
+    either = " or ".join(", ".join(kind) for kind in (paper.SOFTMAX, paper.TOPK))
+    raise ValueError(f"--algorithms={','.join(chosen.algorithms)}: it takes some of either {either}")
 
 
 def contenders(case: Case, chosen: Any) -> list[Contender]:
-    """Returns the paper's algorithms, then our implementations and peers for the same case."""
     others = (softmax if case.k is None else topk).contenders(case, chosen)
     return [_algorithm(name, case) for name in chosen.algorithms] + others
 
 
 def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
-    """Draws the figure. Its title gives the paper's speed-up, and ours, at the end of the axis."""
+    """The title gives the paper's speed-up at the end of the axis."""
     over = "k" if rows.vocab.nunique() == 1 < rows.k.nunique() else "vocab"
     fast, slow = ("online", "safe") if rows.k.iloc[0] is None else ("online_fused", "safe_unfused")
     own = rows[rows.batch == rows.batch.iloc[0]]
@@ -79,23 +80,14 @@ BENCHMARK = Benchmark(
     ("ran", "status", "error_eps", "p50_us", "elements_per_s", "share_of_copy", "speedup"),
     baselines=("safe", "safe_unfused"),
     draw=_draw,
-    bandwidths=lambda cases: ("copy",) if cases[0].k is None else ("copy", "read"),
+    bandwidths=("copy", "read"),
 )
-
-
-def _not_mixed(algorithms: tuple[str, ...]) -> bool:
-    """Refuses a mix of softmax and top-k algorithms, because each figure of the paper shows one kind."""
-    if not any(set(algorithms) <= set(kind) for kind in (paper.SOFTMAX, paper.TOPK)):
-        either = " or ".join(", ".join(kind) for kind in (paper.SOFTMAX, paper.TOPK))
-        raise ValidationError(f"--algorithms={','.join(algorithms)}: it takes some of either {either}")
-    return True
 
 
 def define_flags() -> None:
     flags.define("batch", "vocab", "k", "shapes", "implementations", "logits", "seed", "repeats")
     text = "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only."
     flags.define_words("algorithms", _ALGORITHMS, text, ",".join(paper.SOFTMAX))
-    register_validator("algorithms", _not_mixed)
     flags.define_peers(softmax.PEERS, topk.PEERS)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags as absl_flags
+from absl.flags import DEFINE_integer
 
 import pallas_softmax
 from benchmarks.support import driver, flags, timing
@@ -35,16 +35,13 @@ FUSED: dict[str, Callable] = {
     "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
 }
 
-# The largest relative error (norm of the difference over norm) of the loss and of every gradient, against the same
-# program with jax.nn: a few eps. The matrix products of float32 may use TF32. In 16-bit dtypes both softmaxes round
-# their results, and a gradient sums many of these.
+# The largest relative error (norm of the difference over norm) against the same program with jax.nn: a few eps. The
+# products of float32 may use TF32. In 16-bit dtypes both softmaxes round, and a gradient sums many of their results.
 TOLERANCE = {"float32": 4 * 2**-11, "bfloat16": 4 * 2**-7, "float16": 4 * 2**-10}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program on inputs of one size."""
-
     program: str
     size: int  # the sequence length, or V
     dtype: str
@@ -52,7 +49,7 @@ class Program:
 
 
 def functions(implementation: str) -> Any:
-    """Returns a namespace with softmax, log_softmax and logsumexp: jax.nn for "jax", otherwise ours."""
+    """Returns a namespace with softmax, log_softmax and logsumexp."""
     options = {"implementation": named(implementation)}
     ours = {name: functools.partial(getattr(pallas_softmax, name), **options) for name in flags.FUNCTIONS}
     return jax.nn if implementation == "jax" else SimpleNamespace(**ours)
@@ -68,7 +65,6 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns (batch, heads, queries, keys)."""
     depth = np.sqrt(queries.shape[-1]).astype(queries.dtype)
     return jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / depth
 
@@ -101,7 +97,6 @@ def attention(nn: Any, keys_and_values: dict[str, jax.Array], queries: jax.Array
 def loss(
     nn: Any, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array, by_logsumexp: bool
 ) -> jax.Array:
-    """Returns the mean cross entropy of the logits hidden @ head against the labels."""
     logits = hidden @ weights["head"]
 
     def at_label(a: jax.Array) -> jax.Array:
@@ -113,7 +108,6 @@ def loss(
 
 
 def make_programs(chosen: Any) -> list[Program]:
-    """Returns every program on every size: sequence lengths for block and attention, V for the loss."""
     if chosen.width % chosen.heads:
         refused = f"--width={chosen.width} is not accepted; with --heads={chosen.heads}"
         raise ValueError(f"{refused} it takes a multiple of {chosen.heads}")
@@ -163,10 +157,7 @@ def build(program: Program, chosen: Any) -> tuple[Callable[[str], Callable], tup
 
 
 def run_program(program: Program, chosen: Any) -> list[Record]:
-    """Compares all contenders of one program with jax.nn's results, then times them together.
-
-    A fused attention need not support every case, so its failure does not fail the run.
-    """
+    """A fused attention need not support every case, so its failure does not fail the run."""
     fused = FUSED if program.program.startswith("attention") else ()
     peers = ["jax", *(name for name in fused if name != "cudnn" or timing.on_gpu())]
     wanted: dict[str, Any] = {}
@@ -199,7 +190,7 @@ def define_flags() -> None:
         " attention (which have at least one sequence).",
     )
     flags.define_words("programs", PROGRAMS, "Which programs to run.")
-    absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
+    DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

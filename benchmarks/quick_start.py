@@ -42,7 +42,6 @@ class Quick:
 
 
 def make_calls(chosen: Any) -> list[Quick]:
-    """Returns the five calls."""
     if timing.on_gpu():
         rows = (4096, 128256, "bfloat16"), (4000, 25000, "float32"), (64, 128256, "float32")
         tokens, (loss_tokens, head) = 131072, (8192, "llama3")

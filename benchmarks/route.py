@@ -6,14 +6,6 @@ softmax   the k largest probabilities over all experts
 sigmoid   sigmoid scores; a bias steers the choice; weights are divided by their sum, times 2.5
 groups    the same, with 4 of 8 groups of experts (DeepSeek-V3)
 
-The contenders, in addition to our implementations:
-
-fused_topk     the yardstick: the k largest probabilities, whatever the gate is
-jax            the usual JAX code, as in MaxText: lax.top_k of the steered scores, with a mask of groups from one_hot
-jax_dense      the same, with the weights as a dense array (tokens, E), as Transformer Engine returns them
-torch          the usual torch code
-torch_compile  the same under torch.compile
-
 Our results are compared with the float64 definition in some rows. Weights and gradients of all contenders, as dense
 arrays, are compared with jax's. Near ties may be decided otherwise.
 """
@@ -36,7 +28,13 @@ from benchmarks.support.result import Benchmark, Record
 from tests.support import oracle, routing
 from tests.support.routing import Gate
 
-PEERS = ("fused_topk", "jax", "jax_dense", "torch", "torch_compile")
+PEERS = {
+    "fused_topk": "the yardstick: the k largest probabilities, whatever the gate is",
+    "jax": "the usual JAX code, as in MaxText: lax.top_k of the steered scores, with a mask of groups",
+    "jax_dense": "the same, with the weights as a dense array (tokens, E), as Transformer Engine returns them",
+    "torch": "the usual torch code",
+    "torch_compile": "the same under torch.compile",
+}
 GROUPS, TOP_GROUPS, SCALE = 8, 4, 2.5
 GATES = {
     "softmax": Gate(),
@@ -49,8 +47,6 @@ TOLERANCE = 2e-2  # a few tokens with near ties, or 16-bit logits
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """One gate of one size: the case that contenders share."""
-
     tokens: int
     experts: int
     k: int
@@ -66,12 +62,10 @@ def _ours(x: jax.Array, bias: jax.Array, case: Router, name: str) -> tuple[jax.A
 
 
 def _topk(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, jax.Array]:
-    weights, indices = pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32)
-    return weights, indices
+    return pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32)[:2]
 
 
 def _jax(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, jax.Array]:
-    """Returns weights and indices by `lax.top_k`."""
     x = x.astype(jnp.float32)
     if case.gate == "softmax":
         return lax.top_k(jax.nn.softmax(x), case.k)
@@ -92,7 +86,6 @@ def _jax_dense(x: jax.Array, bias: jax.Array, case: Router) -> tuple[jax.Array, 
 
 
 def _dense(weights: jax.Array, indices: jax.Array, experts: int) -> jax.Array:
-    """Returns the weights as an array (tokens, experts), 0 for experts that were not chosen."""
     rows = jnp.arange(len(indices))[:, None]
     return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
 
@@ -139,7 +132,6 @@ def check(case: Router, result: dict[str, Any], x: jax.Array, bias: jax.Array) -
 
 
 def make_routers(chosen: Any) -> list[Router]:
-    """Returns every gate of every shape."""
     return [
         Router(tokens, experts, k, dtype, gate, direction)
         for tokens, experts, k in chosen.shapes
@@ -151,7 +143,6 @@ def make_routers(chosen: Any) -> list[Router]:
 
 
 def run_router(case: Router, chosen: Any) -> list[Record]:
-    """Compares all contenders of a gate with plain JAX, then times them together."""
     keys = jax.random.split(jax.random.key(chosen.seed))
     x = jax.random.normal(keys[0], (case.tokens, case.experts), case.dtype)
     bias = 0.1 * jax.random.normal(keys[1], (case.experts,))
@@ -182,7 +173,6 @@ def _derive(rows: Any, of: Callable) -> None:
 
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
-    """Draws the speed-up of our routers over plain JAX, and their time relative to `fused_topk`."""
     ours = plot.ours_of(rows)
     ours = ours[ours.of_topk.notna() & ours.speedup.notna()].copy()
     if ours.empty:
@@ -206,7 +196,7 @@ BENCHMARK = Benchmark("route", make_routers, run_router, COLUMNS, ("jax",), _der
 def define_flags() -> None:
     flags.define("k", "shapes", "dtype", "direction", "implementations", "seed", "repeats")
     flags.define_words("gates", GATES, "How the experts are chosen.")
-    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
+    flags.define_peers(PEERS, default=("fused_topk", "jax", "jax_dense"))
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

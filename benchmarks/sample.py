@@ -42,13 +42,13 @@ PEERS = {
 
 
 def make_draws(chosen: Any) -> list[Case]:
-    """Returns every choice of filters on every input. The choice is stored as the case's function."""
+    """The choice of filters is stored as the case's function."""
     usual = cases.make_cases(chosen)
     return [dataclasses.replace(case, function=name) for case in usual for name in chosen.filters]
 
 
 def parameters(case: Case) -> dict[str, Any]:
-    """Returns the temperature and filter parameters of each row, by the argument names of `sample`."""
+    """Returns the arguments of `sample` with a value for each row."""
     rows = case.batch
     filters = {name: jnp.full((rows,), value) for name, value in FILTERS[case.function].items()}
     return {"temperature": jnp.linspace(0.7, 1.3, rows), **filters}
@@ -62,7 +62,6 @@ def within_top_p(x: jax.Array, best_first: jax.Array, top_p: Any) -> jax.Array:
 
 
 def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
-    """Returns the draws of the usual JAX code: `jax.random.categorical`, after `lax.top_k` or a sort."""
     x = x.astype(jnp.float32) / given["temperature"][:, None]
     tokens = None
     if "top_k" in given:  # static here, because `lax.top_k` takes no traced k
@@ -77,7 +76,6 @@ def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
 
 
 def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns torch's draws: softmax and multinomial, with topk or a sort for the filters."""
     import torch  # pyright: ignore[reportMissingImports]
 
     x = x.float() / given["temperature"][:, None]
@@ -96,10 +94,9 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 
 
 def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns FlashInfer's draws. Its draw applies the last filter; one function applies top_k and top_p together.
+    """FlashInfer's draw applies the last filter; one function applies top_k and top_p together.
 
-    FlashInfer has its own random numbers, and draws by rejection for top_k and top_p. Its top_k keeps every tie of
-    the k-th entry, so that a following top_p may keep more entries than ours.
+    Its top_k keeps every tie of the k-th entry, so that a following top_p may keep more entries than ours.
     """
     from flashinfer import sampling  # pyright: ignore[reportMissingImports]
 
@@ -120,7 +117,7 @@ def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict
 
 
 def check(result: dict[str, Any], case: Case, key, x, given) -> int:
-    """Checks the draws of some rows and raises if any is wrong. Returns how many rows were checked."""
+    """Raises if a draw of some rows is wrong. Returns how many rows were checked."""
     rows = case.checked_rows
     logits = fetch(x, rows, 0)
     temperature, *_ = of_row = [fetch(a, rows, 0) for a in given.values()]
@@ -175,7 +172,7 @@ BENCHMARK = Benchmark(
     ("ran", "status", "rows_checked", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
     draw=lambda rows, document, file: plot.heat(rows, document, file, "jax.random.categorical", "sample"),
-    bandwidths=lambda cases: ("copy", "read"),
+    bandwidths=("copy", "read"),
 )
 
 

@@ -1,9 +1,8 @@
 """How fast does a server decode with sample? python -m benchmarks.serve --flagfile=configs/serve.flags
 
 The language model of support.language_model continues --batch requests together, by --sequence tokens each. A
-request has its own temperature, top_k, top_p and min_p, which are all traced. It also has its own seed, so that
-its text does not depend on the other requests of the batch. One jitted program computes the texts from the
-prompts. The contenders draw a token in different ways:
+request has its own temperature, top_k, top_p, min_p and seed, which are all traced. One jitted program computes the
+texts from the prompts. The contenders draw a token in different ways:
 
 sort   plain JAX: sort every row, sum cumulatively, and draw from the rest with jax.random.categorical. The sort is
        necessary because top_k and top_p differ between rows.
@@ -44,9 +43,7 @@ _KINDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Requests that are decoded together: their number, the vocabulary and the length."""
-
-    batch: int
+    batch: int  # requests that are decoded together
     vocab: int
     dtype: str  # of the output layer and the logits
     sequence: int
@@ -62,7 +59,6 @@ def keys_of(seeds: jax.Array, step: Any) -> jax.Array:
 
 
 def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> tuple[jax.Array]:
-    """Draws a token from each row, with a sort."""
     temperature, top_k, top_p, min_p = (asked[name][:, None] for name in _NAMES)
     x = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
     tokens = jnp.argsort(x, -1, descending=True)
@@ -75,18 +71,13 @@ def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> 
 
 
 def ours(name: str, keys: jax.Array, logits: jax.Array, asked: Any) -> Any:
-    """Draws a token from each row, with `sample`. Returns the fields of its result."""
     return tuple(pallas_softmax.sample(keys, logits, **asked, implementation=named(name)))
 
 
 def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> Any:
-    """Continues the prompts. Returns everything that `draw` returned, stacked over the steps.
+    """Continues the prompts by `length` tokens. Returns everything that `draw` returned, stacked over the steps.
 
-    Args:
-      draw: (keys, logits, parameters) -> a tuple of arrays with one entry per row. The first holds the tokens.
-      length: how many tokens to draw for each request.
-      weights, prompts: the model, and (batch, PROMPT) tokens.
-      seeds, asked: the key and the parameters of each request.
+    `draw` maps keys, logits and parameters to a tuple of arrays with one entry per row. The first holds the tokens.
     """
 
     def choose(logits: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
@@ -100,15 +91,14 @@ def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.
 def replay(weights: Any, prompts: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the logits behind the tokens of the checked requests, (length, checked, V).
 
-    The model runs on all requests, because a matrix product with fewer rows may run another kernel, which would
-    round differently.
+    The model runs on all requests, because a product with fewer rows may run another kernel and round differently.
     """
     choose = lambda logits, token: (token, logits[:_CHECKED])  # noqa: E731
     return language_model.generate(choose, weights, prompts, tokens)
 
 
 def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> int:
-    """Compares the draws of some requests with the oracle and raises on a mismatch. Returns how many were checked."""
+    """Raises if the oracle refutes a draw of the first requests. Returns how many draws were checked."""
     logits = np.asarray(replay(weights, prompts, drawn[0]))
     drawn = [of[:, :_CHECKED] for of in drawn]
     asked = {name: np.asarray(of[:_CHECKED]) for name, of in asked.items()}
@@ -121,7 +111,6 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
 
 
 def run_service(service: Service, chosen: Any) -> list[Record]:
-    """Checks ours against the oracle, then times both contenders together."""
     weights, prompts, _ = language_model.trained(service, chosen)
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
     asked = requests(service.batch)
@@ -142,10 +131,8 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
 
 
 def make_services(chosen: Any) -> list[Service]:
-    lists = chosen.vocab, chosen.dtype, chosen.batch, chosen.sequence
-    return [
-        Service(batch, vocab, dtype, sequence) for vocab, dtype, batch, sequence in itertools.product(*lists)
-    ]
+    lists = chosen.batch, chosen.vocab, chosen.dtype, chosen.sequence
+    return list(itertools.starmap(Service, itertools.product(*lists)))
 
 
 COLUMNS = "ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"
@@ -155,11 +142,7 @@ BENCHMARK = Benchmark(
 
 
 def define_flags() -> None:
-    flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
-    flags.define(
-        batch="How many requests are decoded together.",
-        sequence="How many tokens are decoded, one after the other.",
-    )
+    flags.define_decoding(batch="How many requests are decoded together.")
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

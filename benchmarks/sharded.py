@@ -13,8 +13,7 @@ device   on GPUs, the time from one call to the next in a program of 32 calls, f
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
 wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
 for the whole result of the previous one (`compile_repeated`), and a trace tells when each kernel started
-(`timing.call_seconds`). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall
-time of the program. It is less precise: each device has a host thread, and these vary more than the devices.
+(`timing.call_seconds`). If the profiler sees no kernels, the less precise host's clock takes its place.
 
 The traffic on the links comes from the compiled program of one call (support/links.py).
 """
@@ -30,7 +29,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags as absl_flags
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -50,8 +48,6 @@ PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A case, and how its logits are sharded."""
-
     case: Case
     sharding: str
     devices: int
@@ -80,7 +76,6 @@ def make_layouts(chosen: Any) -> list[Layout]:
 
 
 def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
-    """Returns the contenders by name: ours, for top-k its peer, and jax.nn.softmax."""
     k, softmax = case.k, {SOFTMAX: lambda x: jax.nn.softmax(x)}
     if k is None:
         return {OURS: lambda x: pallas_softmax.softmax(x)} | softmax
@@ -91,16 +86,12 @@ def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
     return of_topk | softmax
 
 
-def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
+def draw(layout: Layout) -> jax.Array:
     """Draws the case's logits on the devices that hold them. Every layout gets the same numbers."""
-
-    def lying(axis_type: AxisType) -> NamedSharding:
-        devices = jax.devices()[: layout.devices]
-        mesh = jax.make_mesh((layout.devices,), ("d",), axis_types=(axis_type,), devices=devices)
-        return NamedSharding(mesh, SHARDINGS.get(layout.sharding, P()))
-
-    x = jax.jit(lambda: cases.logits(layout.case), out_shardings=lying(AxisType.Auto))()
-    return jax.device_put(x, lying(axis_type))  # this moves nothing
+    devices = jax.devices()[: layout.devices]
+    mesh = jax.make_mesh((layout.devices,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
+    sharding = NamedSharding(mesh, SHARDINGS.get(layout.sharding, P()))
+    return jax.jit(lambda: cases.logits(layout.case), out_shardings=sharding)()
 
 
 def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
@@ -152,30 +143,18 @@ def _answer(case: Case, devices: int) -> tuple[np.ndarray, answers.Answer]:
     return rows, answers.Answer(fetch(cases.logits(case), rows, 0), None, case.function, case.k)
 
 
-def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """Copies some rows from the devices that hold them. Nothing moves between devices."""
-    found = np.empty((len(rows), array.shape[1]), array.dtype)
-    for shard in array.addressable_shards:
-        held, columns = shard.index
-        first, last, _ = held.indices(len(array))
-        for i in np.flatnonzero((first <= rows) & (rows < last)):
-            found[i, columns] = shard.data[int(rows[i]) - first]
-    return found
-
-
 def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Check:
     """Checks y, or values and indices. The result of jax.nn.softmax is y even in a case of top-k."""
     if isinstance(result, jax.Array):
-        return answer.output.check("y", _fetch(result, rows))
-    values, indices = (_fetch(each, rows) for each in result)
+        return answer.output.check("y", np.asarray(result)[rows])
+    values, indices = (np.asarray(each)[rows] for each in result)
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
-    """Checks and traces all contenders on one layout, then times them together. A wrong result of ours is not timed."""
     contenders = functions(layout.case)
     present = max(n for n in chosen.devices if n <= jax.device_count())
-    drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
+    drawn = functools.cache(lambda: draw(layout))
 
     def prepare(record: Record) -> Call | None:
         function, x = contenders[record.contender], drawn()
@@ -220,7 +199,6 @@ def compare(rows: Any, of: Callable) -> None:
 
 
 def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
-    """Draws the device time of one case over the number of GPUs, for each sharding."""
     if rows.device_us.isna().all():  # only GPUs have device times
         return
     every = rows[["batch", "vocab", "k"]].apply(tuple, axis=1)
@@ -262,8 +240,6 @@ def define_flags() -> None:
     flags.define_words("sharding", SHARDINGS, text)
     text = "How many devices to use; numbers above the available count are skipped."
     flags.define_list("devices", flags.INTEGERS, "1,2,4,8", text)
-    text = "Type of the mesh axis, a jax.sharding.AxisType."
-    absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
 main = driver.program(__name__, define_flags, BENCHMARK)

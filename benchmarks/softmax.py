@@ -64,7 +64,6 @@ _FUNCTIONS: dict[str, Any] = {"jax": _jax, "torch": _torch, "quack": _quack}
 
 
 def contenders(case: Case, chosen: Any) -> list[Contender]:
-    """Returns implementations and peers of softmax, ours first."""
     what = {"function": case.function, "axis": case.axis}
     return ours(functools.partial(_ours, **what), chosen.implementations) + [
         Contender(name, functools.partial(_FUNCTIONS[name], **what), torch=name != "jax")
@@ -83,7 +82,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
 run = functools.partial(run_case, contenders)
 COLUMNS = "ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"
 BENCHMARK = Benchmark(
-    "softmax", make_cases, run, COLUMNS, baselines=("jax",), draw=_draw, bandwidths=lambda cases: ("copy",)
+    "softmax", make_cases, run, COLUMNS, baselines=("jax",), draw=_draw, bandwidths=("copy",)
 )
 
 

@@ -31,6 +31,14 @@ def _jax_raft(x: jax.Array, k: int) -> Any:
     return _jax_stable(x, k)
 
 
+def _jax_unstable(x: jax.Array, k: int) -> Any:
+    return _lax_unstable(jax.nn.softmax(x), k=k)
+
+
+def _torch(x: Any, k: int) -> Any:
+    return x.softmax(-1).topk(k, -1)
+
+
 def _quack(x: Any, k: int) -> Any:
     v = x.shape[-1]
     if v > 4096 or k > 128 or v & (v - 1) or k & (k - 1):
@@ -57,7 +65,6 @@ def _fused(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> Any:
 
 
 def _within(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Returns the elements of each row before its length, and -inf."""
     return x if lengths is None else jnp.where(jnp.arange(x.shape[-1]) < lengths[:, None], x, -jnp.inf)
 
 
@@ -71,6 +78,10 @@ def _lax_unstable(x: jax.Array, lengths: jax.Array | None = None, *, k: int) -> 
     return lax.top_k(_within(x, lengths), k, is_stable=False)
 
 
+def _torch_topk(x: Any, k: int, *, sorted: bool) -> Any:
+    return x.topk(k, -1, sorted=sorted)
+
+
 def _flashinfer(x: Any, k: int, *, sorted: bool) -> Any:
     need_gpu("FlashInfer")
     from flashinfer import top_k  # pyright: ignore[reportMissingImports]
@@ -78,58 +89,41 @@ def _flashinfer(x: Any, k: int, *, sorted: bool) -> Any:
     return top_k(x, k, sorted=sorted)
 
 
-PEERS_OF_FUSED_TOPK = {
-    "jax_stable": "jax.nn.softmax, then lax.top_k",
-    "jax_unstable": "the same with is_stable=False",
-    "jax_raft": "jax_stable, for which XLA may take the kernels of RAFT",
-    "torch": "softmax, then topk of torch",
-    "quack": "softmax, then topk of QuACK",
-}
-PEERS_OF_TOP_K = {
-    "lax_stable": "with --top_k: lax.top_k",
-    "lax_unstable": "with --top_k: the same with is_stable=False",
-    "fused_topk": "with --top_k: fused_topk of the same logits",
-    "torch_topk": "with --top_k: topk of torch",
-    "flashinfer": "with --top_k: top_k of FlashInfer",
-}
-PEERS = PEERS_OF_FUSED_TOPK | PEERS_OF_TOP_K
 _RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
-_CONTENDERS = {
-    peer.name: peer
-    for peer in (
-        Contender("jax_stable", _jax_stable),
-        Contender("jax_unstable", lambda x, k: _lax_unstable(jax.nn.softmax(x), k=k), stable=False),
-        Contender("jax_raft", _jax_raft, options=_RAFT),
-        Contender("torch", lambda x, k: x.softmax(-1).topk(k, -1), torch=True, stable=False),
-        Contender("quack", _quack, torch=True, stable=False),
-        Contender("lax_stable", _lax_stable),
-        Contender("lax_unstable", _lax_unstable, stable=False),
-        Contender("fused_topk", _fused),
-        Contender("torch_topk", lambda x, k, sorted: x.topk(k, -1, sorted=sorted), torch=True, stable=False),
-        Contender("flashinfer", _flashinfer, torch=True, stable=False),
-    )
-}
+_OF_FUSED_TOPK = [
+    Contender("jax_stable", _jax_stable, "jax.nn.softmax, then lax.top_k"),
+    Contender("jax_unstable", _jax_unstable, "the same with is_stable=False", stable=False),
+    Contender("jax_raft", _jax_raft, "jax_stable, for which XLA may take the kernels of RAFT", options=_RAFT),
+    Contender("torch", _torch, "softmax, then topk of torch", torch=True, stable=False),
+    Contender("quack", _quack, "softmax, then topk of QuACK", torch=True, stable=False),
+]
+_OF_TOP_K = [
+    Contender("lax_stable", _lax_stable, "with --top_k: lax.top_k"),
+    Contender("lax_unstable", _lax_unstable, "with --top_k: the same with is_stable=False", stable=False),
+    Contender("fused_topk", _fused, "with --top_k: fused_topk of the same logits"),
+    Contender("torch_topk", _torch_topk, "with --top_k: topk of torch", torch=True, stable=False),
+    Contender("flashinfer", _flashinfer, "with --top_k: top_k of FlashInfer", torch=True, stable=False),
+]
+PEERS = {peer.name: peer.help for peer in _OF_FUSED_TOPK + _OF_TOP_K}
 
 
 def contenders(case: Case, chosen: Any) -> list[Contender]:
-    """Returns implementations and peers of top-k, ours first."""
     assert case.k is not None
     of_logits = case.function == "top_k"
     ordered = chosen.sorted if of_logits else True
     own: Any = functools.partial(_top_k, sorted=ordered) if of_logits else pallas_softmax.fused_topk
     found = ours(functools.partial(own, k=case.k), chosen.implementations)
-    for name in chosen.peers:
-        if name in (PEERS_OF_TOP_K if of_logits else PEERS_OF_FUSED_TOPK):
-            options = {"sorted": ordered} if name in ("torch_topk", "flashinfer") else {}
-            function = functools.partial(_CONTENDERS[name].function, k=case.k, **options)
-            found.append(dataclasses.replace(_CONTENDERS[name], function=function))
+    for peer in _OF_TOP_K if of_logits else _OF_FUSED_TOPK:
+        if peer.name in chosen.peers:
+            options = {"sorted": ordered} if peer.name in ("torch_topk", "flashinfer") else {}
+            function = functools.partial(peer.function, k=case.k, **options)
+            found.append(dataclasses.replace(peer, function=function))
     return [dataclasses.replace(each, of_logits=of_logits, ordered=ordered) for each in found]
 
 
 def _cases(chosen: Any) -> list[Case]:
-    """Returns the cases of the flags. benchmarks.__main__ has no flags of top_k."""
     found = make_cases(chosen, chosen.k)
-    if not getattr(chosen, "top_k", False):
+    if not getattr(chosen, "top_k", False):  # benchmarks.__main__ has no such flag
         return found
     where = {"none": "none", "even": "lengths"}
     return [
@@ -160,7 +154,7 @@ BENCHMARK = Benchmark(
     ("ran", "status", "error_eps", "p50_us", "share_of_read", "speedup", "slowdown", "first_result_s"),
     baselines=("jax_stable", "jax_unstable", "lax_stable", "lax_unstable"),
     draw=_draw,
-    bandwidths=lambda cases: ("copy", "read"),
+    bandwidths=("copy", "read"),
 )
 
 

@@ -1,10 +1,7 @@
 """How fast is verify? python -m benchmarks.verify --flagfile=configs/verify.flags
 
 A step of speculative decoding: --batch sequences with --drafts drafts each, which a draft model drew. The draft model's
-logits are the target's, with normal noise of standard deviation 0.5. The filters are:
-
-none   a temperature only
-top_p  the best entries that together have 0.9 of the mass
+logits are the target's, with normal noise of standard deviation 0.5.
 
 The draft is accepted with probability min(1, p / q). So the drafts give the expected number of accepted ones, and its
 standard deviation. The check of every contender compares the number with these, to 5 standard deviations, and each
@@ -37,8 +34,6 @@ PEERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of speculative decoding."""
-
     batch: int
     drafts: int
     vocab: int
@@ -49,7 +44,6 @@ class Step:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(step: Step) -> dict[str, jax.Array]:
-    """Returns the drafts, the target's logits, and the log-probabilities of the drafts."""
     keys = jax.random.split(jax.random.key(step.seed), 3)
     x = jax.random.normal(keys[0], (step.batch, step.drafts + 1, step.vocab), step.dtype)
     noise = 0.5 * jax.random.normal(keys[1], (step.batch, step.drafts, step.vocab))
@@ -59,7 +53,6 @@ def inputs(step: Step) -> dict[str, jax.Array]:
 
 
 def plain_log_p(x: jax.Array, top_p: float = 1.0) -> jax.Array:
-    """Returns log p of the filtered target, in plain JAX."""
     x = x.astype(jnp.float32) / TEMPERATURE
     x = within_top_p(x, jnp.sort(x, -1, descending=True), top_p) if top_p < 1 else x
     return jax.nn.log_softmax(x)
@@ -104,11 +97,7 @@ def ours(name: str, key: jax.Array, given: dict[str, jax.Array], filters: dict[s
 
 @functools.partial(jax.jit, static_argnames="top_p")
 def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float = 1.0) -> dict[str, Any]:
-    """Returns what `check` compares.
-
-    accept is the probability of acceptance of each draft, and accepted the number of accepted drafts of each row. log_p
-    and log_q are the log-probabilities of the row's new token.
-    """
+    """Returns what `check` compares."""
     log_p = plain_log_p(logits, top_p)
     ratio = at_tokens(log_p[:, :-1], draft_tokens) - at_tokens(draft_log_probs, draft_tokens)
     accepted = jnp.sum(tokens >= 0, -1) - 1
@@ -120,10 +109,9 @@ def facts(tokens: jax.Array, draft_tokens, logits, draft_log_probs, top_p: float
         return jnp.take_along_axis(row, jnp.maximum(new, 0), -1)[:, 0]
 
     lenient = plain_log_p(logits, min(1.0, top_p + 1e-3))  # rounding may move the cutoff of a contender
-    accept = jnp.exp(jnp.minimum(ratio, 0))
     return {
-        "accept": accept,
-        "accepted": accepted,
+        "accept": jnp.exp(jnp.minimum(ratio, 0)),  # the probability of acceptance of each draft
+        "accepted": accepted,  # the number of accepted drafts of each row
         "log_p": of_new(lenient),
         "log_q": of_new(draft_log_probs),
     }
@@ -184,12 +172,12 @@ def _run(step: Step, chosen: Any) -> list[Record]:
 
 
 def make_steps(chosen: Any) -> list[Step]:
-    lists = chosen.batch, chosen.drafts, chosen.vocab, chosen.dtype, chosen.filters
-    return [Step(*values, chosen.seed) for values in itertools.product(*lists)]
+    lists = chosen.batch, chosen.drafts, chosen.vocab, chosen.dtype, chosen.filters, [chosen.seed]
+    return list(itertools.starmap(Step, itertools.product(*lists)))
 
 
 COLUMNS = "ran", "status", "accepted", "p50_us", "share_of_read", "speedup", "first_result_s"
-BENCHMARK = Benchmark("verify", make_steps, _run, COLUMNS, ("jax",), bandwidths=lambda cases: ("read",))
+BENCHMARK = Benchmark("verify", make_steps, _run, COLUMNS, ("jax",), bandwidths=("read",))
 
 
 def define_flags() -> None:

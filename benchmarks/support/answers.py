@@ -7,6 +7,7 @@ stored y, which may be off by its bound. In 16-bit dtypes this is the larger par
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def all_of(checks: list[Check]) -> Check:
 
 
 def _least(dtype: np.dtype) -> float:
-    """Returns the smallest error that counts, since hardware may flush subnormals: bounds.slack of a stored number."""
+    """Returns the smallest error that counts, since hardware may flush subnormals."""
     return 2 * bounds.slack(dtype) if dtype == np.float16 else bounds.slack(F32)
 
 
@@ -56,16 +57,14 @@ class Expected:
     dtype: np.dtype
 
     def _error(self, got: np.ndarray, per: np.ndarray) -> float:
-        """Returns the largest error as a multiple of `per`. A misplaced NaN or inf is an infinite error."""
+        """Returns the largest error as a multiple of `per`; inf for a misplaced NaN or inf."""
         got = got.astype(self.dtype)  # torch's 16-bit results arrive as float32
         return float(np.max(bounds.units(got, self.want, per / bounds.eps(self.dtype), slack_times=0)))
 
     def ulps(self, got: np.ndarray) -> float:
-        """Returns the largest error, in ulps of the dtype at `scale`."""
         return self._error(got, ulp(np.where(np.isfinite(self.want), self.scale, 0), self.dtype))
 
     def check(self, name: str, got: np.ndarray) -> Check:
-        """Compares `got` with `want`. The verdict has the error in units of the dtype's eps at `scale`."""
         if got.shape != self.want.shape:
             return Check(False, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
         share = self._error(got, self.bound)
@@ -81,7 +80,6 @@ class Expected:
 
 
 def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
-    """Returns the bound of the tests as absolute numbers."""
     with np.errstate(invalid="ignore"):
         units = bounds.stored_unit(want, unit, dtype) if dtype.itemsize == 2 else bounds.UNITS * unit
         return bounds.eps(dtype) * units + slack_times * bounds.slack(dtype)
@@ -90,8 +88,7 @@ def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
 class Answer:
     """The float64 answer for some rows of a case: y and dx of a function of cases.py.
 
-    Label 0 is the label of `token_stats`. The gradient of top-k is the gradient of softmax for a dy that is 0 except at
-    the winners.
+    The gradient of top-k is the gradient of softmax for a dy that is 0 except at the winners.
     Reported errors are relative: y to |y|, or to 1 where taking a logarithm may cancel; dx to the size of its terms.
     """
 
@@ -104,12 +101,12 @@ class Answer:
         mask: np.ndarray | None = None,
     ):
         self.x, self.dy, self.function, self.mask = x, cotangent, function, mask
-        self.labels = np.zeros(len(x), np.int32)
-        self.indices = None if k is None else oracle.topk_indices(x, k, mask)
+        self.labels = np.zeros(len(x), np.int32)  # of token_stats
+        self.indices: Any = None if k is None else oracle.topk_indices(x, k, mask)
 
     @functools.cached_property
     def output(self) -> Expected:
-        """The expected y of whole rows. For token_stats: log p, the entropy, logsumexp and the argmax."""
+        """y of whole rows. For token_stats: log p, the entropy, logsumexp and the argmax."""
         if self.function == "token_stats":
             want = np.stack(oracle.token_stats(self.x, self.labels, self.mask), -1)
             scale = np.maximum(np.abs(np.nan_to_num(want, posinf=0, neginf=0)), [1, 0, 1, 1])
@@ -173,7 +170,6 @@ class Answer:
     @functools.cached_property
     def winners(self) -> Expected:
         """The expected k values. They do not depend on the order of ties."""
-        assert self.indices is not None
         return self.output.at(self.indices)
 
     def check_output(self, got: np.ndarray) -> Check:
@@ -181,13 +177,12 @@ class Answer:
 
     def check_logits(self, got: np.ndarray) -> Check:
         """Checks the values of a top-k without softmax, which must be exactly the winners' logits."""
-        assert self.indices is not None
         want = oracle.top_k(self.x, self.indices.shape[-1], self.mask)[0].astype(np.float64)
         least = np.full(want.shape, bounds.slack(F32))
         return Expected(want, least, np.abs(want), self.x.dtype).check("values", got)
 
     def in_order(self, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the values and the indices of a top-k in any order, in order."""
+        """Sorts the values and the indices of a top-k in any order."""
         indices = found["indices"]
         keys = np.take_along_axis(oracle.order_key(self.x), indices, axis=-1)
         masked = ~np.take_along_axis(oracle.unmasked(self.x, self.mask), indices, axis=-1)
@@ -200,7 +195,6 @@ class Answer:
         A stable contender must return exactly the winners in the total order. Any other contender may replace a
         winner by an element of nearly the same probability: the two may differ by twice the bound.
         """
-        assert self.indices is not None
         if got.shape != self.indices.shape:
             return Check(False, detail=f"indices of shape {got.shape}, not {self.indices.shape}")
         differs = got != self.indices

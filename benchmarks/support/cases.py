@@ -52,7 +52,6 @@ LOGITS: dict[str, tuple[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Arr
 
 
 def _some(x: jax.Array, key: jax.Array, share: float, other: Any) -> jax.Array:
-    """Returns x, with another value at a random share of its elements."""
     return jnp.where(random.bernoulli(key, share, x.shape), other, x)
 
 
@@ -84,7 +83,6 @@ class Case:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the output, rows first: y, one number per row, four of them, or the k values."""
         of_row = {"token_stats": (4,), "logsumexp": ()}.get(self.function, (self.k or self.vocab,))
         return (self.batch, *of_row)
 
@@ -142,13 +140,8 @@ def _open(path: str) -> np.ndarray:
 def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = None) -> list[Case]:
     """Returns the cases that the flags ask for: every combination of the items of their lists.
 
-    A file of logits determines V, and limits the number of rows. For top-k, function, mask and axis keep their
-    defaults, because it has none of them.
-
-    Args:
-      chosen: the parsed flags.
-      ks: every k to run for a shape that names none. (None,) means that the function is not top-k.
-      shapes: in place of --shapes.
+    `ks` are for shapes that name no k; (None,) means that the function is not top-k. `shapes` replaces --shapes. A file
+    of logits determines V, and limits the number of rows. Top-k ignores function, mask and axis.
     """
     is_topk = ks != (None,)
     kinds = {"function": "softmax", "where": "none", "axis": -1}
@@ -166,9 +159,7 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
         cases += [
             Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
             for batch, vocab, *own in found
-            for dtype, function, where, axis in itertools.product(
-                *(lists[name] for name in ("dtype", *kinds))
-            )
+            for dtype, function, where, axis in itertools.product(lists["dtype"], *map(lists.get, kinds))
             for k, direction in itertools.product((own or ks) if is_topk else ks, lists["direction"])
         ]
     for case in cases:
@@ -179,7 +170,7 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
 
 
 def _key(case: Case, purpose: str) -> jax.Array:
-    """Returns a random key. It is the same for every dtype, function, k and direction of a shape."""
+    """Returns the same key for every dtype, function, k and direction of a shape."""
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
     return random.fold_in(random.key(case.seed), zlib.crc32(text.encode()))
 
@@ -213,7 +204,6 @@ def mask(case: Case) -> jax.Array | None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once per shape, kind, dtype and axis
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
-    """Draws logits of one of the kinds in LOGITS."""
     normal_key, other_key = random.split(key)
     x = random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
     i = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)

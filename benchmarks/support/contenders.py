@@ -13,13 +13,11 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from pallas_softmax import ImplementationName
 
 # Implementations that appear in a lowered program as custom calls of these names.
 _KERNELS = ("mosaic_gpu", "triton")
@@ -47,10 +45,9 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A named function, and what its calls promise."""
-
     name: str
     function: Callable[..., tuple[Any, Any]]
+    help: str = ""  # of a peer, for the flag
     ours: bool = False
     torch: bool = False  # whether it takes arrays of torch
     stable: bool = True  # whether ties are guaranteed to be in order of their indices
@@ -60,24 +57,23 @@ class Contender:
     options: dict[str, bool] | None = None  # XLA's
 
     def call(self, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:
-        """Returns its call for one direction, from x, any further inputs, and the cotangent g: by default it is y."""
+        """Returns its call on x and any further inputs. The cotangent g is y by default."""
         return (_torch_call if self.torch else _jax_call)(self, direction, arrays, g)
 
 
-def named(name: str) -> ImplementationName | None:
-    """Returns the argument `implementation` for a name in --implementations: None for auto."""
-    return None if name == "auto" else cast(ImplementationName, name)
+def named(name: str) -> Any:
+    """Returns the argument `implementation` for a name in --implementations."""
+    return None if name == "auto" else name
 
 
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
-    """Returns a contender per implementation of a function of ours. With auto, the function chooses."""
     return [
         Contender(name, functools.partial(function, implementation=named(name)), ours=True) for name in names
     ]
 
 
 def fetch(array: Any, indices: np.ndarray, axis: int) -> np.ndarray:
-    """Returns the elements at `indices` along an axis of a JAX or torch array. torch's 16-bit results are widened."""
+    """Returns some elements of a JAX or torch array. torch's 16-bit results are widened."""
     if isinstance(array, jax.Array):
         return np.asarray(array.take(indices, axis))
     import torch  # pyright: ignore[reportMissingImports]
@@ -91,9 +87,8 @@ def jax_call(
 ) -> Call:
     """Returns the call of a JAX function, compiled with XLA's `options`.
 
-    The time to the first result includes the one-time setup of Python and JAX, if this is the first call of the
-    process. Earlier traces by JAX stay cached, but nothing is read from a cache on disk. The memory is XLA's plan,
-    which does not know of allocations inside a library such as RAFT.
+    The time to the first result includes the setup of Python and JAX, if this is the first call of the process. It
+    reads no cache on disk. The memory is XLA's plan, which misses what a library such as RAFT allocates.
     """
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*args)
@@ -139,7 +134,6 @@ def _present(y: Any, indices: Any, dx: Any = None) -> dict[str, Any]:
 
 
 def need_gpu(library: str) -> None:
-    """Raises if there is no GPU, because the library has no other kernels."""
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"{library} has kernels for NVIDIA GPUs only")
 

@@ -1,7 +1,7 @@
 """Runs a benchmark: measures its cases, writes one record per contender and case, and shows the result.
 
-`main` is the program of every benchmark, and `measure` is its loop over the contenders of one case. Nothing here needs
-pandas, so that a GPU machine can measure without it: see `benchmarks.support.result`.
+`main` is the program of every benchmark, and `measure` is its loop over the contenders of one case. Only `show` needs
+pandas and matplotlib, so that a GPU machine can measure without them.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 @contextlib.contextmanager
 def wrong_if_refuted() -> Iterator[None]:
-    """Raises Wrong in place of a failed assertion: an oracle has refuted a result."""
+    """Raises Wrong in place of an oracle's failed assertion."""
     try:
         yield
     except AssertionError as error:
@@ -99,10 +99,9 @@ def describe(
     Args:
       record: of the contender.
       call: its call.
-      explained: a function of ours and its arguments, if the call is one call of ours. Without them, the call is a
-        whole program.
+      explained: a function of ours and its arguments, unless the call is a whole program.
       direction: of the call.
-      asked: the implementation that ours must run, if the contender's name (which may be auto) does not say it.
+      asked: the implementation that ours must run, if the contender's name does not say it.
       found: what else to write.
     """
     record.ran = call.ran
@@ -132,7 +131,7 @@ def describe(
 def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed: float, whose: str) -> None:
     """Compares a result with the first contender's, which `wanted` keeps, and records the largest relative error.
 
-    The error of an array is the norm of the difference over the norm. Raises Wrong if it is not at most `allowed`.
+    Raises Wrong if the error is not at most `allowed`.
     """
     wanted.update(wanted or got)
     errors = jax.tree.map(_relative_error, got, {name: wanted[name] for name in got})
@@ -144,6 +143,7 @@ def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed
 
 @jax.jit
 def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Returns the norm of the difference over the norm."""
     got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
     return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
 
@@ -163,7 +163,6 @@ def note(record: Record, error: Exception) -> None:
 
 
 def _cannot_run(error: Exception) -> bool:
-    """Tells whether the error means that this contender cannot run here, as opposed to a fault."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "No such compile option"))
     is_torchs = type(error).__name__ == "OutOfMemoryError"
@@ -185,14 +184,9 @@ def program(
 
 
 def main(benchmark: Benchmark, argv: list[str]) -> int:
-    """Runs one benchmark as its flags say, writes its files and prints its table. Returns the exit code."""
     chosen, directory = FLAGS, Path(FLAGS.output_dir)
     if argv[1:]:
         raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
-    if missing:
-        needed = " and ".join(missing)
-        raise SystemExit(f"the benchmarks need {needed}; install the extra bench: pip install '.[bench]'")
     try:
         todo = benchmark.cases(chosen)
     except ValueError as error:
@@ -202,15 +196,16 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
         return 0
     run = result.provenance(chosen.commit, jax.device_count() if benchmark.several else 1)
     try:
-        run |= {f"{name}_tb_per_s": timing.bandwidth(name) / 1e12 for name in benchmark.bandwidths(todo)}
+        run |= {f"{name}_tb_per_s": timing.bandwidth(name) / 1e12 for name in benchmark.bandwidths}
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []
-    for case in progress(todo, benchmark.name):
+    for i, case in enumerate(todo, 1):
+        fields = result.flat(getattr(case, "line", case))  # what the table says of it, if that is shorter
+        what = " ".join(str(value) for value in fields.values() if value not in (None, "none"))
+        print(f"{benchmark.name}: case {i} of {len(todo)}: {what}", file=sys.stderr, flush=True)
         records += benchmark.run(case, chosen)
-        if benchmark.several:
-            result.write(directory, benchmark.name, records, run)
-    result.write(directory, benchmark.name, records, run)
+        result.write(directory, benchmark.name, records, run)
     show(benchmark, directory)
     failed = sum(record.fails for record in records)
     if failed:
@@ -218,26 +213,12 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def progress(cases: list[Any], name: str) -> Iterator[Any]:
-    """Yields the cases, and shows which one runs: as a bar on a terminal, and as a line for each in a file."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        yield from tqdm(cases, desc=name, unit="case")
-        return
-    for i, case in enumerate(cases, 1):
-        fields = result.flat(getattr(case, "line", case))  # what the table says of it, if that is shorter
-        what = " ".join(str(value) for value in fields.values() if value not in (None, "none"))
-        print(f"{name}: case {i} of {len(cases)}: {what}", file=sys.stderr, flush=True)
-        yield case
-
-
 def show(benchmark: Benchmark, directory: Path) -> None:
     """Prints the table of a result that was written, and writes its CSV and its picture."""
     file = directory / f"{benchmark.name}.json"
-    if importlib.util.find_spec("pandas") is None:
+    if missing := [name for name in ("pandas", "matplotlib") if importlib.util.find_spec(name) is None]:
         again = f"python -m benchmarks.support.redraw {directory}"
-        print(f"without pandas there is only {file}; elsewhere: {again}")
+        print(f"without {' and '.join(missing)} there is only {file}; elsewhere: {again}")
         return
     document = result.read(file)
     run = document["runs"][0]

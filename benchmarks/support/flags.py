@@ -27,7 +27,6 @@ class Items(flags.ArgumentParser):
     """Parses items separated by commas into a tuple without repetitions."""
 
     def __init__(self, pattern: str, accepted: str, item: Callable[[str], Any] = str, empty: bool = False):
-        """Takes the regular expression of an item, and the function that makes an item of its text."""
         self.pattern, self.item, self.empty = re.compile(pattern, re.ASCII), item, empty
         self.syntactic_help = f"a list of {accepted}, separated by commas"
 
@@ -43,12 +42,10 @@ INTEGERS = Items(_INTEGER, "positive integers", int)
 
 
 def words(names: Any, empty: bool = False) -> Items:
-    """Returns the parser of a list of some of these names."""
     return Items("|".join(names), f"any of {', '.join(names)}", empty=empty)
 
 
-def shapes(with_k: bool) -> Items:
-    """Returns the parser of shapes: (batch, V), or (batch, V, k) as well."""
+def _shapes(with_k: bool) -> Items:
     form = "BATCHxV or BATCHxVxK" if with_k else "BATCHxV"
     pattern = rf"{_INTEGER}(x{_INTEGER}){{1,{1 + with_k}}}"
     return Items(pattern, f"{form}, such as 4000x1000", lambda text: tuple(map(int, text.split("x"))), True)
@@ -105,7 +102,7 @@ def define_list(name: str, parser: Items, default: str, text: str) -> None:
 
 
 def define_words(name: str, names: Any, text: str, default: str | None = None) -> None:
-    """Defines a list of some of these names. The default is all of them."""
+    """The default is all of the names."""
     define_list(name, words(names), ",".join(names) if default is None else default, text)
 
 
@@ -115,7 +112,7 @@ def define(*names: str, **texts: str) -> None:
         if name == "shapes":
             with_k = "k" in names
             times = "Pairs in place of every --batch with every --vocab"
-            define_list(name, shapes(with_k), "", times + "; a K in place of --k." * with_k)
+            define_list(name, _shapes(with_k), "", times + "; a K in place of --k." * with_k)
         elif name in _LISTS:
             parser, default, text = _LISTS[name]
             define_list(name, parser, default, texts.get(name, text))
@@ -130,11 +127,17 @@ def define(*names: str, **texts: str) -> None:
         flags.DEFINE_string("commit", "", "Commit to record if the code is not in a git checkout.")
 
 
+def define_decoding(**texts: str) -> None:
+    """Defines the flags of a benchmark that decodes with the language model."""
+    define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
+    define(**texts, sequence="How many tokens are decoded, one after the other.")
+
+
 def define_peers(
     *of: dict[str, str], default: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
 ) -> None:
-    """Defines --peers: the peers of one benchmark or of several, by name with an explanation."""
+    """Defines --peers. `of` has the names of peers with explanations."""
     names = {name: text for peers in of for name, text in peers.items()}
     default = tuple(name for name in default if name in names)
-    text = "; ".join(f"{name} ({text})" if text else name for name, text in names.items())
+    text = "; ".join(f"{name} ({text})" for name, text in names.items())
     define_list("peers", words(names, empty=True), ",".join(default), f"The peers to compare with: {text}.")

@@ -33,7 +33,6 @@ def text_tokens() -> tuple[list[str], list[str]]:
 
 
 def token_ids(vocab: int) -> np.ndarray:
-    """Returns the text as ids below vocab."""
     text, words = text_tokens()
     known = {word: i for i, word in enumerate(words[:vocab])}
     return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
@@ -73,9 +72,7 @@ def model(weights: Weights, hidden: jax.Array, token: jax.Array) -> tuple[jax.Ar
 def adam(loss: Callable[..., jax.Array], rate: Any) -> tuple[Callable, Callable, Callable]:
     """Returns Adam: weights -> state; (state, i, batch) -> (the next state, the loss); state -> weights.
 
-    Args:
-      loss: maps weights and a batch to a number.
-      rate: the learning rate, or a function that maps the number of the step to it.
+    `loss` maps weights and a batch to a number, and `rate` may map i to a learning rate.
     """
     init, update, weights_of = optimizers.adam(rate, b2=0.99)
 
@@ -84,6 +81,11 @@ def adam(loss: Callable[..., jax.Array], rate: Any) -> tuple[Callable, Callable,
         return update(i, grads, state), value
 
     return init, step, weights_of
+
+
+def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    at_label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
 
 
 @functools.cache  # the same model is trained once
@@ -104,9 +106,7 @@ def _trained(vocab: int, width: int, steps: int, tokens: int, seed: int) -> tupl
             return hidden, hidden
 
         _, hidden = lax.scan(step, jnp.zeros((len(start), width)), text[:-1])
-        logits = hidden @ weights["embed"].T
-        at_label = jnp.take_along_axis(logits, text[1:, :, None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
+        return mean_loss(hidden @ weights["embed"].T, text[1:])
 
     init, step, weights_of = adam(loss, lambda i: 5e-3 * (1 - i / steps))
     scanned = jax.jit(lambda state, over: lax.scan(lambda state, now: step(state, *now), state, over))
@@ -115,11 +115,9 @@ def _trained(vocab: int, width: int, steps: int, tokens: int, seed: int) -> tupl
 
 
 def trained(case: Any, chosen: Any) -> tuple[Weights, jax.Array, float]:
-    """Trains with Adam for --training_steps, for a case with batch, vocab and dtype.
+    """Trains for a case with batch, vocab and dtype (of the output layer).
 
-    Returns:
-      The weights, with the output layer in the dtype of the case, the prompts (batch, PROMPT), and the mean of the
-      last losses.
+    Returns the weights, the prompts (batch, PROMPT), and the mean of the last losses.
     """
     sizes = chosen.width, chosen.training_steps, chosen.tokens
     weights, loss = _trained(case.vocab, *sizes, chosen.seed)
@@ -136,10 +134,7 @@ def prefill(weights: Weights, prompts: jax.Array) -> jax.Array:
 def generate(choose: Callable, weights: Weights, prompts: jax.Array, given: jax.Array) -> Any:
     """Continues the prompts by a token for each entry of `given`.
 
-    Args:
-      choose: (logits, entry of given) -> the next token of each prompt, and what to return of the step.
-      weights, prompts: the model, and (batch, PROMPT) tokens.
-      given: the input of each step.
+    `choose` maps logits and an entry of `given` to the next token of each prompt, and to what to return of the step.
     """
 
     def step(carry: Any, now: jax.Array) -> tuple[Any, Any]:

@@ -48,27 +48,6 @@ def collectives(hlo_text: str) -> list[Collective]:
     return found
 
 
-def unconditional(hlo_text: str) -> str:
-    """Returns the text without the computations that run only in a branch of a conditional."""
-    blocks = {
-        block.split(maxsplit=1)[0].lstrip("%"): block
-        for block in re.split(r"\n\n|\n(?=%)", hlo_text)
-        if block
-    }
-
-    def called(block: str, attribute: str) -> set[str]:
-        lists = re.findall(rf"(?:{attribute})=({{[^}}]*}}|%?[\w.-]+)", block)
-        return {name for of in lists for name in re.findall(r"[\w.-]+", of) if name in blocks}
-
-    left_out: set[str] = set()
-    new = called(hlo_text, "branch_computations|true_computation|false_computation")
-    while new:
-        left_out |= new
-        calls = "calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
-        new = {name for of in new for name in called(blocks[of], calls)} - left_out
-    return "\n\n".join(block for name, block in blocks.items() if name not in left_out)
-
-
 def _elements(shape: str) -> list[str]:
     """Splits the text of a tuple into its elements. Nested brackets stay together."""
     elements, depth, start = [], 0, 1

@@ -56,11 +56,9 @@ STYLES = {
     "cce": ("cut-cross-entropy", YELLOW, "-"),
     "quack_exp": ("QuACK, scaled exponentials", ORANGE, ":"),
 }
-_LETTERS = 90  # per line of a title
 
 
 def pyplot() -> Any:
-    """Returns matplotlib.pyplot, set up to write files and open no windows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,8 +73,11 @@ def words(contender: str) -> str:
     return STYLES[contender][0] if contender in STYLES else contender
 
 
-def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letters: int = _LETTERS) -> None:
-    """Writes a picture with its title, and where and when its numbers were measured."""
+def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letters: int = 90) -> None:
+    """Writes a picture with its title, and where and when its numbers were measured.
+
+    `letters` are per line of the title.
+    """
     runs = document["runs"]
     commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in runs))
     dates = ", ".join(sorted({run["date"][:10] for run in runs}))
@@ -100,10 +101,9 @@ def ours_of(rows: Frame) -> Frame:
 
 
 def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what: str) -> None:
-    """Draws the speed-up of ours, and the share of the memory's bandwidth that it reaches, over all cases.
+    """Draws the speed-up of ours, or else its slowdown, and its share of the memory's bandwidth, over all cases.
 
-    A row is a shape, or a kind of logits if there is one shape. Without the baseline, the slowdown takes the place
-    of the speed-up, and nothing is drawn without either.
+    A row is a shape, or a kind of logits if there is one shape.
     """
     ours = ours_of(rows)
     present = [name for name in ("speedup", "slowdown") if name in ours and ours[name].notna().any()]
@@ -153,14 +153,8 @@ def heat_maps(
 ) -> tuple[Any, float]:
     """Draws tables of the same cases as heat maps side by side, or stacked if they are wide.
 
-    Args:
-      tables: by measure: speedup, a share, slowdown or of_topk.
-      titles: the title of each measure.
-      down: what the rows of the tables are.
-      marked: the cells that get a star in tables of shares.
-
-    Returns:
-      The figure, and its width in inches.
+    `tables` and `titles` are by measure: speedup, a share, slowdown or of_topk. `down` says what the rows are. The
+    `marked` cells get a star in tables of shares. Returns the figure, and its width in inches.
     """
     order = next(iter(tables.values()))
     stacked = len(order.columns) > 5
@@ -261,10 +255,9 @@ def over_sizes(rows: Frame, document: dict[str, Any], file: Path, x: str, baseli
 
 
 def _bar_color(contender: str) -> str:
-    """Returns the colour of a bar: blue for ours, sky for a function of ours that computes less, greys for others."""
     if contender in ("auto", "ours", "mosaic_gpu", "triton", "xla"):
         return BLUE
-    if contender in ("logsumexp", "log_probs"):
+    if contender in ("logsumexp", "log_probs"):  # ours, but they compute less
         return SKY
     return "#777777" if contender.startswith("jax") else "#C4C4C4"
 

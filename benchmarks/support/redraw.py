@@ -13,15 +13,10 @@ from benchmarks.support.result import Benchmark
 
 
 def benchmark_of(name: str) -> Benchmark:
-    """Returns the benchmark that wrote a result of this name."""
-    if name == "linear_training":
-        return importlib.import_module("benchmarks.linear").TRAINING
-    module = importlib.import_module(f"benchmarks.{name}")
-    return module.BENCHMARK
+    return importlib.import_module(f"benchmarks.{name}").BENCHMARK
 
 
 def main(argv: list[str]) -> None:
-    """Shows the results in the folders named on the command line."""
     for folder in argv[1:]:
         for file in sorted(Path(folder).glob("*.json")):
             driver.show(benchmark_of(file.stem), Path(folder))

@@ -38,7 +38,6 @@ COLUMNS = {
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
     "spread": "how much the times of calls differ: the range of the middle 60% of them, over the median",
     "elements_per_s": "the elements of all rows, divided by that time",
-    "tb_per_s": "the fewest bytes that a call must move, divided by its time",
     "share_of_copy": "the fewest bytes that a call must move, over its time, over the rate of a plain copy of 1 GB",
     "share_of_read": "the fewest bytes that a call must move, over its time, over the rate of a plain sum of 1 GB",
     "speedup": "how many times as fast as the baseline",
@@ -53,7 +52,6 @@ COLUMNS = {
     "products": "the time relative to the projection alone",
     "memory_mib": "temporaries, including any float32 dw: XLA's plan, or torch's peak",
     "first_result_s": "seconds to trace, lower, compile and run a JAX function the first time",
-    "fits_cache": "the cache that holds all that a call moves, so that repeated calls may not read the memory",
     "ulps": "the largest error against float64, in units of the last place of the true value (dx: of its terms)",
     "xla_ulps": "the largest error of jax.nn's function, in the same units",
     "same": "how many hypotheses equal jax's, token for token",
@@ -106,7 +104,6 @@ def flat(case: Any) -> dict[str, Any]:
 
 
 def _output_of(*command: str) -> str:
-    """Returns the output of a command, or "" if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
     except (OSError, subprocess.TimeoutExpired):
@@ -115,7 +112,6 @@ def _output_of(*command: str) -> str:
 
 
 def _device_name() -> str:
-    """Returns the name of the first device. A CPU's name is its model and the number of cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -174,25 +170,20 @@ def read(file: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its cases, how to measure one, and how to show the result."""
-
-    name: str  # also of its files
+    name: str  # of its module and its files
     cases: Callable[[Any], list[Any]]  # flags -> cases, which are frozen dataclasses
     run: Callable[[Any, Any], list[Record]]  # (case, flags) -> records
     columns: tuple[str, ...]  # what the table shows of each contender
     baselines: tuple[str, ...] = ()  # contenders with speed-up 1: the first of them that the result has
-    derive: Callable[[Frame, Callable], None] | None = (
-        None  # (rows, of) -> None: adds columns; see `frame` for `of`
-    )
-    draw: Callable[[Frame, dict[str, Any], Path], None] | None = (
-        None  # (rows, document, file) -> None: the picture
-    )
-    bandwidths: Callable[[list[Any]], tuple[str, ...]] = lambda cases: ()  # which to measure: copy, read
-    several: bool = False  # whether it uses all devices. Such a long run is written after every case
+    # (rows, of) -> None: adds columns; see `frame` for `of`
+    derive: Callable[[Frame, Callable], None] | None = None
+    # (rows, document, file) -> None: the picture
+    draw: Callable[[Frame, dict[str, Any], Path], None] | None = None
+    bandwidths: tuple[str, ...] = ()  # which to measure: copy, read
+    several: bool = False  # whether it uses all devices
 
 
 def case_columns(rows: Frame) -> list[str]:
-    """Returns the columns that describe the case."""
     return list(rows.columns[: list(rows.columns).index("contender")])
 
 
@@ -232,7 +223,7 @@ def frame(document: dict[str, Any], benchmark: Benchmark) -> Frame:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Returns a number with this many significant digits and without an exponent, such as 0.0123, 1.50 or 2,079."""
+    """Returns a number without an exponent, such as 0.0123, 1.50 or 2,079."""
     if value is None or value != value:
         return ""
     if not isinstance(value, int | float):
@@ -247,8 +238,7 @@ def number(value: Any, digits: int = 3) -> str:
 def table(rows: Frame, columns: Iterable[str]) -> str:
     """Returns the rows as aligned text: the fields of the case that vary, the contender, and `columns`.
 
-    A line above the table gives the fields that do not vary. Another one says if no kernel ran on this device. Notes
-    below the table give the reasons behind a status, and the columns' meaning.
+    The fields that do not vary are above it. Notes below it give the reasons behind a status, and the columns' meaning.
     """
     cases = case_columns(rows)
     varying = [name for name in cases if rows[name].map(str).nunique() > 1]
@@ -288,5 +278,4 @@ def without_kernels(rows: Frame) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Wraps a line of text to the width of a table. The second line and later ones are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.support.contenders import Call
 
-# Calls per turn of a contender on a GPU. Several calls in a row keep the GPU's clock rate from falling in between.
+# Calls per turn of a contender on a GPU. Several calls in a row keep its clock rate from falling in between.
 # Slow calls get fewer per turn: a contender that heats the GPU lowers the clock rate for the next one, by up to 20%.
 _CALLS_PER_TURN = 10
 _SECONDS_PER_TURN = 0.02
@@ -29,7 +29,7 @@ def on_gpu() -> bool:
 def wall_times(call: Call) -> list[float]:
     """Returns the seconds of one call until its result is ready, as a list of one sample."""
     start = time.perf_counter()
-    call.wait(call.run())
+    call.result()
     return [time.perf_counter() - start]
 
 
@@ -67,18 +67,15 @@ def interleave(
     failed: Callable[[str, Exception], None],
     sample: Callable[[Call], list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """Samples the calls in turn, so that a slow spell of the machine affects all of them.
+    """Samples warm calls in turn, so that a slow spell of the machine affects all of them.
 
     Args:
-      calls: the calls to time, by name. They have run before, so that they are compiled and warm.
+      calls: the calls to time, by name.
       repeats: sampling ends when every call has this many samples.
       seconds: sampling also ends after this time, if every call has at least three samples.
       failed: receives the exception of a call that raises. That call is dropped. Nothing here keeps the exception,
         because its traceback would keep the arrays of all calls alive.
       sample: takes one or more samples of a call. The default is device times on a GPU, wall times on a CPU.
-
-    Returns:
-      The samples in seconds, by name, of the calls that did not raise.
     """
     sample = sample or (_device_times if on_gpu() else wall_times)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -102,14 +99,10 @@ class NoKernels(RuntimeError):
 def call_seconds(one: Call, many: Call, calls: int) -> tuple[float, str]:
     """Returns the seconds from one call to the next on the GPUs of this process, and how they were found.
 
+    `one` is a warm program of one call. `many` is a program of `calls` such calls, and each waits for the previous one.
     By JAX's profiler, gaps between kernels count: a device may be waiting for other devices or for its host. The
     dispatch of the program, and anything else before its first kernel, does not count. If a trace has fewer kernels
     than calls, the time is what a further call adds to the wall time of the program.
-
-    Args:
-      one: a program of one call, which has run before.
-      many: a program of `calls` equal calls. Each call waits for the previous one.
-      calls: the number of calls.
     """
     many.result()
     try:
@@ -123,9 +116,7 @@ def call_seconds(one: Call, many: Call, calls: int) -> tuple[float, str]:
 def period(starts: list[list[float]], calls: int) -> float:
     """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices.
 
-    Args:
-      starts: the start times of each device's kernels, in nanoseconds.
-      calls: the number of calls.
+    `starts` has the start times of each device's kernels, in nanoseconds.
     """
     steps = []
     for each in starts or [[]]:
@@ -139,7 +130,6 @@ def period(starts: list[list[float]], calls: int) -> float:
 
 
 def _kernel_starts(call: Call) -> list[list[float]]:
-    """Returns the start times of each GPU's kernels, in nanoseconds."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -165,9 +155,9 @@ def _reraise(name: object, error: Exception) -> None:
 
 @functools.cache  # measured once per process
 def bandwidth(kind: str) -> float:
-    """Returns the bytes per second of a jitted pass over 1 GB of float32 (256 MB on a CPU), the median of about 20.
+    """Returns the bytes per second of a pass over 1 GB of float32 (256 MB on a CPU), the median of about 20.
 
-    The pass is a copy, x + 1.0, which counts as read plus written, or a read, sum(x): the fastest possible one.
+    The pass is a copy, x + 1.0, which counts as read plus written, or a read, sum(x).
     """
     x = jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
     # On a CPU the copy reuses the memory of x, because page faults of fresh memory would take longer than the copy.
@@ -192,7 +182,7 @@ def bandwidth(kind: str) -> float:
 
 
 def cache() -> tuple[str, int]:
-    """Returns the name and the size in bytes of the last cache before the memory. An unknown size is 0."""
+    """Returns the name and the bytes of the last cache before the memory. Unknown bytes are 0."""
     size = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         if not on_gpu():

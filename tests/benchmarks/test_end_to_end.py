@@ -25,11 +25,6 @@ from tests.benchmarks.conftest import case_of, flags_of, parse
 from tests.support.covering import first, slow
 
 ROOT = Path(__file__).parents[2]
-# The columns of softmax and topk: of the JSON, and those that follow from it. share_of_read is of topk only.
-WRITTEN = """batch vocab dtype function where axis k direction logits seed contender ours ran status reason bytes
-    fits_cache first_result_s extra_mb explain rows_checked error_eps error_share_of_bound samples p20_us p50_us
-    p80_us""".split()
-DERIVED = "speedup elements_per_s tb_per_s share_of_copy share_of_read".split()
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -44,17 +39,20 @@ def test_softmax_and_topk_together(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "No kernels on this device" in done.stdout
     # top-k ignores --function
-    for name, functions, derived in (("softmax", {"logsumexp", "softmax"}, 4), ("topk", {"softmax"}, 5)):
+    for name, functions, share in (
+        ("softmax", {"logsumexp", "softmax"}, "copy"),
+        ("topk", {"softmax"}, "read"),
+    ):
         assert f"{name} on " in done.stdout
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         document = result.read(tmp_path / f"{name}.json")
         (run,), rows = document["runs"], document["rows"]
         assert {"device", "jax", "commit", "date", "command"} <= set(run)
         assert run["flags"]["batch"] == [5] and "heads" not in run["flags"]
-        head = (tmp_path / f"{name}.csv").read_text().partition("\n")[0]
-        assert head.split(",") == WRITTEN + DERIVED[:derived]
+        derived = (tmp_path / f"{name}.csv").read_text().partition("\n")[0].split(",")[len(rows[0]) :]
+        assert {"speedup", "elements_per_s", f"share_of_{share}"} < set(derived)
         ours = [row for row in rows if row["ours"]]
-        assert {row["function"] for row in ours} == functions and list(ours[0]) == WRITTEN
+        assert {row["function"] for row in ours} == functions
         for row in ours:
             assert row["status"] == "ok" and row["ran"] == "xla" and row["explain"]
             assert row["p20_us"] <= row["p50_us"] <= row["p80_us"] and row["first_result_s"] > 0
@@ -149,7 +147,6 @@ def test_every_benchmark_runs_and_rejects_a_wrong_result(
 
 @pytest.mark.parametrize("count", [1, slow(5)])
 def test_the_quick_start(run_benchmark, capsys, count):
-    """It prints a line for each call, and its table has every call of each contender."""
     rows = {"batch": 4, "vocab": 60}
     gate, loss = {"tokens": 8, "gate": "softmax"}, {"tokens": 8, "head": "small", "direction": "forward"}
     sizes = rows, rows, rows | {"function": "none"}, gate, loss
@@ -162,7 +159,6 @@ def test_the_quick_start(run_benchmark, capsys, count):
     code, rows = run_benchmark(quick_start, choose=smaller)
     printed = capsys.readouterr()
     assert code == 0 and f"quick_start: case 1 of {count}: softmax 64 x 50,257 float32" in printed.err
-    assert "No kernels on this device" in printed.out
     assert f"kernels run {count} of these {count} calls" in " ".join(printed.out.split())
     assert [row["contender"] for row in rows] == ["plain JAX", "pallas_softmax"] * count
     assert all(row["status"] == "ok" and row["p50_us"] > 0 for row in rows)
@@ -243,11 +239,11 @@ def test_a_call_that_raises_keeps_no_arrays_alive():
 
 
 @pytest.mark.slow
-def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp_path, capsys):
+def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp_path):
     code, (normal, *bad) = run_benchmark(topk, "--logits=normal,nan,neg_inf", "--k=30")
-    assert code == 0 and "slowdown" in capsys.readouterr().out
     rows = result.frame(result.read(tmp_path / "topk.json"), topk.BENCHMARK)
     np.testing.assert_allclose(rows.slowdown, [np.nan, *(row["p50_us"] / normal["p50_us"] for row in bad)])
+    assert code == 0
 
 
 def test_a_users_file_decides_the_cases(tmp_path):

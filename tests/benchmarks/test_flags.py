@@ -49,7 +49,6 @@ def test_binaries_accept_their_flag_files(monkeypatch):
         (softmax, "--dtype=float8", "float32, bfloat16, float16"),
         (softmax, "--shapes=10x20x5", "BATCHxV"),
         (both, "--peers=numpy", "jax, torch, quack, jax_stable, jax_unstable, jax_raft"),
-        (paper, "--algorithms=naive,topk", "some of either naive, safe, online or topk, safe_unfused"),
         (softmax, "--logits=normal,x.np", "one_finite, nan and paths of .npy files"),
         (beam_search, "--training_steps=0", "positive"),
     ],
@@ -69,6 +68,7 @@ def test_what_does_not_fit_is_refused():
         (topk, ("--vocab=40", "--k=5,41"), "k=41, from --k or --shapes, is more than the row length V=40"),
         (beam_search, ("--vocab=90", "--k=3,91"), "--k=91 is more than the vocabulary V=90"),
         (programs, ("--width=10", "--heads=3"), "--width=10 is not accepted; with --heads=3"),
+        (paper, ("--algorithms=naive,topk",), "some of either naive, safe, online or topk, safe_unfused"),
     ):
         with flags_of(binary, *args), pytest.raises(SystemExit, match=reason):
             binary.main(["name"])

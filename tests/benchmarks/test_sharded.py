@@ -1,4 +1,4 @@
-"""The benchmark of several devices: its reading of compiled programs, measurements, output and predictions."""
+"""The benchmark of several devices: its reading of compiled programs, measurements and output."""
 
 import dataclasses
 import functools

@@ -23,7 +23,7 @@ RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).r
 RUNNABLE.remove("docs/recipes.md")  # its programs run one by one
 RECIPES = (ROOT / "docs/recipes.md").read_text()
 TITLES = re.findall(r"^## (.*)$", RECIPES, re.MULTILINE)
-HEAVY = ("triton", "jax_triton", "matplotlib", "tqdm", "absl", "torch", "jax.experimental.pallas")
+HEAVY = ("triton", "jax_triton", "matplotlib", "absl", "torch", "jax.experimental.pallas")
 
 
 def blocks(text: str, language: str = "") -> list[str]:

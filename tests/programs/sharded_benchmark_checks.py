@@ -23,8 +23,8 @@ ALL = ("a", "b")
 CASE = Case(16, 64, "float32", "softmax", "none", -1, 3, "forward", "normal", 0)
 
 
-def drawn(sharding, devices, axis_type=AxisType.Auto):
-    return sharded.draw(sharded.Layout(CASE, sharding, devices), axis_type)
+def drawn(sharding, devices):
+    return sharded.draw(sharded.Layout(CASE, sharding, devices))
 
 
 def collectives_are_read():
@@ -54,14 +54,12 @@ def collectives_are_read():
 
 
 def every_layout_has_the_same_logits():
-    want, rows = np.asarray(cases.logits(CASE)), np.array([0, 7, 8, 15])
-    layouts = ("none", 1, AxisType.Auto), ("batch", 2, AxisType.Explicit), ("vocab", 8, AxisType.Auto)
-    for sharding, devices, axis_type in layouts:
-        x = drawn(sharding, devices, axis_type)
-        assert len(x.addressable_shards) == devices and set(x.sharding.mesh.axis_types) == {axis_type}
+    want = np.asarray(cases.logits(CASE))
+    for sharding, devices in (("none", 1), ("batch", 2), ("vocab", 8)):
+        x = drawn(sharding, devices)
+        assert len(x.addressable_shards) == devices
         assert x.addressable_shards[0].data.size == want.size // devices
         np.testing.assert_array_equal(np.asarray(x), want)
-        np.testing.assert_array_equal(sharded._fetch(x, rows), want[rows])
 
 
 def a_program_of_three_calls_does_three_times_the_work():
