@@ -188,9 +188,7 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
 
 
 COLUMNS = "ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"
-BENCHMARK = Benchmark(
-    "beam_search", make_searches, run_search, COLUMNS, ("jax",), derive=language_model.add_tokens_per_s
-)
+BENCHMARK = Benchmark("beam_search", make_searches, run_search, COLUMNS, ("jax",))
 
 
 def define_flags() -> None:

@@ -73,24 +73,20 @@ def _run(part: Part, contender: str, first: int) -> tuple[str, list[np.ndarray]]
 
 
 def _compare(part: Part, chosen: Any) -> list[Record]:
-    records = []
-    for contender in (*chosen.implementations, *(["jax"] * (part.function in PEERS))):
-        record = Record(part, contender, contender != "jax")
-        records.append(record)
-        try:
-            record.ran, whole = _run(dataclasses.replace(part, batch=part.whole), contender, 0)
-            differ = 0
-            for first in (0, part.whole - part.batch):
-                _, alone = _run(part, contender, first)
-                rows = slice(first, first + part.batch)
-                differ += int(np.any([(a[rows] != b).any(1) for a, b in zip(whole, alone)], 0).sum())
-        except Exception as error:
-            driver.note(record, error)
-            continue
+    def prepare(record: Record) -> None:
+        record.ran, whole = _run(dataclasses.replace(part, batch=part.whole), record.contender, 0)
+        differ = 0
+        for first in (0, part.whole - part.batch):
+            _, alone = _run(part, record.contender, first)
+            rows = slice(first, first + part.batch)
+            differ += int(np.any([(a[rows] != b).any(1) for a, b in zip(whole, alone)], 0).sum())
         record.add(rows_checked=2 * part.batch, rows_that_differ=differ)
         if differ and record.ours and record.ran != "xla":  # XLA makes no promise
             record.status = "FAILED"
-    return records
+
+    return driver.measure(
+        part, [*chosen.implementations, *["jax"] * (part.function in PEERS)], prepare, chosen
+    )
 
 
 def make_parts(chosen: Any) -> list[Part]:

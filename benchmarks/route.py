@@ -1,13 +1,8 @@
 """How fast is route? python -m benchmarks.route --flagfile=configs/route.flags
 
-A router chooses k of E experts for each token. The gates:
-
-softmax   the k largest probabilities over all experts
-sigmoid   sigmoid scores; a bias steers the choice; weights are divided by their sum, times 2.5
-groups    the same, with 4 of 8 groups of experts (DeepSeek-V3)
-
-Our results are compared with the float64 definition in some rows. Weights and gradients of all contenders, as dense
-arrays, are compared with jax's. Near ties may be decided otherwise.
+A router chooses k of E experts for each token. GATES has the kinds of routers. Our results are compared with the
+float64 definition in some rows. Weights and gradients of all contenders, as dense arrays, are compared with jax's. Near
+ties may be decided otherwise.
 """
 
 import dataclasses
@@ -37,8 +32,10 @@ PEERS = {
 }
 GROUPS, TOP_GROUPS, SCALE = 8, 4, 2.5
 GATES = {
-    "softmax": Gate(),
+    "softmax": Gate(),  # the k largest probabilities over all experts
+    # a bias steers the choice; weights are divided by their sum
     "sigmoid": Gate("sigmoid", biased=True, renormalize=True, scale=SCALE),
+    # the same, with 4 of 8 groups of experts (DeepSeek-V3)
     "groups": Gate("sigmoid", True, GROUPS, TOP_GROUPS, renormalize=True, scale=SCALE),
 }
 CHECKED_ROWS = 4096

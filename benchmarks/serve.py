@@ -136,9 +136,7 @@ def make_services(chosen: Any) -> list[Service]:
 
 
 COLUMNS = "ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"
-BENCHMARK = Benchmark(
-    "serve", make_services, run_service, COLUMNS, ("sort",), derive=language_model.add_tokens_per_s
-)
+BENCHMARK = Benchmark("serve", make_services, run_service, COLUMNS, ("sort",))
 
 
 def define_flags() -> None:

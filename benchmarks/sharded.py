@@ -2,10 +2,7 @@
 
 A shape BATCHxV means softmax, and BATCHxVxK means softmax with top-k. --sharding=batch distributes the rows over
 the first devices, --sharding=vocab distributes each row. Both are compared with a run on one device.
-
-ours             softmax(x) or fused_topk(x, k) of pallas_softmax
-jax              jax.nn.softmax(x), then lax.top_k
-jax.nn.softmax   the peer of softmax, and a yardstick for top-k
+jax.nn.softmax is the peer of softmax, and a yardstick for top-k. The times are:
 
 wall     the wall time of one call until its result is ready, including JAX's dispatch to the devices
 device   on GPUs, the time from one call to the next in a program of 32 calls, from a trace of all devices

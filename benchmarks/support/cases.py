@@ -90,26 +90,19 @@ class Case:
     def least_bytes(self) -> int:
         """The bytes that a call moves if it reads each input once and writes each output once.
 
-                              reads                        writes
-        softmax, log_softmax  x                            y
-          backward            y, dy                        dx
-        logsumexp             x                            a number per row
-        token_stats           x                            four numbers per row
-          backward            x, two numbers per row       dx
-        top-k                 x                            k values, k int32 indices
-          backward            x                            dx
-
-        A mask is read once, at a byte per element. Direction "both" is forward plus backward. With lengths, half of the
-        elements are read.
+        A mask is read once, at a byte per element. With lengths, half of the elements are read.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         row = self.vocab * itemsize // (2 if self.where == "lengths" else 1)
-        if self.k is not None:
+        if self.k is not None:  # x to k values and int32 indices; x to dx
             forward, backward = row + self.k * (itemsize + 4), 2 * row
-        elif self.function in ("logsumexp", "token_stats"):
+        elif self.function in (
+            "logsumexp",
+            "token_stats",
+        ):  # x to numbers; x, the numbers and their cotangents to dx
             numbers = itemsize if self.function == "logsumexp" else 16
             forward, backward = row + numbers, 2 * row + 2 * numbers
-        else:
+        else:  # x to y; y and dy to dx
             forward, backward = 2 * row, 3 * row
         per_row = {"forward": forward, "backward": backward, "both": forward + backward}
         mask = math.prod(self.mask_shape) if self.mask_shape else 0
@@ -176,11 +169,7 @@ def _key(case: Case, purpose: str) -> jax.Array:
 
 
 def logits(case: Case) -> jax.Array:
-    """Returns the case's input on the default device: (batch, V), or (V, batch) for axis 0.
-
-    Random logits are drawn in float32 and then cast. Drawn in a 16-bit dtype, the tail would have only a few
-    hundred distinct values, and far more ties than a model's logits.
-    """
+    """Returns the case's input on the default device: (batch, V), or (V, batch) for axis 0."""
     if case.logits in LOGITS:
         return _draw(_key(case, "logits"), (case.batch, case.vocab), case.logits, case.dtype, case.axis)
     rows = jnp.asarray(np.asarray(_open(case.logits)[: case.batch], np.float32)).astype(case.dtype)
@@ -204,6 +193,7 @@ def mask(case: Case) -> jax.Array | None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once per shape, kind, dtype and axis
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
+    """Draws in float32. Drawn in a 16-bit dtype, the tail would have far more ties than a model's logits."""
     normal_key, other_key = random.split(key)
     x = random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
     i = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)

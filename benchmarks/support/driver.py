@@ -57,8 +57,7 @@ def measure(
       prepare: compiles and checks the contender of a record, and returns the call to time. It returns None if the
         call must not be timed, and raises if the contender cannot run.
       chosen: the parsed flags, which say how long to time.
-      ours: the contenders that are ours.
-      required: the peers that may not fail either.
+      ours, required: the contenders that are ours, and the peers that may not fail either.
       prefix: of the names of the percentiles, if these are of wall times. Otherwise a GPU's times are device times.
       steps: the steps of a call that decodes. It is timed by wall time, and on a GPU by the device time of a step too.
       found: what all records share.
@@ -74,6 +73,8 @@ def measure(
                 calls[name] = call
         except Exception as error:
             note(record, error)
+    if not calls:
+        return list(records.values())
     failed = lambda name, error: note(records[name], error)  # noqa: E731
     sample = timing.wall_times if steps or prefix else None
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
@@ -94,15 +95,8 @@ def describe(
 ) -> None:
     """Writes into a record what its call ran, and how long that took the first time.
 
-    Raises if ours ran another implementation than the one asked for, or than `explain` says.
-
-    Args:
-      record: of the contender.
-      call: its call.
-      explained: a function of ours and its arguments, unless the call is a whole program.
-      direction: of the call.
-      asked: the implementation that ours must run, if the contender's name does not say it.
-      found: what else to write.
+    Raises if ours ran another implementation than the one asked for (by `asked` or the contender's name), or than
+    `explain` says. `explained` has a function of ours and its arguments, unless the call is a whole program.
     """
     record.ran = call.ran
     record.add(first_result_s=call.first_result_s, **found)

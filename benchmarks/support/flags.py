@@ -65,11 +65,7 @@ _LISTS = {
         "The mask, which keeps 70%: none; full (one entry per logit); vocab (one mask for all rows); rows (masks"
         " whole rows).",
     ),
-    "axis": (
-        Items("-1|0", "any of -1, 0", int),
-        "-1",
-        "The axis of V; 0 means logits of shape (V, batch).",
-    ),
+    "axis": (Items("-1|0", "any of -1, 0", int), "-1", "The axis of V; 0 means logits of shape (V, batch)."),
     "direction": (
         words(DIRECTIONS),
         "forward",

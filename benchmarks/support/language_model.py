@@ -143,7 +143,3 @@ def generate(choose: Callable, weights: Weights, prompts: jax.Array, given: jax.
         return (hidden, token), found
 
     return lax.scan(step, (prefill(weights, prompts), prompts[:, -1]), given)[1]
-
-
-def add_tokens_per_s(rows: Any, of: Callable) -> None:
-    rows["tokens_per_s"] = (rows.batch * rows.sequence / rows.p50_us * 1e6).astype(float)

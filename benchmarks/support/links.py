@@ -12,18 +12,11 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation, as each of its devices sees it.
+    """One collective operation, as each of its devices sees it."""
 
-    Attributes:
-      kind: as HLO calls it, such as all-gather.
-      bytes: the size of the whole array: the result of an all-gather, the operand of a reduce-scatter. For the
-        other kinds, operand and result have the same size.
-      group: the number of devices that take part.
-    """
-
-    kind: str
-    bytes: int
-    group: int
+    kind: str  # as HLO calls it, such as all-gather
+    bytes: int  # of the whole array: the result of an all-gather, the operand of a reduce-scatter
+    group: int  # the number of devices that take part
 
     @property
     def received(self) -> float:

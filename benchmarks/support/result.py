@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -115,12 +116,9 @@ def _device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.machine() or 'CPU'} ({os.cpu_count()} cores)"
+    file = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    return f"{model[1] if model else platform.machine() or 'CPU'} ({os.cpu_count()} cores)"
 
 
 def provenance(commit: str = "", devices: int = 1) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def write(directory: Path, name: str, records: list[Record], run: dict[str, Any]
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Returns a result as JSON with one run or row on a line."""
+    """Returns JSON with one run or row on a line."""
     runs, rows = (",\n  ".join(map(json.dumps, document[part])) for part in ("runs", "rows"))
     name = json.dumps(document["benchmark"])
     return f'{{\n "benchmark": {name},\n "runs": [\n  {runs}\n ],\n "rows": [\n  {rows}\n ]\n}}\n'
@@ -207,6 +205,8 @@ def frame(document: dict[str, Any], benchmark: Benchmark) -> Frame:
     if benchmark.baselines:
         rows["p50_us"] = rows.p50_us.astype(float) if "p50_us" in rows else np.nan
         rows["speedup"] = of("p50_us", baseline) / rows.p50_us if baseline else np.nan
+    if "sequence" in rows:
+        rows["tokens_per_s"] = (rows.batch * rows.sequence / rows.p50_us * 1e6).astype(float)
     if "bytes" in rows:
         rows["elements_per_s"] = (rows.batch * rows.vocab / rows.p50_us * 1e6).astype(float)
         rows["tb_per_s"] = rows.bytes / rows.p50_us / 1e6

@@ -37,9 +37,8 @@ def _device_times(call: Call) -> list[float]:
     """Returns the seconds of each of several calls: the sum over the kernels that a call launches.
 
     CUPTI sees every kernel of the process, so it measures JAX and torch alike. It sees only kernels: neither gaps
-    between them nor the driver's copies and fills of memory count. The function measure of
-    jax.experimental.mosaic.gpu.profiler uses the same bindings, but takes only JAX functions, and keeps all results
-    in memory until the end.
+    between them nor the driver's copies and fills of memory count. jax.experimental.mosaic.gpu.profiler.measure uses
+    the same bindings, but takes only JAX functions, and keeps all results in memory.
     """
     from jax._src.lib import mosaic_gpu
 
@@ -114,10 +113,7 @@ def call_seconds(one: Call, many: Call, calls: int) -> tuple[float, str]:
 
 
 def period(starts: list[list[float]], calls: int) -> float:
-    """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices.
-
-    `starts` has the start times of each device's kernels, in nanoseconds.
-    """
+    """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices."""
     steps = []
     for each in starts or [[]]:
         # Extra kernels, such as an initial clearing of memory, come before the calls.
@@ -130,6 +126,7 @@ def period(starts: list[list[float]], calls: int) -> float:
 
 
 def _kernel_starts(call: Call) -> list[list[float]]:
+    """Returns the start times of each device's kernels, in nanoseconds."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
     with tempfile.TemporaryDirectory() as folder:
