@@ -4,10 +4,9 @@ How a benchmark works:
 
 1. Its flags are absl's. `support/flags.py` defines those that several benchmarks share.
 2. Its module gives a `Benchmark`: the cases that the flags ask for, how to measure one, and how to show the result.
-3. `driver.program` makes its `main`, which is `driver.main`. Measuring a case gives one `Record` per contender: a
-   contender is compiled, its result is checked, and then all contenders of the case are timed in turn
-   (`driver.measure`).
-4. The records go to NAME.json, with the provenance: what cannot be computed again. This needs no pandas.
+3. `driver.measure` gives one `Record` per contender of a case: each contender is compiled, its result is checked, and
+   then all are timed in turn.
+4. `driver.main` writes the records to NAME.json, with the provenance: what cannot be computed again.
 5. `result.frame` makes a pandas table of the JSON, and derives rates, shares and speed-ups. From it come NAME.csv,
    the printed table (`result.table`) and NAME.png (`support/plot.py`). `support/redraw.py` repeats only this step.
 

@@ -30,11 +30,7 @@ def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
 
 
 def _compare(case: Case, chosen: Any) -> list[Record]:
-    """Compares every output of every implementation with the answer, on all rows of the case.
-
-    An error is in ulps of the output's dtype, at the size given by answers.Answer. For y that size is the true
-    value (for log_softmax at least 1). For dx it is the size of the terms, because they may cancel.
-    """
+    """Compares all rows. An error is in ulps of the output's dtype, at the size given by answers.Answer."""
     outputs = {"forward": ["y"], "backward": ["dx"], "both": ["y", "dx"]}[case.direction]
     everything = np.arange(case.batch)
     arrays, g, answer = question(case, everything)

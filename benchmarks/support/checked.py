@@ -58,10 +58,7 @@ def rows_of(array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
 
 
 def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array | None, answers.Answer]:
-    """Returns the case's arrays (x and any mask), its cotangent, and the answer for the rows.
-
-    A forward call has the cotangent None.
-    """
+    """Returns the case's arrays (x and any mask), its cotangent (or None), and the answer for the rows."""
     x, mask = cases.logits(case), cases.mask(case)
     g = None if case.direction == "forward" else cases.cotangent(case)
     arrays = (x,) if mask is None else (x, mask)
@@ -98,9 +95,7 @@ def _require_memory(case: Case) -> None:
     if timing.on_gpu() or not hasattr(os, "sysconf"):
         return
     # Eight float32 arrays hold x, its gradient, outputs, values that peers keep, and float32 copies of 16-bit rows.
-    needed, present = (
-        8 * case.batch * case.vocab * 4,
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
+    needed = 8 * case.batch * case.vocab * 4
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present:
         raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {present / 1e9:.3g}")

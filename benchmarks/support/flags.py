@@ -13,10 +13,7 @@ from benchmarks.support.cases import LOGITS
 
 FLAGS = flags.FLAGS
 
-DTYPES = ("float32", "bfloat16", "float16")
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
-WHERES = ("none", "full", "vocab", "rows")
-DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
 
 # --help lists a flag under the module that defines it. This makes absl see the caller of this module, the benchmark.
@@ -57,17 +54,17 @@ _LISTS = {
     "vocab": (INTEGERS, "4096,32000", "Row lengths V; every batch runs with every V."),
     "k": (INTEGERS, "5", "How many winners a row has."),
     "sequence": (INTEGERS, "1024", "How many tokens a sequence has."),
-    "dtype": (words(DTYPES), "float32", "Element types."),
+    "dtype": (words(("float32", "bfloat16", "float16")), "float32", "Element types."),
     "function": (words(FUNCTIONS), "softmax", "The function to compute."),
     "where": (
-        words(WHERES),
+        words(("none", "full", "vocab", "rows")),
         "none",
         "The mask, which keeps 70%: none; full (one entry per logit); vocab (one mask for all rows); rows (masks"
         " whole rows).",
     ),
     "axis": (Items("-1|0", "any of -1, 0", int), "-1", "The axis of V; 0 means logits of shape (V, batch)."),
     "direction": (
-        words(DIRECTIONS),
+        words(("forward", "backward", "both")),
         "forward",
         "What one call computes: the outputs; the gradient, from values that a forward call kept; or both.",
     ),

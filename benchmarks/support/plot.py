@@ -74,10 +74,7 @@ def words(contender: str) -> str:
 
 
 def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letters: int = 90) -> None:
-    """Writes a picture with its title, and where and when its numbers were measured.
-
-    `letters` are per line of the title.
-    """
+    """Writes a picture with its title, and where and when its numbers were measured."""
     runs = document["runs"]
     commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in runs))
     dates = ", ".join(sorted({run["date"][:10] for run in runs}))

@@ -18,10 +18,10 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import accuracy, paper, quick_start, sample, softmax, topk
-from benchmarks.support import cases, driver, result, timing
+from benchmarks.support import driver, result, timing
 from benchmarks.support.contenders import Call, jax_call
 from benchmarks.support.result import Record
-from tests.benchmarks.conftest import case_of, flags_of, parse
+from tests.benchmarks.conftest import case_of
 from tests.support.covering import first, slow
 
 ROOT = Path(__file__).parents[2]
@@ -244,17 +244,6 @@ def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp
     rows = result.frame(result.read(tmp_path / "topk.json"), topk.BENCHMARK)
     np.testing.assert_allclose(rows.slowdown, [np.nan, *(row["p50_us"] / normal["p50_us"] for row in bad)])
     assert code == 0
-
-
-def test_a_users_file_decides_the_cases(tmp_path):
-    logits, path = np.arange(60.0).reshape(2, 3, 10), tmp_path / "logits.npy"
-    np.save(path, logits)
-    found = cases.make_cases(parse(topk, "--batch=4,100", f"--logits={path}", "--k=2"), (2,))
-    assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
-    np.testing.assert_array_equal(cases.logits(found[1]), logits.reshape(6, 10))
-    np.save(path, logits.astype(int))
-    with flags_of(softmax, f"--logits={path}"), pytest.raises(SystemExit, match="logits.npy holds int64"):
-        softmax.main(["softmax"])
 
 
 def test_worse_than_xla():
