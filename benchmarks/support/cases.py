@@ -152,7 +152,9 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
         cases += [
             Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
             for batch, vocab, *own in found
-            for dtype, function, where, axis in itertools.product(lists["dtype"], *map(lists.get, kinds))
+            for dtype, function, where, axis in itertools.product(
+                *(lists[name] for name in ("dtype", *kinds))
+            )
             for k, direction in itertools.product((own or ks) if is_topk else ks, lists["direction"])
         ]
     for case in cases:
