@@ -79,7 +79,6 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
 
 
 def _floats(function: str, name: str, value) -> jax.Array:
-    """Returns `value` as a JAX array, or raises TypeError."""
     value = arguments.array(f"online.{function}", name, value)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         raise TypeError(f"online.{function}: {name} must be a floating or complex array, got {value.dtype}")
@@ -165,7 +164,6 @@ def reduce(
 
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
     x = _floats(function, "x", x)
     if axis is None:
         raise TypeError(f"online.{function}: axis must be an int or a sequence of ints, got None")

@@ -23,7 +23,7 @@ Examples:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -92,8 +92,14 @@ class _Row:
 
 
 def _no_logits() -> Normalizer:
-    """Returns the normalizers of threads that have seen nothing (algorithm 3, lines 1 and 2), a block of each field."""
+    """Returns the normalizers of threads that have seen nothing (algorithm 3, lines 1 and 2)."""
     return Normalizer(blocks.filled(-jnp.inf), blocks.filled(0.0))
+
+
+def _probability(m, d):
+    """Returns the function logit -> probability in the row with this normalizer."""
+    inverse = 1 / d
+    return lambda x: jnp.exp(x - m) * inverse
 
 
 def _naive(x: _Row, y_gmem):
@@ -105,28 +111,22 @@ def _naive(x: _Row, y_gmem):
 def _safe(x: _Row, y_gmem):
     """Algorithm 2: safe softmax, which subtracts the maximum."""
     m = x.maximum()
-    inverse = 1 / x.total(lambda x: jnp.exp(x - m))
-    x.write(lambda x: jnp.exp(x - m) * inverse, y_gmem)
+    x.write(_probability(m, x.total(lambda x: jnp.exp(x - m))), y_gmem)
 
 
 def _online(x: _Row, y_gmem):
     """Algorithm 3: safe softmax with an online normalizer."""
     lane = x.sweep(lambda _, x, lane: normalizers.add_logits(lane, x), _no_logits())  # lines 3 to 6
-    m, d = normalizers.combine_lanes(lane)
-    inverse = 1 / d
-    x.write(lambda x: jnp.exp(x - m) * inverse, y_gmem)
+    x.write(_probability(*normalizers.combine_lanes(lane)), y_gmem)
 
 
-class _Best(NamedTuple):
-    """The k best that each thread has seen, in order: k blocks of logits, and of their indices."""
-
-    values: list[jax.Array]
-    indices: list[jax.Array]
+# The k best that each thread has seen, in order: k blocks of logits, and of their indices.
+_Best = tuple[list[jax.Array], list[jax.Array]]
 
 
 def _no_winners(k: int) -> _Best:
     """Returns the k best before any logit is seen (algorithm 4, lines 3 and 4)."""
-    return _Best([blocks.filled(-jnp.inf)] * k, [blocks.filled(-1, dtype=jnp.int32)] * k)
+    return [blocks.filled(-jnp.inf)] * k, [blocks.filled(-1, dtype=jnp.int32)] * k
 
 
 def _insert(starts, x_blocks, best: _Best) -> _Best:
@@ -139,33 +139,32 @@ def _insert(starts, x_blocks, best: _Best) -> _Best:
             for kept, entry in entries:
                 above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
                 kept[i] = jnp.where(beaten[i], above, kept[i])
-    return _Best(values, indices)
+    return values, indices
 
 
 def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
     """Writes the k best of all threads in order: value(logit), and the index."""
 
     def step(r, best):
-        first, its_index = best.values[0], best.indices[0]
+        values, indices = best
+        first, its_index = values[0], indices[0]
         top = jnp.max(first)
         index = jnp.min(jnp.where(first == top, its_index, x.vocab))
         values_gmem[x.index, r] = value(top)
         indices_gmem[x.index, r] = index
 
         def without_winner(entries, last):
-            """Moves the entries of the thread that has the winner up by one."""
             moved_up = [*entries[1:], blocks.filled(last, dtype=entries[0].dtype)]
             return [jnp.where(its_index == index, *pair) for pair in zip(moved_up, entries)]
 
-        return _Best(without_winner(best.values, -jnp.inf), without_winner(best.indices, -1))
+        return without_winner(values, -jnp.inf), without_winner(indices, -1)
 
-    lax.fori_loop(0, len(best.values), step, best)
+    lax.fori_loop(0, len(best[0]), step, best)
 
 
 def _topk(x: _Row, values_gmem, indices_gmem):
     """Top-k of the row itself, without a softmax."""
-    k = values_gmem.shape[1]
-    best = x.sweep(_insert, _no_winners(k))
+    best = x.sweep(_insert, _no_winners(values_gmem.shape[1]))
     _rank(x, best, lambda y: y, values_gmem, indices_gmem)
 
 
@@ -179,8 +178,7 @@ def _safe_fused(x: _Row, values_gmem, indices_gmem):
         return d, _insert(starts, x_blocks, best)
 
     d, best = x.sweep(step, (blocks.filled(0.0), _no_winners(values_gmem.shape[1])))
-    inverse = 1 / jnp.sum(d)
-    _rank(x, best, lambda u: jnp.exp(u - m) * inverse, values_gmem, indices_gmem)
+    _rank(x, best, _probability(m, jnp.sum(d)), values_gmem, indices_gmem)
 
 
 def _online_fused(x: _Row, values_gmem, indices_gmem):
@@ -191,16 +189,11 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
         return normalizers.add_logits(lane, x_blocks), _insert(starts, x_blocks, best)
 
     lane, best = x.sweep(step, (_no_logits(), _no_winners(values_gmem.shape[1])))
-    m, d = normalizers.combine_lanes(lane)
-    inverse = 1 / d
-    _rank(x, best, lambda u: jnp.exp(u - m) * inverse, values_gmem, indices_gmem)
+    _rank(x, best, _probability(*normalizers.combine_lanes(lane)), values_gmem, indices_gmem)
 
 
 def _launch(algorithm, x, outputs, k):
-    """Runs algorithm(row, *outputs) on the rows of x, with the paper's fast exp (__expf of CUDA).
-
-    A thread keeps k winners; k is 1 without top-k.
-    """
+    """Runs algorithm(row, *outputs) on the rows of x, with the paper's fast exp (__expf of CUDA)."""
 
     def body(x_gmem, *out_gmem):
         algorithm(_Row(x_gmem, _loads(len(x), k)), *out_gmem)
@@ -214,8 +207,7 @@ def _loads(rows: int, k: int) -> int:
 
     With few rows, more loads are faster. With 16 the kernels are as fast as the paper's own program, which uses thread
     blocks of 256 threads for large V. Many rows would also be faster with 16, though for the wrong reason: each thread
-    block needs more registers, fewer thread blocks run at once, and a cache holds their rows until the next sweep. With
-    many winners a thread has fewer registers for loads.
+    block needs more registers, fewer thread blocks run at once, and a cache holds their rows until the next sweep.
     """
     loads = 8 if rows >= MANY_ROWS else 16
     return min(loads, max(1, WINNERS_TIMES_LOADS // k))
@@ -237,7 +229,6 @@ def _safe_unfused(x, k):
 
 
 def _rows(x) -> jax.Array:
-    """Returns `x` as an array. Raises ValueError if it is not float32 of shape (rows, V), or is empty."""
     x = jnp.asarray(x)
     if x.ndim != 2 or x.size == 0 or x.dtype != jnp.float32:
         raise ValueError(f"x must be float32 of shape (rows, V), both at least 1; got {x.dtype}{x.shape}")
@@ -245,7 +236,6 @@ def _rows(x) -> jax.Array:
 
 
 def _static_k(x, k) -> int:
-    """Returns `k` as an int. Raises if the kernels cannot find so many winners in the rows of x."""
     k = static_int("paper", "k", k)
     if not 1 <= k <= min(MAX_K, x.shape[1]):
         raise ValueError(f"k must be from 1 to {MAX_K}, and at most V={x.shape[1]}; got {k}")
@@ -261,8 +251,7 @@ def _plain_naive(x):
 
 
 def _plain_safe(x):
-    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
-    return e / jnp.sum(e, -1, keepdims=True)
+    return _plain_naive(x - jnp.max(x, -1, keepdims=True))
 
 
 def _plain_online(x):
@@ -280,16 +269,16 @@ def _plain_safe_unfused(x, k):
 
 def _plain_safe_fused(x, k):
     m = jnp.max(x, -1, keepdims=True)
-    return _plain_fused(x, k, Normalizer(m, jnp.sum(jnp.exp(x - m), -1, keepdims=True)))
+    return _plain_fused(x, k, m, jnp.sum(jnp.exp(x - m), -1, keepdims=True))
 
 
 def _plain_online_fused(x, k):
-    return _plain_fused(x, k, normalizers.reduce(x))
+    return _plain_fused(x, k, *normalizers.reduce(x))
 
 
-def _plain_fused(x, k, normalizer):
+def _plain_fused(x, k, m, d):
     logits, indices = lax.top_k(x, k)
-    return Candidates(jnp.exp(logits - normalizer.m) / normalizer.d, indices)
+    return Candidates(jnp.exp(logits - m) / d, indices)
 
 
 # --- Tables of the algorithms -------------------------------------------------------------------------

@@ -7,8 +7,7 @@ The reduced axes become the last axis. All other axes together become the rows. 
     mask        (1, s, h, v)   --transpose-->  (1, h, s, v)   --reshape-->  (h,     s * v)
     result      (b, 1, h, 1)  <--transpose--   (b, h, 1, 1)  <--reshape--   (b * h, 1)
 
-A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array. `MaskRows` maps a row of
-the array to its row of the mask.
+A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array.
 """
 
 import dataclasses
@@ -39,24 +38,18 @@ class MaskRows:
     terms: tuple[tuple[int, int, int], ...]  # (after, size, stride) for each dimension that is not broadcast
 
     def __call__(self, row) -> Any:
-        """Returns the mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
         return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
 
 
 class Mask(NamedTuple):
     """A mask of an array (rows, vocab): it says which elements count."""
 
-    array: (
-        jax.Array
-    )  # boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all
+    array: jax.Array  # (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all
     row: MaskRows  # maps a row to its row of `array`
 
 
 def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """Returns the map from a row of an array to its row of the mask, given the batch dimensions of both.
-
-    Each batch dimension of the mask is 1, or as in the array.
-    """
+    """Returns the map from a row of an array to its row of the mask, given the batch dimensions of both."""
     terms = []
     after = stride = 1
     for size, dimension in zip(mask[::-1], batch[::-1]):
@@ -70,9 +63,9 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
 
 
 def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """Returns the mask of an array of this shape. Its first `batch` dimensions become the rows.
+    """Returns the mask of an array of this shape, or None. The first `batch` dimensions become the rows.
 
-    It is None if `where` is None. Each dimension of `where` is 1 or the array's dimension.
+    Each dimension of `where` is 1 or the array's dimension.
     """
     if where is None:
         return None
@@ -87,9 +80,8 @@ def fold(
 ) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
     """Returns arrays of one shape as arrays of rows (rows, vocab); their mask; and a function that unfolds a result.
 
-    The arrays are transposed if `axes`, the ascending axes of a row, are not their last ones. `where` is None, or a
-    boolean of their rank that broadcasts to them. The function restores the rank of a result that has all elements, or
-    one number for each row; in that case its reduced axes get size 1.
+    `where` is None, or a boolean of their rank that broadcasts to them. The function restores the rank of a result that
+    has all elements, or one number for each row; in that case its reduced axes get size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
@@ -114,9 +106,7 @@ def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
     """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
 
-    `where` is None, or a boolean of the rank of the logits that broadcasts to them. `temperature` has one element, or
-    the logits' rank with size 1 in the last dimension. The temperatures are (rows,), or (1,) if all rows share one.
-    None stays.
+    `temperature` has one element, or one for each row (..., 1), or is None. The temperatures are (1,) or (rows,).
     """
     *batch, vocab = logits.shape
     if temperature is not None and temperature.size > 1:

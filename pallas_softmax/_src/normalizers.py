@@ -33,8 +33,8 @@ LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 # Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
 CHUNK = 2**16
 
-# Up to so many numbers of a row are reduced by elementwise operations, which XLA fuses with those around them. On a
-# GPU, each reduction would be a kernel of its own. Each device that shares a row has one number.
+# Up to so many numbers of a row, such as one of each device, are reduced by elementwise operations, which XLA fuses
+# with those around them. On a GPU, each reduction would be a kernel of its own.
 _FEW = 8
 
 # exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
@@ -85,10 +85,7 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 class Scale(NamedTuple):
-    """1 / temperature in a kernel, as the factors of (x first - m first) factor again.
-
-    No step overflows that should not. At temperature 0, the result is 0 or far below the exponents of float32.
-    """
+    """1 / temperature in a kernel, as the factors of (x first - m first) factor again. At 0, it is 0 or far below."""
 
     first: Any  # 1, or less for huge temperatures: x - m might overflow
     factor: Any
@@ -110,7 +107,6 @@ def encoded_scale(temperature: jax.Array) -> jax.Array:
 
 
 def scale_of(encoded) -> Scale:
-    """Returns the factors, given `encoded_scale`."""
     size = jnp.abs(encoded)
     is_huge, is_tiny = (encoded < 0) & (size < 0.5), (encoded < 0) & (size > 0.5)
     return Scale(jnp.where(is_huge, 0.25, 1.0), jnp.minimum(size, _LIMIT), jnp.where(is_tiny, _LIMIT, 1.0))
@@ -130,14 +126,14 @@ def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
     return jnp.maximum(below(x, shift, scale), FAR)
 
 
-def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
-    """Returns a ⊕ b; the public `online.combine` documents it."""
+def combine(a: Sums, b: Sums, *, scale: "ArrayLike | Scale | None" = None) -> Sums:
+    """Returns a ⊕ b, as the public `online.combine` documents."""
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
 
 
-def _sums_from(part: Sums, shift: jax.Array, scale: ArrayLike | None = None) -> tuple[jax.Array, ...]:
+def _sums_from(part: Sums, shift: jax.Array, scale: Any = None) -> tuple[jax.Array, ...]:
     """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
     if isinstance(part, Moments):
         below = distance(part.m, shift, scale)
@@ -166,7 +162,7 @@ def entropy(moments: Moments) -> jax.Array:
 def reduce(
     x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer
 ) -> Sums:
-    """Returns the normalizer of each row along `axes`; the public `online.reduce` documents it."""
+    """Returns what the public `online.reduce` documents."""
     axes, x = tuple(axis % x.ndim for axis in axes), widen(x)
     if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
         return _reduce_directly(x, axes, of)
@@ -205,7 +201,6 @@ def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 
 def mended(m: jax.Array, total: jax.Array) -> Normalizer:
-    """Returns the normalizer of each row, given `max_and_sum`."""
     m = jnp.where(jnp.isnan(total), jnp.nan, m)  # on the CPU, XLA's maximum loses NaNs in long rows
     return Normalizer(m, jnp.where(m == jnp.inf, jnp.nan, total))
 
@@ -224,13 +219,9 @@ def log_of_sum(d):
 
 
 def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Sums:
-    """Adds logits to normalizers element by element: ⊕ with one rescaling of the sums for all `blocks`.
+    """Adds the logits `blocks` to the normalizers of the lanes of a kernel: ⊕ with one rescaling of the sums.
 
-    Args:
-      normalizer: one for each lane of a kernel.
-      blocks: arrays of its shape, the new logits of each lane.
-      scale: if given, exp((x - m) scale) takes the place of exp(x - m), and t is the sum of its products with
-        (x - m) scale; a temperature is 1 / scale.
+    With a `scale`, which is 1 / temperature, (x - m) scale takes the place of x - m in the sums.
     """
     blocks = list(blocks)
     m = normalizer.m
@@ -258,15 +249,10 @@ def combine_lanes(
     m: jax.Array | None = None,
     total: Callable = jnp.sum,
 ) -> Sums:
-    """Merges the normalizers of all lanes, or of the lanes along an axis.
+    """Merges the normalizers of the lanes of a kernel: all to scalars, or along an axis.
 
-    Args:
-      lane: the normalizer of each lane of a kernel.
-      axis: the axis to merge along; None merges all lanes to scalars.
-      broadcast: with an axis, the function that broadcasts one number per row to the shape of `lane`.
-      scale: as for `add_logits`.
-      m: the largest m of the lanes, if it is known.
-      total: the function that adds up along the axis.
+    With an axis, `broadcast` expands one number per row to the shape of `lane`. `m` is the largest m, if it is known.
+    `total` adds up along the axis.
     """
     m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
@@ -277,26 +263,17 @@ def combine_lanes(
 
 
 def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
-    """Returns the position where x equals m, the maximum of x; elsewhere the last position there is.
-
-    So the minimum is the first position of the maximum. A NaN is the maximum.
-    """
+    """Returns the position where x equals its maximum m, or is NaN; elsewhere the last position there is."""
     is_float = jnp.issubdtype(position.dtype, jnp.floating)
     last = jnp.asarray(jnp.inf if is_float else jnp.iinfo(position.dtype).max, position.dtype)
     return jnp.where((x == m) | (x != x), position, last)
 
 
-def combine_parts(parts: Normalizer, temperature: Temperature | None = None) -> Normalizer:
-    """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature).
-
-    A temperature of None is 1.
-    """
+def combine_parts(parts: Sums, temperature: Temperature | None = None) -> Sums:
+    """Merges normalizers along the last axis, which stays with size 1. A temperature of None is 1."""
     m = largest(parts.m)
-
-    def d_of(part: Normalizer) -> jax.Array:
-        return part.d * jnp.exp(below(part.m, shift(m), temperature))
-
-    return Normalizer(m, reduce_split(operator.add, map(d_of, split_if_few(parts))))
+    sums = [_sums_from(part, shift(m), temperature) for part in split_if_few(parts)]
+    return type(parts)(m, *(reduce_split(operator.add, terms) for terms in zip(*sums)))
 
 
 def largest(x: jax.Array) -> jax.Array:
@@ -326,7 +303,7 @@ def reduce_split(join: Callable, parts: Iterable[jax.Array]) -> jax.Array:
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
-    """Returns the sum of several arrays, added in pairs: each term is rounded fewer times than one after another."""
+    """Returns the sum of several arrays. Added in pairs, each is rounded fewer times than one after another."""
     return tree(operator.add, list(terms))
 
 
@@ -363,14 +340,7 @@ def widen(x: jax.Array) -> jax.Array:
 def to_float(
     x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, mesh_axes: Sequence[str] = ()
 ) -> jax.Array:
-    """Returns floating logits with the same softmax as `x`. Integers become exact distances from the row's maximum.
-
-    Args:
-      x: logits of a floating or an integer dtype.
-      axes: the axes of a row.
-      where: boolean, broadcastable to `x`; False leaves the logit out.
-      mesh_axes: the mesh axes that each row is spread over.
-    """
+    """Returns floats with the same softmax as `x` along `axes`. Integers become exact distances from their maximum."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     dtype = float_dtype(x.dtype)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.softmax.mesh import combine_shards
 from pallas_softmax._src.stats import xla
-from pallas_softmax._src.stats.mesh import combine_shards
 from tests.support import cases, oracle, stats
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs, slow
@@ -96,7 +96,7 @@ def test_argmax_of_subnormal_numbers_on_a_mesh():
     def of_shard(x):
         stats = xla.token_stats(x, None, jnp.ones((1, 1)), jnp.zeros((4, 1), jnp.int32), scaled=False)
         argmax = stats.argmax + 2 * jax.lax.axis_index("v")
-        return combine_shards(stats.moments, stats.at_label, argmax, ("v",))[2]
+        return combine_shards(stats.moments, ("v",), position=argmax)[1]
 
     got = jax.jit(jax.vmap(of_shard, axis_name="v"))(SUBNORMAL.reshape(4, 3, 2).swapaxes(0, 1))
     np.testing.assert_array_equal(got[..., 0], [SUBNORMAL.argmax(1)] * 3)

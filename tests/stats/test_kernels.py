@@ -54,6 +54,12 @@ def test_long_rows_interpreted(case):
     assert_interpreted(plan, plan.vocab, dtype, case % 2 == 0, case % 3 == 0)
 
 
+def test_an_infinite_logit_at_temperature_0():
+    x, labels, zero = np.array([[0, np.inf], [3, 1]], F32), np.zeros(2, "int32"), np.zeros(2, "float32")
+    got = stats.kernel_stats(Tile(64, 2, 2, 1), x, labels, None, zero, INTERPRET)
+    np.testing.assert_array_equal(got.logsumexp, [np.inf, np.inf])
+
+
 # --- Lowered for CUDA ---------------------------------------------------------------------------------
 
 

@@ -51,10 +51,9 @@ def added(x, scale, step, again=None):
     factors = {"a": F32(scale * states_ptx.LOG2_E)} | (
         {} if again is None else {"first": F32(1), "again": F32(again)}
     )
-    form = states_ptx.Form(scaled=again is not None)
     for first in range(0, len(x), step):
         operands = {f"x{i}": row for i, row in enumerate(x[first : first + step])}
-        program = states_ptx.add_program(len(operands), form)
+        program = states_ptx.add_program(len(operands), scaled=again is not None)
         machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), **factors, **operands)
         state = results(machine, *"mdt")
     return state
@@ -131,7 +130,7 @@ def test_merges(kind, form):
     Any number of CTAs gives the same bits.
     """
     fields, scaled, segments = form
-    form, rng = states_ptx.Form(fields, scaled), np.random.default_rng(segments)
+    rng = np.random.default_rng(segments)
     x = logits(kind, 8 * segments).reshape(segments, 8, 128)
     place = np.arange(128 * segments, dtype=F32)[::-1].reshape(segments, 128)
     before = rng.integers(0, 9, (segments, 128)).astype(F32)
@@ -139,14 +138,15 @@ def test_merges(kind, form):
     found = []
     for ctas in (1, 2, segments):
         each = segments // ctas
-        memory = rng.integers(0, 256, (ctas, 4 * form.words(each))).astype("u1")
+        memory = rng.integers(0, 256, (ctas, 4 * states_ptx.words(fields, each))).astype("u1")
         for segment in range(segments):
             state = dict(zip(("m", "d", "t"), added(x[segment], 1.0, 8)))
             state |= {"place": place[segment], "before": before[segment]}
             operands = {name: state[name] for name in fields} | factors
             own = memory[segment // each]
-            ptx.run(states_ptx.keep_program(form), own, **operands, records=0, segment=segment % each)
-        program = states_ptx.merge_program(form, segments, ctas)
+            program = states_ptx.keep_program(fields, scaled=scaled)
+            ptx.run(program, own, **operands, records=0, segment=segment % each)
+        program = states_ptx.merge_program(fields, segments, ctas, scaled=scaled)
         machine = ptx.Machine(program, memory, 128, factors | {"records": 0}, np.random.default_rng(0))
         machine.run()
         found.append(np.stack(results(machine, *fields)))

@@ -21,8 +21,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Moments, Normalizer
-from pallas_softmax._src.softmax.mesh import combine_shards as combine_normalizers
-from pallas_softmax._src.stats.mesh import combine_shards
+from pallas_softmax._src.softmax.mesh import combine_shards
 from pallas_softmax._src.temperatures import is_zero, times_power
 
 
@@ -145,14 +144,13 @@ class Statistics(NamedTuple):
             return self
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
-            columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
-            merged = combine_shards(*columns, mesh_axes=mesh_axes)
-            (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
+            merged = combine_shards(self.moments, mesh_axes, self.label_logit, position=position)
+            (m, d, t), label_logit, argmax = merged
             return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         several = self.label_logit.ndim > self.normalizer.m.ndim
         one = () if several else (self.label_logit,)
         smoothing = () if self.total is None else (self.total,)
-        normalizer, *sums = combine_normalizers(self.normalizer, mesh_axes, *one, *smoothing)
+        normalizer, *sums = combine_shards(self.normalizer, mesh_axes, *one, *smoothing)
         label_logit = lax.psum(self.label_logit, mesh_axes) if several else sums[0]
         return Statistics(normalizer, label_logit, sums[-1] if smoothing else None)
 

@@ -30,9 +30,7 @@ def softmax(
 ) -> jax.Array:
     """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, like `jax.nn.softmax`.
 
-    It is a drop-in replacement for that function.
-
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+    It is a drop-in replacement for that function. Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
     Args:
       x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
@@ -77,16 +75,14 @@ def log_softmax(
 ) -> jax.Array:
     """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, like `jax.nn.log_softmax`.
 
-    It is a drop-in replacement for that function.
-
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+    It is a drop-in replacement for that function. Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
     Args:
       x: logits of any shape, with the dtypes of `softmax`.
       axis: the axis or axes of a row. None means all axes.
       where: boolean, as for `softmax`. Masked positions are left out of the row and give -inf.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+      axis_name: as for `softmax`.
+      implementation: as for `softmax`.
 
     Returns:
       An array of the shape of `x`. A row with +inf or NaN gives NaN, and so does a row of only -inf. A fully masked
@@ -146,9 +142,8 @@ def logsumexp(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns log(sum(exp(a))) over `axis`, like `jax.nn.logsumexp`.
 
-    It is a drop-in replacement for that function and for `jax.scipy.special.logsumexp`.
-
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
+    It is a drop-in replacement for that function and for `jax.scipy.special.logsumexp`. Source: Milakov and Gimelshein,
+    arXiv 1805.02867, algorithm 3, lines 1 to 6.
 
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
@@ -159,9 +154,8 @@ def logsumexp(
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
       where: boolean, as for `softmax`. Masked positions are left out.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result covers
-        the whole row, the same on all its devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+      axis_name: as for `softmax`. The result covers the whole row, the same on all its devices.
+      implementation: as for `softmax`.
 
     Returns:
       An array of the shape of `a` without the reduced dimensions. A row that is empty, fully masked or only -inf gives
@@ -183,15 +177,13 @@ def logsumexp(
     if b is not None or return_sign or jnp.iscomplexobj(arguments.array(name, "a", a)):
         check_name(name, implementation)
         arguments.check_axis_name(name, axis_name)
-        for argument, value, accepted in (
-            ("implementation", implementation, (None, "xla")),
-            ("axis_name", axis_name, (None,)),
-        ):
-            if value not in accepted:
-                raise NotImplementedError(
-                    f"{name}: {argument} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
-                    f"got {value!r}"
-                )
+        only_by_jax = "with b, return_sign or complex a, got"
+        if implementation not in (None, "xla"):
+            raise NotImplementedError(
+                f"{name}: implementation must be None or 'xla' {only_by_jax} {implementation!r}"
+            )
+        if axis_name is not None:
+            raise NotImplementedError(f"{name}: axis_name must be None {only_by_jax} {axis_name!r}")
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     dtype = normalizers.float_dtype(rows.x.dtype)
@@ -234,7 +226,6 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
 
 
 def _choices(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> Static:
-    """Returns the choices for an operation, which has the name of the public function, and for its derivatives."""
-    name = operation.name
-    call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
+    mesh_axes, function = rows.mesh_axes, operation.name
+    call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=mesh_axes, function=function)
     return choose_all(call, implementation, axes=rows.axes)

@@ -7,9 +7,7 @@ of each adjacent column. Neighbouring threads hold neighbouring elements of a li
     long columns    a cluster takes a strip of adjacent columns. Each CTA holds some of the lines in shared memory:
                     load -> reduce -> merge with the other CTAs -> write
 
-Neither kernel has a mask or a temperature.
-
-`columns_plan` chooses between the two.
+Neither kernel has a mask or a temperature. `columns_plan` chooses between the two.
 """
 
 import dataclasses
@@ -36,18 +34,14 @@ from pallas_softmax._src.softmax.part import Refs
 def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any = None) -> None:
     """The kernel for short columns: a CTA holds whole adjacent columns in registers, and computes a formula on them.
 
-    The rows of `tile` are lines of the array. `reserved` is shared memory that nothing uses, so that fewer CTAs run at
-    once; see `Tile.reserved_bytes`.
+    The rows of `tile` are lines of the array. Nothing uses `reserved`; see `Tile.reserved_bytes`.
     """
     across = -(-x_gmem[0].shape[2] // tile.shape[1])  # tiles side by side
     number = lax.axis_index("tile")
     outer, column = number // across, number % across * tile.shape[1]
 
-    def load(gmem):
-        fill = formula.reduction.neutral
-        return tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32)
-
-    x = [load(gmem) for gmem in x_gmem]
+    fill = formula.reduction.neutral
+    x = [tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32) for gmem in x_gmem]
     broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1)  # a number per column, to all its lines
     states = formula.reduction.states(formula.term(*x))
     total = formula.reduction.combine_lanes(states, 0, broadcast)  # of each column
@@ -75,19 +69,16 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
 
 
 def _compute_strip(cta: "_StripsOfCta", turn) -> None:
-    """Computes the part of a strip, strip number `turn` of this cluster."""
     first = turn * cta.plan.steps
-    total = cta.reduce(first)  # step by step; waits until each has arrived
-    if cta.plan.count > 1:
+    plan, total = cta.plan, cta.reduce(first)  # step by step; waits until each has arrived
+    if plan.count > 1:
         total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
-    constants = [
-        tiles.broadcast(constant, cta.plan.block_tile, 1) for constant in cta.formula.constants(total)
-    ]
+    constants = [tiles.broadcast(constant, plan.block_tile, 1) for constant in cta.formula.constants(total)]
     if cta.formula.value is None:
         cta.write_constants(first, constants)  # for example logsumexp: one number per column
     else:
         cta.write(first, constants)  # for example softmax: the elements, from shared memory
-    if cta.plan.count > 1:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
+    if plan.count > 1:  # a CTA must not exit, or change `sent_smem`, before its peers have merged
         plgpu.barrier_wait(cta.refs.cluster_barrier)
 
 
@@ -104,8 +95,7 @@ def launch(
 ) -> list[jax.Array]:
     """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
 
-    The rows of a tile are lines of the array. Returns one array (outer, vocab, inner) of the last array's dtype, or if
-    the formula has per-row outputs, arrays (outer, 1, inner).
+    Returns one array of all elements, of the last array's dtype; or per-column outputs (outer, 1, inner).
     """
     outer, _, inner = arrays[0].shape
     settings: dict[str, Any] = {
@@ -121,7 +111,6 @@ def launch(
             scratch_types={"reserved": plgpu.SMEM((reserved,), jnp.int8)} if reserved else (),
             **settings,
         )(arrays)
-    _, teams = _strips_and_teams(plan, arrays[0].shape)
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
         "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
@@ -132,7 +121,7 @@ def launch(
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return gpu_kernel(
         functools.partial(compute_strips, formula, plan),
-        grid={"team": teams, "part": plan.count},
+        grid={"team": _strips_and_teams(plan, arrays[0].shape)[1], "part": plan.count},
         cluster=plan.count,
         scratch_types=scratch,
         **settings,
@@ -140,7 +129,6 @@ def launch(
 
 
 def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number of strips of an array, and the number of clusters that take them."""
     outer, _, inner = shape
     strips = outer * -(-inner // plan.width)
     return strips, -(-strips // plan.turns)
@@ -150,10 +138,7 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class _StripsOfCta:
-    """One CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
-
-    Step numbers run on from one strip to the next. Steps take the slots in a circle.
-    """
+    """One CTA and its part of each strip of its cluster. Step numbers run on from one strip to the next."""
 
     def __init__(self, formula: Formula, plan: Strips, refs: Refs):
         self.formula, self.plan, self.refs = formula, plan, refs
@@ -173,7 +158,7 @@ class _StripsOfCta:
         return self.plan.turns > 1 or self.plan.steps > self.plan.slots
 
     def _place(self, number):
-        """Returns where a step starts in the array: (outer, line, column)."""
+        """Returns where a step starts in the array."""
         turn, step = lax.div(number, self.plan.steps), lax.rem(number, self.plan.steps)
         strip = self.team + turn * self.teams
         line = (self.part * self.plan.steps + step) * self.plan.step_rows
@@ -185,7 +170,6 @@ class _StripsOfCta:
         return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
 
     def _slot(self, number):
-        """Returns the lines of shared memory that hold a step."""
         return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
     def load(self, number) -> None:
@@ -214,16 +198,15 @@ class _StripsOfCta:
     # --- Reduction
 
     def reduce(self, first):
-        """Returns the reduction of each column of the part. Its steps begin with number `first`."""
-        plan, reduction = self.plan, self.formula.reduction
-        layout = tiles.layout(plan.block_tile)
-        lanes = jax.tree.map(
-            lambda x: laid_out(jnp.full(plan.block_tile.shape, x, jnp.float32), layout), reduction.empty
-        )
-        lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
-        return reduction.combine_lanes(
-            lanes, 0, functools.partial(tiles.broadcast, tile=plan.block_tile, axis=1)
-        )
+        """Returns the reduction of each column of the part, from step number `first` on."""
+        tile, reduction = self.plan.block_tile, self.formula.reduction
+
+        def filled(number):
+            return laid_out(jnp.full(tile.shape, number, jnp.float32), tiles.layout(tile))
+
+        lanes = jax.tree.map(filled, reduction.empty)
+        lanes = lax.fori_loop(0, self.plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
+        return reduction.combine_lanes(lanes, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -246,10 +229,7 @@ class _StripsOfCta:
         return lanes
 
     def combine_over_cluster(self, total):
-        """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
-
-        Threads read the reductions from the CTAs as the lines of a tile.
-        """
+        """Merges the reductions of the cluster's CTAs, all in the same order. Threads read them as lines of a tile."""
         refs, plan = self.refs, self.plan
         for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
@@ -272,16 +252,12 @@ class _StripsOfCta:
     # --- Results
 
     def write_constants(self, first, constants) -> None:
-        """Writes the constants of the columns.
-
-        The result has one line, so only part 0 writes. The other parts are out of bounds.
-        """
+        # The result has one line, so only part 0 writes. The other parts are out of bounds.
         outer, _, column = self._place(first)
         for gmem, y in zip(self.refs.out_gmem, constants, strict=True):
             tiles.store(gmem.at[outer], self.plan.block_tile, self.part, y, column=column)
 
     def write(self, first, constants) -> None:
-        """Writes the steps of the part. Their numbers begin with `first`."""
         plan = self.plan
         lax.fori_loop(0, plan.steps, lambda i, _: self._write_step(first, i, constants), None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

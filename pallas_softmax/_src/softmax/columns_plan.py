@@ -12,23 +12,14 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.gpu.hardware import (
-    ACCESS_BYTES,
-    FULL_CLUSTERS,
-    INT32_LIMIT,
-    MAX_CLUSTER,
-    RESERVED_SMEM_BYTES,
-    SMEM_BYTES,
-    WARPGROUP,
-    smem_of_each,
-)
+from pallas_softmax._src.gpu import hardware
 from pallas_softmax._src.gpu.layout import Tile
 
 VEC = 4  # elements of a thread in a line: Mosaic reduces no longer vectors over warps
 
 # Most float32 elements of a thread in a tile, over all arrays. (64, 128, 4096) reaches 98 to 100%.
 TILE_REGISTERS = 96
-TILE_LANES = (WARPGROUP, 32, 16, 8, 4, 2)  # threads along a line of a tile, in order of preference
+TILE_LANES = (hardware.WARPGROUP, 32, 16, 8, 4, 2)  # threads along a line of a tile, in order of preference
 # Fewest threads along a line, if it has enough vectors. With 2 lanes, (1, 1000, 100000) float32 reaches only 73%.
 FEWEST_LANES = 8
 # Fewest elements of a tile. With 672 elements, (32768, 21, 32) reaches 64%, XLA 46%. With 168, (131072, 21, 8) reaches
@@ -120,8 +111,8 @@ class Strips:
     # contiguous run, and such a copy is not cut off where the array ends.
     width: int
     vec: int  # number of elements of a thread in a line
-    count: int  # number of CTAs of a cluster
-    step_rows: int  # number of lines of a step
+    count: int
+    step_rows: int
     slots: int  # number of steps that shared memory holds
     turns: int = 1  # most strips that a cluster takes, one after the other
 
@@ -129,47 +120,44 @@ class Strips:
     def block_tile(self) -> Tile:
         """The lines that a CTA holds at a time, one vector per thread."""
         lanes = self.width // self.vec
-        return Tile(WARPGROUP // lanes, lanes, self.vec, 1)
+        return Tile(hardware.WARPGROUP // lanes, lanes, self.vec, 1)
 
     @property
     def steps(self) -> int:
-        """Number of steps of a part."""
         return -(-self.vocab // (self.count * self.step_rows))
 
     @property
     def lines_beyond(self) -> bool:
-        """Whether the last steps reach beyond the last line of the array."""
         return self.count * self.steps * self.step_rows != self.vocab
 
 
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
 ) -> Tile | Strips | None:
-    """Returns the plan for an operation along the middle axis of arrays (outer, vocab, inner).
-
-    It returns None if transposing is better. `op` is the name of the operation.
-    """
-    if outer * vocab >= INT32_LIMIT or inner >= INT32_LIMIT:
+    """Returns the plan for an operation along the middle axis of arrays (outer, vocab, inner); None to transpose."""
+    if outer * vocab >= hardware.INT32_LIMIT or inner >= hardware.INT32_LIMIT:
         return None
     itemsize, arrays = jnp.dtype(dtype).itemsize, 2 if op.endswith("_grad") else 1
     if vocab * inner < TILE_ELEMENTS:
         return None  # most threads of a tile would be idle
     if tile := _tile(outer, vocab, inner, itemsize, arrays):
-        if (tile.lanes, tile.vec) != (WARPGROUP, 1) or op == "logsumexp":
+        if (tile.lanes, tile.vec) != (hardware.WARPGROUP, 1) or op == "logsumexp":
             return tile
         ctas = -(-RESIDENT_ELEMENTS // math.prod(tile.shape))
-        spare = smem_of_each(capability, ctas) - RESERVED_SMEM_BYTES
+        spare = hardware.smem_of_each(capability, ctas) - hardware.RESERVED_SMEM_BYTES
         return dataclasses.replace(tile, reserved_bytes=max(0, spare))
-    if inner * itemsize % ACCESS_BYTES:
+    if inner * itemsize % hardware.ACCESS_BYTES:
         return None  # bulk copies need lines that are aligned to 16 bytes
     only_read = op == "logsumexp"
-    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
+    smem = hardware.SMEM_BYTES[capability[0]] - hardware.RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for strip_bytes, most, in_turns in (
         (STRIP_BYTES, min(smem, HALF_SMEM_BYTES), False),  # at least two CTAs per multiprocessor
         (STRIP_BYTES, smem, True),  # one CTA
         (NARROW_STRIP_BYTES, smem, False),  # one or two CTAs
     ):
-        plan = _strips(outer, vocab, inner, strip_bytes, itemsize, arrays, MAX_CLUSTER[capability[0]])
+        plan = _strips(
+            outer, vocab, inner, strip_bytes, itemsize, arrays, hardware.MAX_CLUSTER[capability[0]]
+        )
         if only_read:
             plan = dataclasses.replace(plan, slots=min(READ_SLOTS, plan.steps))
         held = plan.slots * plan.step_rows * plan.width * itemsize * arrays
@@ -180,7 +168,7 @@ def plan_columns(
             return plan
         if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * STRIP_BYTES // NARROW_STRIP_BYTES:
             continue  # with narrow strips, three CTAs fit
-        turns = -(-strips // FULL_CLUSTERS)  # of each cluster, if each CTA fills a multiprocessor
+        turns = -(-strips // hardware.FULL_CLUSTERS)  # of each cluster, if each CTA fills a multiprocessor
         if capability[0] == 9 and turns >= FEWEST_TURNS:
             slots = smem // (held // plan.slots)  # as many as fit
             return dataclasses.replace(plan, slots=min(slots, MAX_SLOTS), turns=turns)
@@ -188,7 +176,7 @@ def plan_columns(
 
 
 def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:
-    """Returns the tile that holds whole columns in registers; None if the columns are too long."""
+    """Returns the tile that holds whole columns in registers, if they fit."""
     vec = math.gcd(inner, VEC)
     vectors = -(-inner // vec)
     found = None
@@ -197,16 +185,16 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
             continue
         if found and vocab * lanes * vec < TILE_ELEMENTS:
             break
-        at_once = WARPGROUP // lanes
+        at_once = hardware.WARPGROUP // lanes
         rows = -(-vocab // at_once) * at_once
         if rows // at_once * vec * arrays > TILE_REGISTERS:
             continue
         found = Tile(rows, lanes, vec, 1)
         if outer * -(-inner // (lanes * vec)) >= ENOUGH_CTAS:
             break
-    if found and (found.lanes, vec, itemsize) == (WARPGROUP, 1, 4):
+    if found and (found.lanes, vec, itemsize) == (hardware.WARPGROUP, 1, 4):
         for steps in range(LINE_STEPS, 1, -1):
-            tiles = outer * -(-inner // (WARPGROUP * steps))
+            tiles = outer * -(-inner // (hardware.WARPGROUP * steps))
             if found.rows * steps <= min(STEPS_REGISTERS, TILE_REGISTERS // arrays) and tiles >= ENOUGH_CTAS:
                 return dataclasses.replace(found, steps=steps)
     return found
@@ -215,7 +203,7 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
 def _strips(
     outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int, arrays: int, most: int
 ) -> Strips:
-    """Returns strips with the smallest cluster that keeps parts within PART_BYTES.
+    """Returns strips with the smallest cluster of up to `most` CTAs that keeps parts within PART_BYTES.
 
     The width is `strip_bytes`, halved until it is less than a line. Few strips get larger clusters, so that more
     multiprocessors have work.
@@ -224,7 +212,7 @@ def _strips(
         strip_bytes //= 2
     width = strip_bytes // itemsize
     strips = outer * -(-inner // width)
-    block_rows = WARPGROUP * VEC // width
+    block_rows = hardware.WARPGROUP * VEC // width
     count = 1
     while count < most and (
         -(-vocab // count) * strip_bytes * arrays > PART_BYTES

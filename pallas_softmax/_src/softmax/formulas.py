@@ -1,8 +1,4 @@
-"""The math of the softmax kernels: how each row is reduced, and how outputs follow from the reduction.
-
-The formulas are plain jax.numpy on float32 blocks and tiles in registers. All kernels share them, however they
-distribute rows over a GPU.
-"""
+"""The math of the softmax kernels, in jax.numpy on float32 numbers: how rows are reduced, and what outputs follow."""
 
 import functools
 import operator
@@ -14,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.normalizers import Moments, Normalizer, log_of_sum, shift
-from pallas_softmax._src.softmax.states_ptx import Form, add_logits
+from pallas_softmax._src.softmax.states_ptx import add_logits
 
 F32 = jnp.float32
 
@@ -32,8 +28,8 @@ class Reduction(NamedTuple):
     combine: Callable[[Any, Any], Any]  # (state, state) -> the merged state; this is the reduction's operator
     empty: Any  # the state of an empty set
     neutral: float  # an element that leaves every state unchanged
-    form: Form  # the leaves of a state, for the programs that merge the threads and segments of long rows
-    scale: Any = None  # the `Scale` of a temperature, for the same
+    fields: tuple[str, ...]  # the leaves of a state, as `states_ptx` calls them
+    scale: Any = None  # the `Scale` of a temperature
 
 
 ONLINE = Reduction(
@@ -44,7 +40,7 @@ ONLINE = Reduction(
     combine=normalizers.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
-    form=Form(("m", "d")),
+    fields=("m", "d"),
 )
 SUM = Reduction(
     states=lambda x: x,
@@ -53,7 +49,7 @@ SUM = Reduction(
     combine=operator.add,
     empty=0.0,
     neutral=0.0,
-    form=Form(("d",)),
+    fields=("d",),
 )
 
 
@@ -71,10 +67,7 @@ MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
 
 
 def located(scale=None, *, counted: bool = False) -> Reduction:
-    """Returns the reduction to `Located`. `counted` says whether it has `before`. Kernels add to that.
-
-    `scale` is a `Scale`, or None; see `normalizers.add_logits`.
-    """
+    """Returns the reduction to `Located`. `counted` says whether it has `before`; kernels add to that."""
 
     def add(lanes: Located, blocks: list, step) -> Located:
         before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
@@ -101,7 +94,7 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
         combine=combine,
         empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0, 0.0 if counted else None),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
-        form=Form(("m", "d", "t", "place", *["before"] * counted), scaled=scale is not None),
+        fields=("m", "d", "t", "place", *["before"] * counted),
         scale=scale,
     )
 
@@ -109,9 +102,9 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
 class Formula(NamedTuple):
     """An operation of the softmax family, on the rows of one or two arrays."""
 
-    reduction: Reduction  # the reduction along a row
-    term: Callable[..., Any]  # (*elements), one from each array -> the element to reduce
+    reduction: Reduction
     constants: Callable[[Any], tuple]  # the row's reduction -> the per-row constants
+    term: Callable[..., Any] = lambda x: x  # (*elements), one from each array -> the element to reduce
     # (*elements, *constants) -> the output element. None if the outputs are the constants themselves, each in
     # an array with one number per row.
     value: Callable[..., Any] | None = None
@@ -122,7 +115,7 @@ class Formula(NamedTuple):
     at_scale: "Callable[[Any], Formula] | None" = None
 
     def scaled(self, scale) -> "Formula":
-        """Returns the formula with the temperature of `normalizers.encoded_scale`; itself if `scale` is None."""
+        """Returns the formula with the temperature of `normalizers.encoded_scale`, if there is one."""
         if scale is None:
             return self
         assert self.at_scale is not None
@@ -130,32 +123,26 @@ class Formula(NamedTuple):
 
     @property
     def locates(self) -> bool:
-        """Whether the formula needs the position of the largest element; see `Located`."""
         return isinstance(self.reduction.empty, Located)
 
     @property
     def counts(self) -> bool:
-        """Whether the formula needs the number of elements that come before the label's; see `Located`."""
         return self.locates and self.reduction.empty.before is not None
 
     def out_type(self, whole: tuple, per_row: tuple, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the outputs: elements in the shape `whole`, or constants in the shape `per_row`."""
+        """Returns the types of the outputs: elements of the shape `whole`, or constants of the shape `per_row`."""
         if self.value is not None:
             return [jax.ShapeDtypeStruct(whole, dtype)]
         return [jax.ShapeDtypeStruct(per_row, own or dtype) for own in self.row_dtypes]
 
 
 def _logsumexp(total: Normalizer) -> tuple:
-    """Returns logsumexp, m and d. If a logit is +inf, d is NaN, but logsumexp is still +inf."""
     m, d = total
-    return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
+    return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d  # with a logit of +inf, d is NaN
 
 
 def _token_stats(scale=None, *, counted: bool = False) -> Formula:
-    """Returns the formula of logsumexp, the entropy, (m, d, t), and the position of the largest element.
-
-    If `counted`, the number of elements before the label's follows.
-    """
+    """Returns the formula of logsumexp, the entropy, (m, d, t), and the numbers of `Located`."""
 
     def constants(total: Located) -> tuple:
         m, d, t = total.moments
@@ -166,7 +153,7 @@ def _token_stats(scale=None, *, counted: bool = False) -> Formula:
     row_dtypes = (F32,) * 5 + (jnp.int32,) * (1 + counted)
     at_scale = functools.partial(_token_stats, counted=counted)
     reduction = located(scale, counted=counted)
-    return Formula(reduction, lambda x: x, constants, row_dtypes=row_dtypes, at_scale=at_scale)
+    return Formula(reduction, constants, row_dtypes=row_dtypes, at_scale=at_scale)
 
 
 class Label(NamedTuple):
@@ -178,27 +165,25 @@ class Label(NamedTuple):
 
 
 def comes_before(key, column, label: Label):
-    """Returns 1 where an element with this sort key and column comes before the label in the order of top-k, else 0."""
+    """Returns 1 where an element with this sort key comes before the label in the order of top-k, else 0."""
     return jnp.where(key > jnp.where(column < label.column, label.key - 1, label.key), 1.0, 0.0)
 
 
 FORMULAS = {
     "softmax": Formula(
         ONLINE,
-        term=lambda x: x,
         constants=lambda total: (shift(total.m), 1 / total.d),
         value=lambda x, m, inverse_d: jnp.exp(x - m) * inverse_d,
     ),
     "log_softmax": Formula(
         ONLINE,
-        term=lambda x: x,
         constants=lambda total: (total.m, log_of_sum(total.d)),
         value=lambda x, m, log_d: x - m - log_d,
         masked_value=-jnp.inf,
     ),
     "token_stats": _token_stats(),
     "counted_stats": _token_stats(counted=True),
-    "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, row_dtypes=(None, F32, F32)),
+    "logsumexp": Formula(ONLINE, constants=_logsumexp, row_dtypes=(None, F32, F32)),
     "softmax_grad": Formula(
         SUM,
         term=lambda y, dy: y * dy,

@@ -1,6 +1,6 @@
 """Counts the elements of a segment that come before the row's label in the order of top-k, as part of its reduction.
 
-The functions are the stages, in order:
+The functions are the stages, in order. Each thread has a count of its own:
 
     add_step     counts the elements of a step while the segment arrives
     overcount    corrects the vector that holds the label, where elements after the label may have been counted
@@ -38,7 +38,7 @@ _SUMS = 4  # independent sums, so that no addition waits for the one before
 
 @twin
 def add_step(part: Any, before, terms: list, i, size: int):
-    """Returns the counts `before` of all threads, with step i of the segment's body added. `terms` are its elements."""
+    """Adds step i of the segment's body to the counts `before`. `terms` are its elements."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start + i * walk.step_size)
     numbers = {f"x{i}": x for i, x in enumerate(terms)}
@@ -48,7 +48,7 @@ def add_step(part: Any, before, terms: list, i, size: int):
 
 @twin
 def overcount(part: Any):
-    """Returns how many of each thread's elements were counted wrongly: they follow the label, equal, in its vector."""
+    """Returns how many elements were counted wrongly: they follow the label, equal, in its vector."""
     walk = part.job.parts.walk
     label = _label_from(part, part.body_start)
     block = jnp.clip(label.column // walk.block_size, 0, walk.padded_length // walk.block_size - 1)
@@ -62,7 +62,6 @@ def overcount(part: Any):
 
 
 def is_inexact(part: Any, total: Located):
-    """Returns whether the count of the segment's row must be taken again."""
     inexact = _label_from(part, 0).key <= sort_keys.key_of_number(-np.inf, part.job.dtype)
     if part.job.dtype.itemsize == 2:
         inexact |= total.moments.m != total.moments.m
@@ -70,18 +69,17 @@ def is_inexact(part: Any, total: Located):
 
 
 def count_again(part: Any):
-    """Returns how many of each thread's elements of the segment come before the label."""
     walk = part.job.parts.walk
-
-    def take_block(block, before):
-        return before + _count_in_block(part, block * walk.block_size)
-
-    before = lax.fori_loop(0, walk.padded_length // walk.block_size, take_block, blocks.filled(0.0))
+    before = lax.fori_loop(
+        0,
+        walk.padded_length // walk.block_size,
+        lambda block, before: before + _count_in_block(part, block * walk.block_size),
+        blocks.filled(0.0),
+    )
     return before + in_edges(part) if part.edges else before
 
 
 def in_edges(part: Any):
-    """Returns how many of each thread's elements in the edges come before the label."""
     label, counts = _label_from(part, 0), []
     for edge in part.edges:
         keys = sort_keys.key32(edge.arrays[0])
@@ -92,14 +90,13 @@ def in_edges(part: Any):
 
 
 def _count_in_block(part: Any, start):
-    """Returns how many of each thread's elements come before the label, in the block at element `start` of the body."""
+    """Counts in the block at element `start` of the body."""
     label = _label_from(part, part.body_start + start)
     before = comes_before(_keys(part, start), blocks.positions(part.job.parts.vec), label)
     return _sum_of_counted(part, start, before)
 
 
 def _keys(part: Any, start):
-    """Returns the sort keys of the block at element `start` of the body, as they are stored."""
     walk, (x_smem,) = part.job.parts.walk, part.refs.x_smem
     return sort_keys.key32(blocks.load(x_smem.at[pl.ds(part.body.start + start, walk.block_size)], walk.vec))
 
@@ -117,7 +114,7 @@ def _sum_of_counted(part: Any, start, numbers):
 
 
 def _label_from(part: Any, element) -> Label:
-    """Returns the label of the row, with its column counted from an element of the part."""
+    """Returns the label of the row, with its column counted from an element of the segment."""
     column, *keys = (gmem[part.place.row] for gmem in part.refs.label_gmem)
     return Label(column - part.place.start - element, *keys)
 

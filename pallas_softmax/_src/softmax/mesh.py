@@ -1,52 +1,69 @@
 """softmax, log_softmax and logsumexp of rows that are spread over a mesh: the devices exchange two numbers per row.
 
-Each function runs on one device's shard, where the mesh axes are bound. `run_shard(None, arrays, static)` runs the best
-kernel of `logsumexp`, their shard step, on the shard.
+Each function returns what its plain function returns for whole rows, or this device's shard of it. It runs where the
+mesh axes are bound. `run_shard(None, arrays, static)` runs the best kernel of `logsumexp`, their shard step.
 """
 
+import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import merge_over
 from pallas_softmax._src.masks import logits_of, masked
-from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.normalizers import Normalizer, Sums
+from pallas_softmax._src.sort_keys import value_key
+from pallas_softmax._src.temperatures import Temperature
 
 
 def softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
-    """Returns this device's shard of the softmax of whole rows."""
     m, d = _normalizer(run_shard, x, where, axes, mesh_axes)
     return masked(jnp.exp(logits_of(x, where) - normalizers.shift(m)) / d, where, 0).astype(x.dtype)
 
 
 def log_softmax_on_mesh(run_shard, x, where, *, axes, mesh_axes):
-    """Returns this device's shard of the log_softmax of whole rows."""
     m, d = _normalizer(run_shard, x, where, axes, mesh_axes)
     return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
 
 def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
-    """Returns logsumexp of whole rows, and their normalizers."""
     normalizer = _normalizer(run_shard, x, where, axes, mesh_axes)
     return normalizers.log_of(normalizer).astype(x.dtype), normalizer
 
 
 def _normalizer(run_shard, x, where, axes, mesh_axes) -> Normalizer:
-    """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
     _, (m, d) = run_shard(None, (x, where), {"axes": axes})
     return combine_shards(Normalizer(m, d), mesh_axes)[0]
 
 
-def combine_shards(local: Normalizer, mesh_axes, *others):
-    """Returns the normalizer of each row, from the shards' normalizers, and the sums of `others` over the devices.
+def combine_shards(local: Sums, mesh_axes, *others, position=None, temperature=None) -> tuple:
+    """Merges what the devices found in their shards of each row: arrays of one shape, which are sent together.
 
-    The numbers m and d of a shard and the `others` are arrays of one shape. They are sent together.
+    Args:
+      local: the normalizer or the moments of a shard.
+      mesh_axes: the mesh axes that each row is spread over.
+      *others: numbers to add up over the devices.
+      position: the position in the whole row of the first of the shard's largest logits, or None.
+      temperature: the temperature of the sums in `local`, at least 0; None if it is 1.
+
+    Returns:
+      The merged `local`, the sums of `others`, and with a `position` the first one of the largest logits.
     """
 
-    def merge(gathered, _):
-        m, d, *others = gathered
-        sums = [jnp.sum(a, -1, keepdims=True) for a in others]
-        return *normalizers.combine_parts(Normalizer(m, d)), *sums
+    def merge(gathered, temperature):
+        parts, numbers = type(local)(*gathered[: len(local)]), gathered[len(local) :]
+        scale = None if temperature is None else Temperature.of(temperature)
+        sums = [jnp.sum(a, -1, keepdims=True) for a in numbers[: len(others)]]
+        firsts = [_first_of_largest(parts.m, a) for a in numbers[len(others) :]]
+        return *normalizers.combine_parts(parts, scale), *sums, *firsts
 
-    parts = tuple(a[..., None] for a in (*local, *others))
-    m, d, *sums = (a[..., 0] for a in merge_over(mesh_axes, merge, parts, None))
-    return Normalizer(m, d), *sums
+    positions = () if position is None else (position,)
+    numbers, own = jax.tree.map(lambda a: a[..., None], ((*local, *others, *positions), temperature))
+    merged = [a[..., 0] for a in merge_over(mesh_axes, merge, numbers, own)]
+    return type(local)(*merged[: len(local)]), *merged[len(local) :]
+
+
+def _first_of_largest(m, positions):
+    """Returns the lowest of the positions along the last axis where m is largest."""
+    keys = value_key(m)
+    is_largest = keys == jnp.max(keys, -1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)

@@ -29,7 +29,6 @@ class Columns(NamedTuple):
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Refusal:
-    """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
@@ -39,7 +38,6 @@ def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Re
 
 
 def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
-    """Returns the plan for rows that lie across memory; None if they are contiguous, masked, or must be transposed."""
     if call.inner in (None, 1) or call.vocab == 1 or call.masked:  # one element has no neighbours in memory
         return None
     view = call.rows // call.inner, call.vocab, call.inner
@@ -55,15 +53,9 @@ def slower(call: Call) -> str | None:
 
 
 def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: tuple[int, ...]) -> Any:
-    """Returns what the plain function of an operation over `axes` returns.
+    """Returns what the plain function of the operation in `FORMULAS` returns.
 
-    Args:
-      name: the name of the operation, in `FORMULAS`.
-      plan: how rows lie over the GPU.
-      x: the logits; or for a gradient what is saved, a tuple of arrays of one shape.
-      where: None, or a boolean of the rank of the arrays that broadcasts to them.
-      *dy: for a gradient, the cotangent.
-      axes: the reduced axes, ascending.
+    `x` has the logits, or for a gradient what is saved, a tuple of arrays of one shape. Then `dy` is the cotangent.
     """
     arrays = [*jax.tree.leaves(x), *dy]
     shape = arrays[0].shape
@@ -78,9 +70,7 @@ def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: t
         results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
     else:
         folded, mask, unfold = fold(arrays, where, axes)
-        results = [
-            unfold(result) for result in rows_kernel.launch(FORMULAS[name], folded, mask, plan, **keywords)
-        ]
+        results = map(unfold, rows_kernel.launch(FORMULAS[name], folded, mask, plan, **keywords))
     first, *normalizer = results
     return (first, Normalizer(*normalizer)) if normalizer else first
 

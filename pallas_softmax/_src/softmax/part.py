@@ -22,18 +22,17 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import number_of_row
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
 from pallas_softmax._src.softmax import label_rank, states_ptx
-from pallas_softmax._src.softmax.formulas import SUM, Formula, Label, Located, Reduction
+from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
 from pallas_softmax._src.softmax.plan import EDGE, Parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One call of `rows_kernel.launch`; the fields are its arguments."""
+    """The arguments of `rows_kernel.launch`."""
 
     formula: Formula
     arrays: list[jax.Array]
@@ -45,27 +44,16 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.arrays[0].shape[0]
 
     @property
-    def dtype(self) -> Any:
-        """The dtype of the output elements."""
+    def dtype(self) -> Any:  # of the output elements
         return self.arrays[-1].dtype
 
     @property
     def view(self) -> tuple[int, ...]:
         """The shape of the arrays and the result inside the kernels."""
         return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
-
-    @property
-    def mask_is_whole(self) -> bool:
-        """Whether the mask has the shape of the arrays, so that its bodies are aligned to vec bytes.
-
-        An aligned vector of the mask is a single load, and nothing waits for it until its step is reduced. Other masks
-        need two words, and shifting these together waits for both loads.
-        """
-        return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
 
     @property
     def ctas(self) -> int:
@@ -97,10 +85,7 @@ class Refs(NamedTuple):
 
 
 class Part:
-    """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
-
-    `place` is the row and the position of the segment in it. `body` is the body on its way through shared memory.
-    """
+    """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`."""
 
     def __init__(self, job: Job, refs: Refs, place: PartPlace, body: StagedRow):
         self.job, self.refs, self.place, self.body = job, refs, place, body
@@ -116,13 +101,11 @@ class Part:
 
     def copy_in(self, i) -> None:
         """Starts the copies of step i of the body, an int or traced."""
-        start = self.place.first + self.body_start
-        refs = self.refs
+        start, refs = self.place.first + self.body_start, self.refs
         for x_gmem, x_smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
             self.body.copy_in(self.place.in_view(x_gmem), x_smem, arrived, start, i)
 
     def load_edges(self) -> None:
-        """Loads the first and the last EDGE elements of the segment, if it has edges."""
         if not self.job.parts.has_edges:
             return
         place, last = self.place, self.job.parts.length - EDGE
@@ -138,7 +121,7 @@ class Part:
             self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
-        """Yields the blocks of step i of the body, as a tuple with a block from each array."""
+        """Yields the blocks of step i of the body: a tuple with a block from each array."""
         return zip(*(self.body.load(x_smem, i, size) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
@@ -150,19 +133,18 @@ class Part:
         return [self.load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def load_mask(self, at, held, vec: int):
-        """Returns a block of the mask, from element `at` of the segment on; 0 after the first `held` elements."""
+        """Returns a block of the mask, from element `at` of the segment on; 0 after the first `held` elements.
+
+        If the mask has the shape of the arrays, its bodies are aligned to vec bytes. Then a vector is a single load,
+        and nothing waits for it until its step is reduced. Other masks need two words, and shifting these together
+        waits for both loads.
+        """
         mask: Any = self.job.mask
-        return blocks.load_mask(
-            self.refs.mask_gmem,
-            mask.row(self.place.row),
-            self.place.start + at,
-            held,
-            vec,
-            aligned=vec == 1 or self.job.mask_is_whole,
-        )
+        row, start = mask.row(self.place.row), self.place.start + at
+        is_whole = mask.array.shape == self.job.arrays[0].shape
+        return blocks.load_mask(self.refs.mask_gmem, row, start, held, vec, aligned=vec == 1 or is_whole)
 
     def wait_for_body(self) -> None:
-        """Waits until all steps of the body have arrived."""
         for arrived in self.refs.arrived:
             for i in range(self.job.parts.walk.steps):
                 plgpu.barrier_wait(arrived.at[i])
@@ -171,11 +153,7 @@ class Part:
 
     def keep(self, number) -> None:
         """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA."""
-        _keep(self.formula.reduction, self._reduce(), self.refs.records_smem, number)
-
-    def keep_sum(self, numbers, number) -> None:
-        """Writes the record of a sum over the segment, given a number of each thread."""
-        _keep(SUM, numbers, self.refs.records_smem, number)
+        states_ptx.keep(self.formula.reduction, self._reduce(), self.refs.records_smem, number)
 
     def _reduce(self):
         """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
@@ -194,7 +172,6 @@ class Part:
         return lanes
 
     def _edge_terms(self) -> list:
-        """Returns the terms of both edges, neutral for elements that count elsewhere."""
         return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
 
     def _absorb_step(self, i, size: int, state):
@@ -236,8 +213,7 @@ class Part:
     def located(self, total: Located) -> Located:
         """Returns the reduction of the row with the position of its largest element, which is in this segment.
 
-        `total.at` is the first step that holds it. Its blocks are read again from shared memory. If the last step has
-        fewer blocks, blocks before it are read too.
+        The blocks of step `total.at` are read again. If the last step has fewer blocks, blocks before it are read too.
         """
         walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
         thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
@@ -263,12 +239,11 @@ class Part:
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
     def _wait(self, i) -> None:
-        """Waits until step i of the body has arrived."""
         for arrived in self.refs.arrived:
             plgpu.barrier_wait(arrived.at[self.body.slot(i)])
 
     def _term(self, x, *conditions):
-        """Returns the terms to reduce, from one block of each array; neutral where a condition is False."""
+        """Returns the terms to reduce, from a block of each array; neutral where a condition is False."""
         term = self.formula.term(*x)
         for condition in conditions:
             if condition is not None:
@@ -276,7 +251,7 @@ class Part:
         return term
 
     def combine_from_device_memory(self):
-        """Returns the merged reductions of the row's segments, which the first launch wrote."""
+        """Merges the reductions of the row's segments, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
 
         def load(first: int, gmem, empty):
@@ -296,15 +271,14 @@ class Part:
             gmem[self.place.row, self.place.index] = leaf
 
     def write_constants(self, total) -> None:
-        """Writes the constants of the row."""
         for gmem, constant in zip(self.refs.out_gmem, self.formula.constants(total), strict=True):
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
     def write(self, total) -> None:
-        """Writes the elements of the segment. `keep` has made the masked elements neutral in shared memory.
+        """Writes the elements of the segment.
 
-        For a neutral element, the formula gives the masked value, so the mask need not be read again. The exception is
-        a NaN or an infinity in the row's reduction.
+        `keep` has made the masked elements neutral in shared memory. For these, the formula gives the masked value, so
+        the mask need not be read again. The exception is a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
             self.write_elements(total, read_mask=False)
@@ -318,10 +292,7 @@ class Part:
         )
 
     def write_elements(self, total, *, read_mask: bool) -> None:
-        """Writes the elements of the segment: the edges from registers, and the body through shared memory.
-
-        `total` is the reduction of the row. `read_mask` says whether to read the mask for the body.
-        """
+        """Writes the elements of the segment; `read_mask` says whether to read the mask for the body."""
         formula, refs, place = self.formula, self.refs, self.place
         constants = formula.constants(total)
         elements: Any = formula.value
@@ -349,17 +320,15 @@ class _Edge(NamedTuple):
 
     start: int  # the position of the first of these elements in the segment
     arrays: list[jax.Array]  # a block from each array, as loaded: converting it early would wait for the load
-    mask: jax.Array | None  # a block of the mask, as int8, or None
+    mask: jax.Array | None  # as int8
     counted: jax.Array  # which elements count here, and not in the body or in the next segment
 
     @property
     def x(self) -> list[jax.Array]:
-        """A float32 block from each array."""
         return [block.astype(jnp.float32) for block in self.arrays]
 
     @property
     def keep(self):
-        """The mask as a boolean block, or None."""
         return None if self.mask is None else self.mask != 0
 
 
@@ -374,7 +343,7 @@ def merged_row(job: Job, refs: Refs, reduction: Reduction):
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
-    total = _merged(reduction, refs.records_smem, job.ctas * job.parts.per_cta, job.ctas)
+    total = states_ptx.merged(reduction, refs.records_smem, job.ctas * job.parts.per_cta, job.ctas)
     if clustered:
         plgpu.barrier_arrive(refs.cluster_barrier)  # all threads have read: the total depends on each read
     return total
@@ -386,19 +355,5 @@ def wait_for_peers(job: Job, refs: Refs) -> None:
         plgpu.barrier_wait(refs.cluster_barrier)
 
 
-@twin
-def _keep(reduction: Reduction, state, records, number) -> None:
-    """Writes the record of a segment, given the state of each thread."""
-    states_ptx.keep(reduction.form, jax.tree.leaves(state), records, number, reduction.scale)
-
-
-@twin
-def _merged(reduction: Reduction, records, segments: int, ctas: int):
-    """Returns the state of the row, given the records of its segments."""
-    leaves = states_ptx.merged(reduction.form, records, segments, ctas, reduction.scale)
-    return jax.tree.unflatten(jax.tree.structure(reduction.empty), leaves)
-
-
 def _as_conditions(mask_blocks: list) -> list:
-    """Returns blocks of a mask as booleans; None stays None."""
     return [None if block is None else block != 0 for block in mask_blocks]

@@ -13,13 +13,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.gpu.hardware import (
-    ACCESS_BYTES,
-    FULL_CLUSTERS,
-    MAX_CLUSTER,
-    RESERVED_SMEM_BYTES,
-    SMEM_BYTES,
-)
+from pallas_softmax._src.gpu import hardware
 from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
 
 # --- Rows in registers: the most elements of a row, over all arrays that the operation reads ----------
@@ -109,7 +103,7 @@ MASK_REGISTERS = 32
 # A GPU may have room for more or fewer clusters than FULL_CLUSTERS: the number differs from chip to chip. Short turns
 # then leave less of the GPU idle.
 TURNS = 8  # most rows of a cluster
-# Cost of reading an element a second time, in memory accesses; see `_worth_reading_again`.
+# Cost of reading an element a second time, in memory accesses; see `_reading_again`.
 #
 #                                  read again    turns      two launches
 #     (256, 1000000)                   19%       832 us       1010 us
@@ -173,13 +167,12 @@ class Parts:
     @property
     def cut(self) -> Cut:
         """How a row is cut: at lines of device memory, or multiples of 16 bytes, if all rows start there."""
-        line = LINE_BYTES // ACCESS_BYTES * self.vec
+        line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
         unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
         return Cut(self.vocab, unit, self.count * self.per_cta)
 
     @property
     def has_edges(self) -> bool:
-        """Whether rows do not start at multiples of 16 bytes."""
         return bool(self.vocab % self.vec)
 
     @property
@@ -189,28 +182,22 @@ class Parts:
 
     @property
     def length(self) -> int:
-        """Number of elements that each segment holds."""
         return self.cut.longest
 
     @property
     def body(self) -> int:
-        """Number of elements that each segment copies in bulk, a multiple of `vec`."""
         if not self.has_edges:
             return self.length
         # It ends in the segment, wherever it starts.
         return (self.length - EDGE - self.vec) // self.vec * self.vec
 
     def body_start(self, row, start):
-        """Returns the element of a segment at which its body starts, aligned to LINE_BYTES of device memory.
-
-        `row` is the number of the row, and `start` the element of the row at which the segment starts.
-        """
-        line = LINE_BYTES // ACCESS_BYTES * self.vec
+        """Returns the element of a segment, which starts at element `start` of its row, at which the body starts."""
+        line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
         return EDGE - (row * (self.vocab % line) + start) % line if self.has_edges else 0
 
     @property
     def walk(self) -> Walk:
-        """How the CTA goes over the body of a segment."""
         return Walk(self.body, self.vec, self.step_blocks)
 
     @property
@@ -220,19 +207,19 @@ class Parts:
 
     @property
     def again(self) -> int:
-        """Number of steps that are read twice, since shared memory does not hold all. They are the first ones."""
+        """Number of steps that are read twice. They are the first ones."""
         return 0 if self.slots is None else max(0, self.walk.steps - self.slots)
 
     @property
     def smem_elements(self) -> int:
-        """Number of elements of shared memory for the segments of one array, one after another."""
+        """Number of elements of each array that shared memory holds."""
         if self.slots is not None:
             return self.slots * self.walk.step_size
         return (self.per_cta - 1) * self.length + self.walk.padded_length
 
     @property
     def barriers(self) -> int:
-        """Number of barriers for the steps of one array."""
+        """Number of barriers for each array."""
         return self.per_cta * self.walk.steps if self.slots is None else self.slots
 
     @property
@@ -245,7 +232,7 @@ class Parts:
 class _Problem:
     """The numbers that a plan depends on."""
 
-    rows: int  # number of rows
+    rows: int
     vocab: int  # number of elements of a row
     itemsize: int  # bytes of an element
     arrays: int  # number of arrays that the operation reads, the mask not counted
@@ -253,20 +240,14 @@ class _Problem:
     # Whether the operation is token_stats. With its larger state, steps of LONG_STEP_BLOCKS would take so
     # many registers that fewer CTAs share a multiprocessor.
     located: bool
-    masked: bool  # whether there is a mask
+    masked: bool
     hopper: bool  # whether the GPU is a Hopper. FULL_CLUSTERS is known only for these.
     smem: int  # bytes of shared memory of a CTA
     max_cluster: int  # most CTAs of a cluster
 
     @property
     def vec(self) -> int:
-        """Number of elements in 16 bytes."""
-        return ACCESS_BYTES // self.itemsize
-
-    @property
-    def smem_elements(self) -> int:
-        """Number of elements of each array that shared memory holds."""
-        return self.smem // (self.itemsize * self.arrays)
+        return hardware.ACCESS_BYTES // self.itemsize
 
     @property
     def segmented(self) -> bool:
@@ -290,7 +271,7 @@ class _Problem:
         return dataclasses.replace(one_step, step_blocks=-(-blocks // steps) if cluster else most)
 
     def fits(self, parts: Parts) -> bool:
-        """Returns whether a CTA has the shared memory and the barriers for these parts."""
+        """Whether a CTA has the shared memory and the barriers for these parts."""
         smem = parts.smem_elements * self.itemsize * self.arrays
         return smem <= self.smem and parts.barriers <= MAX_BARRIERS
 
@@ -318,8 +299,8 @@ def plan_softmax(
         located=op == "token_stats",
         masked=masked,
         hopper=major == 9,
-        smem=SMEM_BYTES[major] - RESERVED_SMEM_BYTES,
-        max_cluster=MAX_CLUSTER[major],
+        smem=hardware.SMEM_BYTES[major] - hardware.RESERVED_SMEM_BYTES,
+        max_cluster=hardware.MAX_CLUSTER[major],
     )
     if vocab * problem.arrays <= (UNALIGNED_TILE_ELEMENTS if vocab % problem.vec else TILE_ELEMENTS):
         return short_row_tile(vocab, problem.itemsize)
@@ -342,14 +323,11 @@ def _in_cluster(problem: _Problem) -> Parts:
 
 
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
-    """Returns the least number of CTAs that hold a row, each at most most(problem, number) elements; else the largest.
-
-    The row has at least `segments` segments.
-    """
+    """Returns the least number of CTAs that hold a row in `segments`, each at most most(problem, number) elements."""
 
     def is_good(count: int) -> bool:
-        elements, parts = -(-problem.vocab // count), problem.parts(count, per_cta=max(1, segments // count))
-        return elements <= most(problem, count) and problem.fits(parts)
+        parts = problem.parts(count, per_cta=max(1, segments // count))
+        return -(-problem.vocab // count) <= most(problem, count) and problem.fits(parts)
 
     count = 1
     while count < problem.max_cluster and not is_good(count):
@@ -363,10 +341,8 @@ def _segment_elements(problem: _Problem, count: int) -> int:
 
 
 def _part_elements(problem: _Problem, count: int) -> int:
-    """Returns the most elements of a CTA, for a row over `count` CTAs; the largest cluster may exceed it.
-
-    The number of rows counts only where a CTA may hold several segments.
-    """
+    """Returns the most elements of a CTA, for a row over `count` CTAs; the largest cluster may exceed it."""
+    # The number of rows counts only where a CTA may hold several segments.
     half, many = problem.itemsize == 2, problem.segmented and problem.rows >= MANY_ROWS
     if problem.vocab % problem.vec:
         most = UNALIGNED_READ_PART_BYTES if problem.only_read else UNALIGNED_PART_BYTES
@@ -388,49 +364,41 @@ def _part_elements(problem: _Problem, count: int) -> int:
 
 def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
     """Returns parts that fit. Clusters take rows in turns if each CTA is alone on its multiprocessor."""
-    alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem
+    alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem and clustered.per_cta == 1
     # A backward needs no turns: it has little arithmetic, and reaches 94% without them.
-    pays = problem.rows > FULL_CLUSTERS and problem.arrays == 1 and not problem.only_read
-    if problem.hopper and alone and pays and clustered.per_cta == 1:
-        in_turns = _in_turns(problem, clustered)
-        return clustered if in_turns.again else in_turns
+    pays = problem.rows > hardware.FULL_CLUSTERS and problem.arrays == 1 and not problem.only_read
+    if problem.hopper and alone and pays and not (in_turns := _in_turns(problem, clustered)).again:
+        return in_turns
     return clustered
 
 
 def _reading_again(problem: _Problem, clustered: Parts) -> Parts | None:
-    """Returns parts in turns that read some steps twice; None if two launches are better.
+    """Returns parts in turns that read some steps twice; None if two launches access memory less.
 
-    A mask rules this out: the first read makes masked elements neutral in shared memory, and a second one would undo
-    that.
+    Two launches read everything twice, and write it once. A mask rules turns out: the first read makes masked elements
+    neutral in shared memory, and a second one would undo that.
     """
     if not problem.hopper or problem.fits(clustered) or problem.masked or problem.only_read:
         return None
     if problem.arrays == 2:
         clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
     in_turns = _in_turns(problem, clustered)
-    return in_turns if _worth_reading_again(problem, in_turns) else None
+    # nothing overlaps the first read and the last write
+    turns = -(-problem.rows // hardware.FULL_CLUSTERS) + 0.5
+    reads = 1 + READ_AGAIN_COST * in_turns.again / in_turns.walk.steps
+    accesses = hardware.FULL_CLUSTERS * turns * (problem.arrays * reads + 1)
+    return in_turns if accesses < problem.rows * (problem.arrays * 2 + 1) else None
 
 
 def _in_turns(problem: _Problem, parts: Parts) -> Parts:
-    """Returns the same parts, with rows in turns.
-
-    FULL_CLUSTERS clusters run at once, so the number of clusters is a multiple. All take about the same number of rows.
-    """
-    slots = min(problem.smem_elements // parts.walk.step_size, MAX_BARRIERS)
-    waves = -(-problem.rows // (FULL_CLUSTERS * TURNS))
-    return dataclasses.replace(parts, teams=FULL_CLUSTERS * waves, slots=slots)
-
-
-def _worth_reading_again(problem: _Problem, parts: Parts) -> bool:
-    """Returns whether turns access memory less than two launches, which read everything twice and write it once."""
-    turns = -(-problem.rows // FULL_CLUSTERS) + 0.5  # nothing overlaps the first read and the last write
-    again = READ_AGAIN_COST * parts.again / parts.walk.steps
-    in_turns = FULL_CLUSTERS * turns * (problem.arrays * (1 + again) + 1)
-    return in_turns < problem.rows * (problem.arrays * 2 + 1)
+    # FULL_CLUSTERS clusters run at once, so the number of clusters is a multiple.
+    step_bytes = parts.walk.step_size * problem.itemsize * problem.arrays
+    slots = min(problem.smem // step_bytes, MAX_BARRIERS)
+    waves = -(-problem.rows // (hardware.FULL_CLUSTERS * TURNS))
+    return dataclasses.replace(parts, teams=hardware.FULL_CLUSTERS * waves, slots=slots)
 
 
 def _in_two_launches(problem: _Problem) -> Parts:
-    """Returns parts for two launches, as few as fit."""
     count = SPLIT
     while not problem.fits(problem.parts(count, cluster=False)):
         count += SPLIT

@@ -1,22 +1,12 @@
 """Kernels for softmax along the last axis. A row lies in registers, or passes through shared memory in steps.
 
-Short rows are in the registers of a few lanes, of a warp, or of all threads of a CTA: load -> reduce -> write.
+    short rows       in the registers of some lanes    load -> reduce -> write
+    long rows        in a CTA or a cluster             load -> reduce each segment -> merge all segments -> write
+    longest rows     launch 1, a CTA per segment       load -> reduce -> write the segment's reduction
+                     launch 2, which reads again       load -> merge the reductions of the row -> write
 
-A long row is cut into segments. It has one CTA or a cluster, in one launch. A CTA has one segment or several, and the
-CTAs of a cluster exchange reductions through shared memory:
-
-    load -> reduce each segment -> merge all segments of the row -> write
-
-With `Parts.slots`, a team (a CTA or a cluster) takes several rows in turns. If shared memory holds only some steps of a
-segment, the first steps are read twice.
-
-Or many CTAs share a row, one segment each, in two launches for all rows. In the second launch each CTA merges the
-reductions of all segments of its row. So each element is read twice:
-
-    launch 1    load -> reduce -> write the segment's reduction
-    launch 2    load -> merge -> write
-
-If the result is one number per row, plain JAX merges the reductions in place of launch 2.
+The CTAs of a cluster exchange reductions through shared memory. With `Parts.slots`, a team (a CTA or a cluster) takes
+several rows in turns. If the result is one number per row, plain JAX merges the reductions in place of launch 2.
 
 `part.py` has the stages of long rows. A CTA has 128 threads, and `gpu.layout` draws which elements each thread holds:
 `Tile` for short rows, and `Walk` for long ones.
@@ -38,7 +28,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.staged_row import StagedRow, part_place
-from pallas_softmax._src.softmax import label_rank
+from pallas_softmax._src.softmax import label_rank, states_ptx
 from pallas_softmax._src.softmax.formulas import SUM, Formula, Label, comes_before
 from pallas_softmax._src.softmax.part import Job, Part, Refs, merged_row, wait_for_peers
 from pallas_softmax._src.softmax.plan import Parts
@@ -49,11 +39,7 @@ from pallas_softmax._src.softmax.plan import Parts
 def compute_tile(
     formula: Formula, tile: Tile, mask: Mask | None, x_gmem, mask_gmem, scale_gmem, label_gmem, *out_gmem
 ) -> None:
-    """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it.
-
-    Stages: load, reduce each row, count the elements before its label (if there are labels), compute the elements (if
-    the result has elements), write. `Tile` draws which thread holds what. `launch` documents the arguments.
-    """
+    """The kernel: a CTA holds one tile of rows in registers, and computes a formula on it; see `Tile` and `launch`."""
     row = lax.axis_index("row") * tile.rows  # the first row of this CTA
     fill = formula.reduction.neutral
     loaded, x = [], []  # the arrays in their own dtypes, and in float32
@@ -85,10 +71,7 @@ def compute_tile(
 
 
 def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
-    """Returns the scale of each row twice: repeated over a tile, and one per row.
-
-    If all rows share one scale, both are that number. Without a scale, both are None.
-    """
+    """Returns the scale of each row twice: repeated over a tile, and one per row. A scale of all rows is one number."""
     if scale_gmem is None:
         return None, None
     if scale_gmem.shape[0] == 1:
@@ -98,7 +81,6 @@ def _load_scales(scale_gmem, tile: Tile, row) -> tuple[Any, Any]:
 
 
 def _reduce(formula: Formula, tile: Tile, term):
-    """Returns the reduction of each row of a tile of terms."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     total = formula.reduction.combine_lanes(formula.reduction.states(term), 1, broadcast)
     if formula.locates:
@@ -123,10 +105,7 @@ def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
 
 
 def compute_row(job: Job, refs: Refs) -> None:
-    """The kernel: one CTA, or the CTAs of a cluster, compute a row.
-
-    The copies to shared memory run while `_reduce_merge_write` reduces the steps that have arrived.
-    """
+    """The kernel: one CTA, or the CTAs of a cluster, compute a row; or each CTA computes the reduction of a segment."""
     parts = job.parts
     if parts.per_cta == 1:
         part = _load(job, refs)
@@ -143,7 +122,6 @@ def compute_row(job: Job, refs: Refs) -> None:
 
 
 def _for_each(count: int, do: Callable[[Any], None]) -> None:
-    """Calls do(number) for each segment of the CTA."""
     if count == 1:
         do(0)
     else:
@@ -151,15 +129,16 @@ def _for_each(count: int, do: Callable[[Any], None]) -> None:
 
 
 def _reduce_merge_write(job: Job, refs: Refs, part_of: Callable[[Any], Part]) -> None:
-    """Reduces the segments of this CTA while they are loaded, merges all segments of the row, and writes the results.
-
-    part_of(number) is a segment of this CTA.
-    """
+    """Reduces the segments part_of(number) while they are loaded, merges all of the row, and writes the results."""
     each = functools.partial(_for_each, job.parts.per_cta)
     each(lambda number: part_of(number).keep(number))  # step by step; waits until each has arrived
     formula = part_of(0).formula
     total = merged_row(job, refs, formula.reduction)
-    if formula.value is not None:  # for example softmax: the elements, from shared memory
+    if not job.parts.cluster:  # for a second launch
+        part = part_of(0)
+        total = part.located(_recounted(job, refs, part_of, total)) if formula.locates else total
+        part.write_reduction(total)
+    elif formula.value is not None:  # for example softmax: the elements, from shared memory
         # The last block of a segment may reach into the next segment, so the last segment is written first. (Masked
         # elements are stored while a segment is reduced, but then a CTA has one segment.)
         each(lambda number: part_of(job.parts.per_cta - 1 - number).write(total))
@@ -172,9 +151,7 @@ def _reduce_merge_write(job: Job, refs: Refs, part_of: Callable[[Any], Part]) ->
 
 def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) -> None:
     """Writes the constants of the row, in the CTA that has the segment with its largest element."""
-    if part_of(0).formula.counts:
-        total = total._replace(before=_recounted(job, refs, part_of, total))
-    parts = job.parts
+    parts, total = job.parts, _recounted(job, refs, part_of, total)
     segment = total.at.astype(jnp.int32) // parts.all_steps - part_of(0).place.index
 
     @pl.when((segment >= 0) & (segment < parts.per_cta))
@@ -184,21 +161,21 @@ def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) 
 
 
 def _recounted(job: Job, refs: Refs, part_of: Callable[[Any], Part], total):
-    """Returns how many elements of the row come before its label, counted again if the steps may be wrong.
-
-    All CTAs of a cluster take the same branch: their m has the same bits. In two launches, this is about a segment.
-    """
+    """Counts the elements before the label again if the steps may be wrong."""
+    if not part_of(0).formula.counts:
+        return total
 
     def keep_count(number):
-        part = part_of(number)
-        part.keep_sum(label_rank.count_again(part), number)
+        states_ptx.keep(SUM, label_rank.count_again(part_of(number)), refs.records_smem, number)
 
     def recount():
         wait_for_peers(job, refs)
         _for_each(job.parts.per_cta, keep_count)
         return merged_row(job, refs, SUM)
 
-    return lax.cond(label_rank.is_inexact(part_of(0), total), recount, lambda: total.before)
+    # All CTAs of a cluster take the same branch: their m has the same bits.
+    before = lax.cond(label_rank.is_inexact(part_of(0), total), recount, lambda: total.before)
+    return total._replace(before=before)
 
 
 def compute_rows_in_turns(job: Job, refs: Refs) -> None:
@@ -243,24 +220,12 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     lax.fori_loop(0, turns, take_turn, None)
 
 
-# --- Long rows, in two launches ------------------------------------------------------------------------
-
-
-def reduce_segment(job: Job, refs: Refs) -> None:
-    """The first kernel of two: reduces each segment and writes its reduction."""
-    part = _load(job, refs)
-    part.keep(0)
-    total = merged_row(job, refs, part.formula.reduction)
-    if part.formula.counts:
-        total = total._replace(before=_recounted(job, refs, lambda number: part, total))
-    part.write_reduction(part.located(total) if part.formula.locates else total)
+# --- Long rows, in two launches: `compute_row` is the first kernel -------------------------------------
 
 
 def write_segment(job: Job, refs: Refs) -> None:
-    """The second kernel of two: merges the reductions of the row's segments, then writes the elements.
-
-    It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
-    """
+    """The second kernel of two: merges the reductions of the row's segments, then writes the elements."""
+    # In reverse, since the L2 cache still holds what the first launch read last.
     part = _load(job, refs, backwards=True)
     total = part.combine_from_device_memory()
     part.wait_for_body()
@@ -268,7 +233,7 @@ def write_segment(job: Job, refs: Refs) -> None:
 
 
 def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Part:
-    """Returns the only segment of this CTA, after starting the copies of its body and the loads of its edges."""
+    """Returns the only segment of this CTA, which is being loaded."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
     part = Part(job, refs, place, StagedRow(job.parts.walk))
     _start_copies(part)
@@ -277,7 +242,6 @@ def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Part:
 
 
 def _start_copies(part: Part) -> None:
-    """Starts the copies of all steps of a segment."""
     for i in range(part.job.parts.walk.steps):
         part.copy_in(i)
 
@@ -302,8 +266,7 @@ def launch(
     that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
     "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
 
-    Returns one array with all elements of the result, of the last array's dtype; or if the formula has per-row outputs,
-    arrays (rows, 1) or (rows,).
+    Returns one array of all elements, of the last array's dtype; or per-row outputs (rows, 1) or (rows,).
     """
     if isinstance(plan, Tile):
         rows = arrays[0].shape[0]
@@ -323,7 +286,7 @@ def launch(
 
     structure = jax.tree.structure(formula.reduction.empty)
     of_segments = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, _launch(job, reduce_segment, f"{name}_reduce", of_segments))
+    reductions = jax.tree.unflatten(structure, _launch(job, compute_row, f"{name}_reduce", of_segments))
     if formula.value is None:
         reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
         totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
@@ -335,17 +298,14 @@ def launch(
 def _launch(
     job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
 ) -> list[jax.Array]:
-    """Launches kernel(job, refs) on all rows, and returns its results.
-
-    `reductions` has the reductions of the segments, (rows, segments), if a launch before made them.
-    """
+    """Launches kernel(job, refs). `reductions` (rows, segments) are of the segments, if a launch before made them."""
     parts = job.parts
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
         "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
     }
     if reductions is None:
-        words = job.formula.reduction.form.words(parts.per_cta)
+        words = states_ptx.words(job.formula.reduction.fields, parts.per_cta)
         scratch["records_smem"] = plgpu.SMEM((words,), jnp.float32)
     if job.ctas > 1:
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))

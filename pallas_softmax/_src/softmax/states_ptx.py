@@ -22,7 +22,6 @@ One fma for x a - m a would save an instruction. But m a is rounded, so that the
 exactly 1, and its entropy not exactly 0.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,63 +41,51 @@ FAR = -1e4
 _LN_2 = 1 / LOG2_E
 
 # The numbers of a state by name, with what the empty set has. `place` says where the largest logit is, and the lowest
-# place wins. `before` is how many logits come before the label's.
+# place wins. `before` is how many logits come before the label's. A state has some of these fields, in this order.
 _EMPTY = {"m": float("-inf"), "d": 0.0, "t": 0.0, "place": float("inf"), "before": 0.0}
 _MERGES = {"d": "add", "t": "add", "place": "min", "before": "add"}
 State = dict[str, Value]
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The numbers of a state, names of `_EMPTY`, and whether there is a temperature."""
-
-    fields: tuple[str, ...] = ("m", "d", "t")
-    scaled: bool = False
-
-    @property
-    def factors(self) -> tuple[str, ...]:
-        """The operands with the product log2(e) / temperature."""
-        return ("a", "again") if self.scaled else ("a",)
-
-    def words(self, segments: int) -> int:
-        """Returns the number of words of shared memory of a CTA that holds so many segments."""
-        return _RESULT_WORDS + segments * WARPS * len(self.fields)
-
+Fields = tuple[str, ...]
 
 _RESULT_WORDS = 8  # the state of the row, before the records of the segments
 
 
+def words(fields: Fields, segments: int) -> int:
+    """Returns the words of shared memory of a CTA for the records of its segments."""
+    return _RESULT_WORDS + segments * WARPS * len(fields)
+
+
 @twin
 def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = None) -> Moments:
-    """Adds logits `xs` to the moments of each thread, all arrays (128,), for the CTA's only warpgroup.
-
-    Threads do not exchange anything. `scale` belongs to the temperature, or is None.
-    """
+    """Adds logits `xs` to the moments of each thread, all arrays (128,), in a CTA of one warpgroup."""
     numbers = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
     results = {f"new_{name}": "f32" for name in Moments._fields}
-    program = add_program(len(xs), Form(scaled=scale is not None))
+    program = add_program(len(xs), scaled=scale is not None)
     return Moments(*insert_ptx(program, {}, numbers | _factors(scale), results))
 
 
-def keep(form: Form, state: Sequence[jax.Array], records, segment, scale: Scale | None = None) -> None:
-    """Writes the record of a segment, given the state of each thread in it: one array (128,) for each field.
+@twin
+def keep(reduction: Any, state, records, segment) -> None:
+    """Writes the record of a segment, given the state of each thread in it: arrays (128,).
 
-    `records` refers to shared memory, `form.words` float32. `segment` is the number of the segment in its CTA. `scale`
-    belongs to the temperature, or is None.
+    `records` refers to shared memory, `words` float32. `segment` is the number of the segment in its CTA.
     """
-    numbers = dict(zip(form.fields, state)) | _factors(scale) | {"segment": segment}
-    insert_ptx(keep_program(form), {"records": records}, numbers)
+    fields, scale = reduction.fields, reduction.scale
+    numbers = dict(zip(fields, jax.tree.leaves(state))) | _factors(scale) | {"segment": segment}
+    insert_ptx(keep_program(fields, scaled=scale is not None), {"records": records}, numbers)
 
 
-def merged(form: Form, records, segments: int, ctas: int, scale: Scale | None = None) -> tuple:
+@twin
+def merged(reduction: Any, records, segments: int, ctas: int) -> Any:
     """Returns the state of the row, scalars, given the records of its segments in the CTAs of the cluster.
 
     The CTAs hold equal numbers of segments, in order. A cluster of several must synchronize before this. Afterwards
     this CTA reads no other CTA: those may exit, or overwrite their records.
     """
-    results = {f"new_{name}": "f32" for name in form.fields}
-    program = merge_program(form, segments, ctas)
-    return insert_ptx(program, {"records": records}, _factors(scale), results, uniform=True)
+    results = {f"new_{name}": "f32" for name in reduction.fields}
+    program = merge_program(reduction.fields, segments, ctas, scaled=reduction.scale is not None)
+    leaves = insert_ptx(program, {"records": records}, _factors(reduction.scale), results, uniform=True)
+    return jax.tree.unflatten(jax.tree.structure(reduction.empty), leaves)
 
 
 def _factors(scale: Scale | None) -> dict[str, Any]:
@@ -111,22 +98,18 @@ def _factors(scale: Scale | None) -> dict[str, Any]:
 # --- Programs
 
 
-def add_program(count: int, form: Form = Form()) -> Program:
-    """Returns the program of `add_logits`.
-
-    It reads <m>, <d>, <t>, the factors and the logits <x0>, <x1>, ..., `count` in all. It writes <new_m>, <new_d> and
-    <new_t>.
-    """
+def add_program(count: int, *, scaled: bool) -> Program:
+    """Returns the program of `add_logits` for `count` logits <x0>, <x1>, ..."""
     p = Program()
-    old = {name: p.operand(name, "f32") for name in form.fields}
+    old = {name: p.operand(name, "f32") for name in Moments._fields}
     xs = p.operands("f32", *(f"x{i}" for i in range(count)))
     new_m, new_d, new_t = p.operands("f32", "new_m", "new_d", "new_t")
     p.set(new_m, p.reduce("max.NaN", [old["m"], *xs]))
-    kept, shift = _relative_to(p, form, old, new_m), _shift(p, form, new_m)
+    kept, shift = _relative_to(p, scaled, old, new_m), _shift(p, scaled, new_m)
     # Four sums of d and four of t: an addition need not wait for the one before, and fewer rounding errors add up.
     ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in ("d", "t"))
     for i, x in enumerate(xs):
-        u = _distance(p, form, x, shift)
+        u = _distance(p, scaled, x, shift)
         e = p.exp2(u)
         p.increase(ds[i % 4], e)
         p.set(ts[i % 4], p.multiply_add(u, e, ts[i % 4]))
@@ -135,73 +118,69 @@ def add_program(count: int, form: Form = Form()) -> Program:
     return p
 
 
-def keep_program(form: Form) -> CtaProgram:
-    """Returns the program of `keep`. It reads the fields of a state, the factors, <records> and <segment>."""
+def keep_program(fields: Fields, *, scaled: bool) -> CtaProgram:
     p = CtaProgram()
-    state = _combine_lanes(p, form, {name: p.operand(name, "f32") for name in form.fields})
-    record = _record(p, form, p.operand("segment", "s32").bits("u32"))
+    state = _combine_lanes(p, scaled, {name: p.operand(name, "f32") for name in fields})
+    record = _record(p, fields, p.operand("segment", "s32").bits("u32"))
     for i, value in enumerate(state.values()):
         p.store(p.at(record, p.warp, 4), value, offset=4 * WARPS * i, when=p.first_lane)
     return p
 
 
-def merge_program(form: Form, segments: int, ctas: int) -> CtaProgram:
-    """Returns the program of `merged`. It reads the factors and <records>, and writes <new_m> and so on.
-
-    Lane i of the first warp reads the record of segment i. The results reach the other warps through shared memory.
-    """
+def merge_program(fields: Fields, segments: int, ctas: int, *, scaled: bool) -> CtaProgram:
+    """Lane i of the first warp reads the record of segment i. The results reach other warps by shared memory."""
     p = CtaProgram(ctas=ctas)
     result = p.operand("records", "u32")
     if ctas == 1:
         p.barrier()
     with p.when(p.warp.equals(0)):
         exists, each = p.lane < segments, log2(segments // ctas)
-        record = _record(p, form, p.lane & (1 << each) - 1)
+        record = _record(p, fields, p.lane & (1 << each) - 1)
         of_warps = []
-        for i, name in enumerate(form.fields):
+        for i, name in enumerate(fields):
             found = p.of_cta(record + 4 * WARPS * i, p.lane >> each, "f32", WARPS, when=exists)
             of_warps.append([p.select(exists, number, _EMPTY[name]) for number in found])
-        states = [dict(zip(form.fields, numbers)) for numbers in zip(*of_warps)]
-        total = [*_combine_lanes(p, form, _combine(p, form, states)).values()]
+        states = [dict(zip(fields, numbers)) for numbers in zip(*of_warps)]
+        total = [*_combine_lanes(p, scaled, _combine(p, scaled, states)).values()]
         for i in range(0, len(total), 4):
             p.store(result, *total[i : i + 4], offset=4 * i, when=p.first_lane)
     p.barrier()
-    for i, name in enumerate(form.fields):
+    for i, name in enumerate(fields):
         p.set(p.operand(f"new_{name}", "f32"), p.load(result, "f32", offset=4 * i))
     return p
 
 
-def _record(p: CtaProgram, form: Form, segment: Value) -> Value:
+def _record(p: CtaProgram, fields: Fields, segment: Value) -> Value:
     """Returns the address of the record of a segment, in this CTA.
 
     result    | m | d | ..  8 words
     record 0  | m of 4 warps | d of 4 warps | ..
     record 1  | ..
     """
-    return p.operand("records", "u32") + segment * (4 * WARPS * len(form.fields)) + 4 * _RESULT_WORDS
+    return p.operand("records", "u32") + segment * (4 * WARPS * len(fields)) + 4 * _RESULT_WORDS
 
 
-def _combine_lanes(p: CtaProgram, form: Form, state: State) -> State:
+def _combine_lanes(p: CtaProgram, scaled: bool, state: State) -> State:
     """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
     m = {"m": p.over_warp(["max.NaN"], [state["m"]])[0]} if "m" in state else {}
-    parts = _relative_to(p, form, state, *m.values())
+    parts = _relative_to(p, scaled, state, *m.values())
     sums = p.over_warp([_MERGES[name] for name in parts], [*parts.values()])
     return m | dict(zip(parts, sums))
 
 
-def _combine(p: Program, form: Form, states: list[State]) -> State:
+def _combine(p: Program, scaled: bool, states: list[State]) -> State:
     """Merges some states of this thread."""
-    m = {"m": p.reduce("max.NaN", [state["m"] for state in states])} if "m" in form.fields else {}
-    parts = [_relative_to(p, form, state, *m.values()) for state in states]
+    m = {"m": p.reduce("max.NaN", [state["m"] for state in states])} if "m" in states[0] else {}
+    parts = [_relative_to(p, scaled, state, *m.values()) for state in states]
     return m | {name: p.reduce(_MERGES[name], [part[name] for part in parts]) for name in parts[0]}
 
 
-def _relative_to(p: Program, form: Form, state: State, m: Value | None = None) -> State:
+def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None) -> State:
     """Returns the numbers of a state except m, for a merge with this m; without m, they are only added."""
     rest = {name: value for name, value in state.items() if name != "m"}
     if m is None:
         return rest
-    u = _distance(p, form, state["m"], _shift(p, form, m))
+    u = _distance(p, scaled, state["m"], _shift(p, scaled, m))
     factor = p.exp2(u)
     if "t" in rest:
         rest["t"] = p.multiply_add(u * _LN_2, rest["d"], rest["t"]) * factor
@@ -212,19 +191,18 @@ def _relative_to(p: Program, form: Form, state: State, m: Value | None = None) -
     return rest
 
 
-def _shift(p: Program, form: Form, m: Value) -> Value:
+def _shift(p: Program, scaled: bool, m: Value) -> Value:
     """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
-    return _in_range(p, form, p.select(m.equals(float("-inf")), 0.0, m))
+    return _in_range(p, scaled, p.select(m.equals(float("-inf")), 0.0, m))
 
 
-def _in_range(p: Program, form: Form, x: Value) -> Value:
-    """Returns x <first> with a temperature, else x."""
-    return x * p.operand("first", "f32") if form.scaled else x
+def _in_range(p: Program, scaled: bool, x: Value) -> Value:
+    return x * p.operand("first", "f32") if scaled else x
 
 
-def _distance(p: Program, form: Form, x: Value, shift: Value) -> Value:
+def _distance(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
     """Returns u = (x <first> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
-    u = _in_range(p, form, x) - shift
-    for factor in p.operands("f32", *form.factors):
+    u = _in_range(p, scaled, x) - shift
+    for factor in p.operands("f32", *(("a", "again") if scaled else ("a",))):
         u = u * factor
     return p.op("max.NaN", "f32", u, FAR)

@@ -88,11 +88,8 @@ def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
 
 @triton.jit
 def _store_logsumexp(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
-    """Stores logsumexp, m and d of rows into the three lines of out (3, ROWS).
-
-    If a logit is +inf, d is NaN, but logsumexp is still +inf.
-    """
-    lse = tl.where(m == float("inf"), m, m + log_sum(d))
+    """Stores logsumexp, m and d of rows into the three lines of out (3, ROWS)."""
+    lse = tl.where(m == float("inf"), m, m + log_sum(d))  # with a logit of +inf, d is NaN
     tl.store(out_ptr + row, lse, mask=inside)
     tl.store(out_ptr + ROWS + row, m, mask=inside)
     tl.store(out_ptr + 2 * ROWS + row, d, mask=inside)

@@ -1,11 +1,7 @@
 """softmax, log_softmax, logsumexp and their derivatives in plain JAX: the reference for their kernels.
 
-    x             the logits, of any rank
-    where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
-    axes          the reduced axes; their dimensions stay, with size 1
-    mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
-
-Arithmetic is in float32, or in the dtype of the logits if that is wider.
+`masks.py` explains x, where and mesh_axes; no kernel has mesh_axes. `axes` are the reduced axes; their dimensions stay,
+with size 1. Arithmetic is in float32, or in the dtype of the logits if that is wider.
 """
 
 import jax.numpy as jnp
@@ -63,9 +59,9 @@ def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 
 
 def logsumexp(x, where, *, axes):
-    """Returns m + log(d), in the dtype of x, and the normalizer (m, d).
+    """Returns m + log(d), in the dtype of x, and the normalizer (m, d), for derivatives.
 
-    The logarithm needs no mended sum, and without it XLA fuses a chain of calls better. Derivatives use (m, d).
+    The logarithm needs no mended sum, and without it XLA fuses a chain of calls better.
     """
     logits = widen(x) if x.dtype.itemsize == 1 else x  # an 8-bit float may have no -inf
     m, total = normalizers.max_and_sum(masked(logits, where, -jnp.inf), axes)
@@ -75,8 +71,7 @@ def logsumexp(x, where, *, axes):
 def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
     """Returns dx = exp(x - m) (dy / d + dd), where dy and dd are the cotangents of the result and of d.
 
-    It is not exp(x - lse) dy + ..., which would have the rounding of lse in it.
-    The normalizer covers the whole row, so devices that share a row (`mesh_axes`) exchange nothing.
+    exp(x - lse) would have the rounding of lse in it. The normalizer is of the whole row: devices exchange nothing.
     """
     x, m, d = residuals
     dx = _exponentials(x, where, m) * (widen(dy) / _finite_d(m, d) + dd)

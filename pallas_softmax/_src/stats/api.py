@@ -18,7 +18,8 @@ from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.normalizers import float_dtype, to_float
 from pallas_softmax._src.stats.operation import RANKED_STATS, TOKEN_STATS
-from pallas_softmax._src.stats.xla import RowStats, tempered_largest
+from pallas_softmax._src.stats.xla import RowStats
+from pallas_softmax._src.temperatures import Temperature
 
 
 class TokenStats(NamedTuple):
@@ -43,7 +44,6 @@ export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_sof
 
 
 def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the temperature, None if it is 1, and the labels."""
     name, labels = "token_stats", given["labels"]
     t = arguments.known_temperature(name, given["temperature"], given["logits"])
     return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
@@ -134,9 +134,8 @@ def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *,
     stats = run(distances, where, temperature, labels)
     top = jnp.max(x, -1, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
     top = lax.pmax(top, mesh_axes) if mesh_axes else top
-    stats = stats._replace(
-        logsumexp=tempered_largest(top.astype(distances.dtype), temperature) + stats.logsumexp
-    )
+    largest = Temperature.of(temperature).divide(top.astype(distances.dtype))
+    stats = stats._replace(logsumexp=largest + stats.logsumexp)
     if stats.rank is None:
         return stats
     in_order = sort_keys.from_key(sort_keys.key(x), f"float{8 * x.dtype.itemsize}")
@@ -144,7 +143,7 @@ def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *,
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns the labels as int32, of shape batch + (1,); -1 without labels, and for labels that int32 cannot hold."""
+    """Returns the labels in int32, batch + (1,); -1 without labels, and for labels that int32 cannot hold."""
     batch = shape[:axis] + shape[axis + 1 :]
     if labels is None:
         return jnp.full((*batch, 1), -1, jnp.int32)

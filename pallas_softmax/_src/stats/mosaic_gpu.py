@@ -11,20 +11,11 @@ from pallas_softmax._src.normalizers import Moments, encoded_scale
 from pallas_softmax._src.softmax import rows_kernel
 from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Label
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
-from pallas_softmax._src.stats.xla import (
-    RowStats,
-    is_column,
-    label_distance,
-    label_keys,
-    logits_at,
-    tempered_largest,
-    with_rank,
-)
+from pallas_softmax._src.stats.xla import RowStats, finished, label_keys, logits_at, with_rank
 from pallas_softmax._src.temperatures import is_zero
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
-    """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is None and call.vocab > MOST_POSITIONS:
         reason = f"the argmax is exact for rows of up to {MOST_POSITIONS} elements, not {call.vocab}"
@@ -33,52 +24,42 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
     return plan_softmax("token_stats", call.rows, call.vocab, call.dtype, capability, masked=call.masked)
 
 
-def token_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
-    """Returns what `xla.token_stats` returns."""
-    return counted_stats(plan, logits, where, temperature, labels, None, scaled=scaled)
-
-
-def ranked_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
-    """Returns what `xla.ranked_stats` returns."""
-    keys, is_ranked = label_keys(labels, logits, where)
-    return with_rank(counted_stats(plan, logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
-
-
-def counted_stats(
-    plan: Tile | Parts, logits, where, temperature, labels, at_labels, *, scaled: bool
+def token_stats(
+    plan: Tile | Parts, logits, where, temperature, labels, at_labels=None, *, scaled: bool
 ) -> RowStats:
-    """Returns what `xla.counted_stats` returns; without `at_labels` nothing is counted."""
+    """Returns what `xla.token_stats` returns; with `at_labels`, what `xla.counted_stats` returns."""
     label = None
     if at_labels is not None:
         key = jnp.maximum(at_labels, jnp.iinfo(jnp.int32).min + 1)
         numbers = labels, key, sort_keys.widened_key(key, logits.dtype)
         label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in numbers))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
-    lse, entropy, m, d, t, argmax, *count = (
-        unfold(a.reshape(-1, 1))
-        for a in rows_kernel.launch(
-            FORMULAS["token_stats" if label is None else "counted_stats"],
-            [x],
-            mask,
-            plan,
-            encoded_scale(temperatures) if scaled else None,
-            label,
-            name="token_stats_forward",
-            approximate=approximate(x.dtype),
-        )
+    results = rows_kernel.launch(
+        FORMULAS["token_stats" if label is None else "counted_stats"],
+        [x],
+        mask,
+        plan,
+        encoded_scale(temperatures) if scaled else None,
+        label,
+        name="token_stats_forward",
+        approximate=approximate(x.dtype),
     )
-    moments = Moments(m, d, t)
-    if scaled:
-        lse = jnp.where(
-            is_zero(temperature), tempered_largest(moments.m, temperature) + jnp.log(moments.d), lse
-        )
+    lse, entropy, m, d, t, argmax, *count = (unfold(a.reshape(-1, 1)) for a in results)
     label_logit = logits_at(labels, logits, where)
-    at_label = label_distance(label_logit, moments.m, temperature, is_column(labels, logits.shape[-1]))
-    return RowStats(lse, entropy, at_label, moments, argmax, *count)
+    stats = finished(Moments(m, d, t), temperature, labels, label_logit, argmax, logits.shape[-1])
+    if scaled:
+        lse = jnp.where(is_zero(temperature), stats.logsumexp, lse)
+    return stats._replace(logsumexp=lse, entropy=entropy, rank=count[0] if count else None)
+
+
+def ranked_stats(plan: Tile | Parts, logits, where, temperature, labels, *, scaled: bool) -> RowStats:
+    """Returns what `xla.ranked_stats` returns."""
+    keys, is_ranked = label_keys(labels, logits, where)
+    return with_rank(token_stats(plan, logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
 
 
 KERNELS = {
     "token_stats": Kernel(plan, token_stats),
     "ranked_stats": Kernel(plan, ranked_stats),
-    "counted_stats": Kernel(plan, counted_stats),
+    "counted_stats": Kernel(plan, token_stats),
 }

@@ -1,10 +1,8 @@
 """Token statistics and their derivatives in plain JAX: the reference for the kernel.
 
-    logits        of any rank, floats; a row is the last axis
-    where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
-    temperature   (1, ..., 1) or (..., 1), at least 0; the logits of a row are divided by it
-    labels        int32, (..., 1): columns of the whole row
-    mesh_axes     the mesh axes that each row is spread over, if any; no kernel has this argument
+    logits, where, mesh_axes    as in `masks.py`; a row is the last axis, and no kernel has mesh_axes
+    temperature                 (1, ..., 1) or (..., 1), at least 0; the logits of a row are divided by it
+    labels                      int32, (..., 1): columns of the whole row
 
 Below, u = (x - m) / temperature, where m is the largest logit. At temperature 0, it is 0 or -inf. m is a constant in
 all derivatives: no statistic depends on the number that is subtracted before the exponential.
@@ -44,17 +42,18 @@ class RowStats(NamedTuple):
 
 
 def token_stats(logits, where, temperature, labels, *, scaled):
-    """Returns the `RowStats` of each row. `scaled` says whether the temperature may differ from 1."""
+    """Returns the `RowStats` of each row. If not `scaled`, the temperature is 1."""
     x = logits_of(logits, where)
     argmax = first_of_largest(x) if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), jnp.int32)
     largest = at(x, argmax, "fill", -jnp.inf)
     m = largest if scaled else _maximum(x, largest)
-    u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
+    scale = Temperature.of(temperature) if scaled else None
+    u = normalizers.distance(x, jnp.where(jnp.isinf(m), 0, m), scale)
     e = jnp.exp(u)
     m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
     label_logit = logits_at(labels, logits, where)
-    stats = finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
+    stats = finished(Moments(m, d, t), temperature, labels, label_logit, argmax, logits.shape[-1])
     return stats._replace(moments=Moments(largest, d, t))
 
 
@@ -66,7 +65,6 @@ def _maximum(x, largest):
 
 
 def ranked_stats(logits, where, temperature, labels, *, scaled):
-    """Returns the `RowStats` of each row, with the rank."""
     keys, is_ranked = label_keys(labels, logits, where)
     return with_rank(counted_stats(logits, where, temperature, labels, keys, scaled=scaled), is_ranked)
 
@@ -74,8 +72,8 @@ def ranked_stats(logits, where, temperature, labels, *, scaled):
 def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     """Returns the `RowStats` of each row; in place of the rank, the number of logits before the label.
 
-    The label may be in another shard of the row, so it may be any number: a column, counted from the start of this
-    shard. `at_labels` are the sort keys of the labels' logits, see `label_keys`.
+    The label may be in another shard of the row: it is counted from the start of this shard. `at_labels` is a result of
+    `label_keys`.
     """
     keys = sort_keys.wide_key(logits)
     before = (keys > at_labels) | ((keys == at_labels) & (positions(logits) < labels))
@@ -86,10 +84,9 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
 
 
 def label_keys(labels, logits, where, mesh_axes=()):
-    """Returns the sort key of the logit at the label of each row, and whether the label has a rank.
+    """Returns the sort key of the logit at each label, in 32 bits or more, and whether the label has a rank.
 
-    Keys have 32 bits or more. A label has no rank if it is no column, or a masked one. The key of a label that is no
-    column is 0.
+    A label has no rank if it is no column, or a masked one. The key of a label that is no column is 0.
     """
     own, columns = _own_columns(labels, logits, mesh_axes)
     at_label = at(logits, columns, "fill", 0)
@@ -102,22 +99,18 @@ def label_keys(labels, logits, where, mesh_axes=()):
 
 
 def with_rank(stats: RowStats, is_ranked) -> RowStats:
-    """Returns the statistics with the rank in place of the count of `counted_stats`."""
+    """Puts the rank in the place of the count of `counted_stats`."""
     count: Any = stats.rank
     return stats._replace(rank=jnp.where(is_ranked, 1 + count, 0))
 
 
-def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> RowStats:
-    """Returns the `RowStats` of rows with these moments."""
+def finished(moments: Moments, temperature, labels, label_logit, argmax, vocab: int) -> RowStats:
+    """Returns the `RowStats` of whole rows, of `vocab` logits."""
     m, d, _ = moments
-    at_label = label_distance(label_logit, m, temperature, has_label)
-    logsumexp = jnp.where(m == jnp.inf, m, tempered_largest(m, temperature) + jnp.log(d))
+    u = Temperature.of(temperature).distance(label_logit, normalizers.shift(m))
+    at_label = jnp.where(_is_column(labels, vocab), u, jnp.nan)
+    logsumexp = jnp.where(m == jnp.inf, m, Temperature.of(temperature).divide(m) + jnp.log(d))
     return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
-
-
-def tempered_largest(m, temperature):
-    """Returns m / temperature; at temperature 0 it is 0 or infinite."""
-    return Temperature.of(temperature).divide(m)
 
 
 def first_of_largest(x):
@@ -125,34 +118,22 @@ def first_of_largest(x):
     return jnp.argmax(sort_keys.value_key(x), -1, keepdims=True).astype(jnp.int32)
 
 
-def label_distance(label_logit, m, temperature, has_label):
-    """Returns u at the label of each row, NaN for a label that is no column."""
-    u = Temperature.of(temperature).distance(label_logit, normalizers.shift(m))
-    return jnp.where(has_label, u, jnp.nan)
-
-
 def logits_at(labels, logits, where, mesh_axes=()):
-    """Returns the logit at the label of each row; -inf if it is masked, 0 if the label is not in this shard."""
+    """Returns the logit at each label; -inf if it is masked, 0 if the label is not in this shard."""
     own, columns = _own_columns(labels, logits, mesh_axes)
     x = normalizers.widen(at(logits, columns, "fill", 0))
     return jnp.where(own, masked(x, mask_at(where, logits, columns), -jnp.inf), 0)
 
 
 def _own_columns(labels, logits, mesh_axes):
-    """Returns which labels are in this shard, and their columns in it; 0 for others."""
+    """Returns which labels are in this shard, and their columns in it, else 0."""
     columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else labels
-    own = is_column(columns, logits.shape[-1])
+    own = _is_column(columns, logits.shape[-1])
     return own, jnp.where(own, columns, 0)
 
 
-def is_column(labels, vocab):
-    """Returns which labels are columns of rows of this length."""
+def _is_column(labels, vocab: int):
     return (labels >= 0) & (labels < vocab)
-
-
-def _distance(x, shift, temperature, scaled):
-    """Returns u, bounded as `normalizers.distance` bounds it."""
-    return normalizers.distance(x, shift, Temperature.of(temperature) if scaled else None)
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
@@ -163,10 +144,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
 
         dx = (p (g_lse + g_d d + g_t d (1 + u) - g_entropy (u - t / d)) + g_label [label]) / temperature
 
-    Args:
-      residuals: logits, temperature, m, d and t. A temperature of 0 has been replaced by 1, and its cotangents by 0.
-      where, labels, scaled, mesh_axes: as for `token_stats`.
-      g_lse, g_entropy, g_label, g_d, g_t: (..., 1) each.
+    `residuals` are logits, temperature, m, d and t. A temperature of 0 has been replaced by 1, and its cotangents by 0.
     """
     logits = residuals[0]
     has_entropy, u, temperature, m, d, t = _harmless(residuals, where, scaled)
@@ -185,19 +163,17 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
 
 
 def _harmless(residuals, where, scaled):
-    """Returns whether each row has an entropy, u, the temperature, m, d and t.
-
-    Rows without an entropy get numbers that make no NaN. u is a constant where x is -inf: its derivative in the
-    temperature would be NaN.
-    """
+    """Returns whether each row has an entropy, u, the temperature, m, d and t; if not, numbers that make no NaN."""
     logits, temperature, m, d, t = residuals
     has_entropy = jnp.isfinite(m) & jnp.isfinite(d)
     temperature, m, d, t = (
         jnp.where(has_entropy, a, other) for a, other in ((temperature, 1), (m, 0), (d, 1), (t, 0))
     )
     x = logits_of(logits, where)
+    # Where x is -inf, u is a constant: its derivative in the temperature would be NaN.
     no_mass = jnp.isneginf(x) | ~has_entropy
-    u = jnp.where(no_mass, normalizers.FAR, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
+    scale = Temperature.of(temperature) if scaled else None
+    u = jnp.where(no_mass, normalizers.FAR, normalizers.distance(jnp.where(no_mass, 0, x), m, scale))
     return has_entropy, u, temperature, m, d, t
 
 
