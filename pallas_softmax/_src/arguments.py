@@ -1,7 +1,7 @@
 """Checks the arguments that users pass, and brings them into one form.
 
 Every error message names the argument, its value and the accepted values. `function` is the public function and `name`
-the argument, for messages. What says "for `at_once`" checks a number as the user passed it, before JAX traces it.
+the argument, for messages. A function "for `at_once`" checks a number as the user passed it, before JAX traces it.
 """
 
 import operator
@@ -140,7 +140,7 @@ def known_temperature(function: str, temperature, logits) -> Any:
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """Returns the `known_temperature`, as `per_row` does; NaN where it is negative. `dtype` is the softmax's."""
+    """Returns a result of `known_temperature` like `per_row`; NaN where it is negative. `dtype` is the softmax's."""
     t = per_row(function, "temperature", 1.0 if temperature is None else temperature, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))

@@ -214,7 +214,7 @@ def _choice_for_logits(operation: Operation, given: Checked, options: Options, k
 
 
 def _without_gradient(operation: Operation, given: Checked, tokens: Tokens, options: Options, **static):
-    """Runs an operation of a projection, whose arrays become constants."""
+    """Runs an operation of a projection on constants: to differentiate in them raises an error."""
     x, w, bias, head, workspace_bytes, mesh_axes, _ = given
     reason = (
         f"{options.function}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices"

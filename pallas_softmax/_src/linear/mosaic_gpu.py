@@ -32,7 +32,7 @@ from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
-# Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
+# The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
 _LARGEST_SUM = 2.0**64
 _ADDED = 32  # sums of tiles that are added up at once
 

@@ -1,4 +1,4 @@
-"""What all operations of a projection stand on: the functions of an implementation, and what all rows share."""
+"""The base of all operations of a projection: the functions of an implementation, and the numbers all rows share."""
 
 import dataclasses
 from collections.abc import Callable

@@ -92,7 +92,7 @@ def _draw(plan: StreamPlan, stride: int, refs, numbers, words) -> None:
 def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     """Returns the program for a row of the logits at <x>, an address in device memory.
 
-    <row> is the number of the row, and `NOISE_OPERANDS` describe its noise. The results `DRAWN` are addresses, too.
+    <row> is the number of the row, and `NOISE_OPERANDS` describe its noise. The results `DRAWN` are addresses.
     """
     p = StreamProgram(plan, dtype)
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise

@@ -15,7 +15,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     """Merges each device's winners over one mesh axis after the other, from the last axis to the first.
 
     Shards are in the order of their devices, so the first of gathered winners that tie is the best. The arguments are
-    those of `xla.topk`, for this device's shard. `merge` is the operation that merges lists of winners.
+    as for `xla.topk`, for this device's shard. `merge` is the operation that merges lists of winners.
     run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
     itself.
     """

@@ -282,7 +282,7 @@ def mostly_winners(vocab: int, k: int) -> bool:
 def plan_by(
     plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
 ) -> Any:
-    """Returns the plan for the operand as floats; for integers with lengths, that of `of_lengths`."""
+    """Returns the plan for the operand as floats; for integers with lengths, the plan by `of_lengths`."""
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)
     chosen = of_lengths if call.lengths else plan

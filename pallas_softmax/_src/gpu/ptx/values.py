@@ -37,7 +37,7 @@ class Value:
 
     def __init__(self, program: "Arithmetic", name: str, kind: str):
         self.program, self.name, self.kind = program, name, kind
-        # Of a comparison: the number of lines up to it, the relation, and both sides; see `and_or`.
+        # If it is a comparison: the number of lines up to it, the relation, and both sides; see `and_or`.
         self.comparison: tuple[int, str, Value, Any] | None = None
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class Arithmetic:
         return out
 
     def op(self, op: str, kind: str, *operands: Any) -> Value:
-        """Returns the result of an instruction whose operands and result have the same kind."""
+        """Returns the result of an instruction. Its operands and its result have the same kind."""
         return self.write(typed(op, kind), kind, *operands, of=operand_of(op, kind))
 
     def bitwise3(self, function: Callable[[Any, Any, Any], Any], *operands: Any) -> Value:
