@@ -85,6 +85,7 @@ def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
         return bounds.eps(dtype) * units + slack_times * bounds.slack(dtype)
 
 
+@dataclasses.dataclass
 class Answer:
     """The float64 answer for some rows of a case: y and dx of a function of cases.py.
 
@@ -92,17 +93,15 @@ class Answer:
     Reported errors are relative: y to |y|, or to 1 where taking a logarithm may cancel; dx to the size of its terms.
     """
 
-    def __init__(
-        self,
-        x: np.ndarray,
-        cotangent: np.ndarray | None,
-        function: str = "softmax",
-        k: int | None = None,
-        mask: np.ndarray | None = None,
-    ):
-        self.x, self.dy, self.function, self.mask = x, cotangent, function, mask
-        self.labels = np.zeros(len(x), np.int32)  # of token_stats
-        self.indices: Any = None if k is None else oracle.topk_indices(x, k, mask)
+    x: np.ndarray
+    dy: np.ndarray | None
+    function: str = "softmax"
+    k: int | None = None
+    mask: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self.labels = np.zeros(len(self.x), np.int32)  # of token_stats
+        self.indices: Any = None if self.k is None else oracle.topk_indices(self.x, self.k, self.mask)
 
     @functools.cached_property
     def output(self) -> Expected:
