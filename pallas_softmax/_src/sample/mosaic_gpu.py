@@ -185,8 +185,9 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
 def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     """Returns the program that draws from a row; if the stride of the noise is None, it finds the cutoff.
 
-    A part is at <x>, where missing and masked elements are -inf. `PartProgram` has further operands. <row> and
-    `NOISE_OPERANDS` are operands of a draw. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in device memory.
+    A part is at <x>, where missing and masked elements are -inf. <row> is the number of the row. `PartProgram` has
+    further operands, and `NOISE_OPERANDS` those of a draw. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in
+    device memory.
     """
     p = PartProgram(plan, dtype)
     total, small_top_k, bound = row_ptx.arrive(p)
