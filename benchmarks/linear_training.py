@@ -1,4 +1,4 @@
-"""Does linear_cross_entropy train as plain JAX does? `python -m benchmarks.linear` runs this after its losses.
+"""Does a model train alike with linear_cross_entropy? `python -m benchmarks.linear` runs this after its losses.
 
 A perceptron over the last tokens of the text in data/ trains with Adam, once with each loss. Its embedding is also its
 output layer.

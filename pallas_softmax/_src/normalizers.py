@@ -85,7 +85,10 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 class Scale(NamedTuple):
-    """1 / temperature in a kernel, as the factors of (x first - m first) factor again. At 0, it is 0 or far below."""
+    """1 / temperature in a kernel, as the factors of (x first - m first) factor again.
+
+    At temperature 0, the result is 0 or far below the exponents of float32.
+    """
 
     first: Any  # 1, or less for huge temperatures: x - m might overflow
     factor: Any
@@ -263,7 +266,10 @@ def combine_lanes(
 
 
 def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
-    """Returns the position where x equals its maximum m, or is NaN; elsewhere the last position there is."""
+    """Returns the position where x equals its maximum m, or is NaN; elsewhere the last position there is.
+
+    So the minimum is the first position of the maximum.
+    """
     is_float = jnp.issubdtype(position.dtype, jnp.floating)
     last = jnp.asarray(jnp.inf if is_float else jnp.iinfo(position.dtype).max, position.dtype)
     return jnp.where((x == m) | (x != x), position, last)

@@ -313,7 +313,7 @@ LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
 
 
 def for_each(operations, plans, masked):
-    """Returns (operation, plan, dtype, names, whether there is a mask): all `plans`, and again those of `masked`."""
+    """Returns (operation, plan, dtype, names, whether there is a mask): for all plans, then for `masked`."""
     cases = [(*plan, False) for plan in plans] + [(*plan, True) for plan in masked]
     return [(op, *case) for op in operations for case in cases]
 

@@ -326,7 +326,7 @@ def test_merges(tile, vocab, k):
     if held.shape[-1] % 2:
         held = np.concatenate([held, held[..., -1:]], -1)
     machine = ptx.run_on_tile(
-        merging.take_words_program(tile, vocab, k), np.ascontiguousarray(held).view("u4")
+        merging.search_words_program(tile, vocab, k), np.ascontiguousarray(held).view("u4")
     )
     words = ptx.tile_of(machine, merged_tile(tile, k), "winner", "u4")[:, :k].astype("int64")
     keys = raw_keys(bits[:, :vocab].copy())

@@ -20,7 +20,7 @@ _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for a user's call, which `explain` lists. Raises if the name is unknown."""
+    """Returns the choice for a user's call, which `explain` lists. Raises if the name is unknown, not if it refuses."""
     check_name(call.function, implementation)
     choice = choose_unlisted(call, implementation)
     record(choice)
@@ -43,7 +43,10 @@ def record(choice: Choice) -> None:
 
 
 def choose_unlisted(call: Call, implementation: str | None) -> Choice:
-    """Returns the named implementation or, if None, the first that takes the call. `explain` does not list it."""
+    """Returns the choice for a step of a call, or for other shapes of a call that was chosen before.
+
+    It is the named implementation (`cuda` is None if it refuses) or, if None, the first that takes the call.
+    """
     shard_call, operation = call, call.operation
     if call.mesh_axes and isinstance(operation, RowOperation):  # other kernels take mesh_axes= themselves
         if operation.on_mesh is None:  # plain JAX, with sums over the mesh

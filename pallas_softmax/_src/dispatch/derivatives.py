@@ -104,7 +104,10 @@ def _tangent(static: Static, saved: tuple, dxs: tuple, *, plain: bool) -> tuple:
 
 
 def _without_limits(static: Static, saved: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
-    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0."""
+    """Returns `saved` with 1 in place of temperatures of 0, and a function that sets numbers of these rows to 0.
+
+    The static argument `scaled` says that there are temperatures.
+    """
     if not dict(static.keywords).get("scaled", False):
         return saved, lambda numbers: numbers
     (logits, temperature, *residuals), *others = saved
@@ -131,7 +134,7 @@ def _cotangent(static: Static, saved: tuple, dys: tuple, *, plain: bool) -> tupl
 
 
 def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, plain: bool) -> tuple:
-    """Returns the results of the gradient or the tangent. They get the static arguments that they accept."""
+    """Runs the gradient or the tangent on `saved` and `arrays`, with the static arguments that it accepts."""
     operation, logits = choice.call.row_operation, saved[0][0]
     accepted = inspect.signature(operation.plain).parameters
     keywords = {name: value for name, value in static.keywords if name in accepted}
@@ -143,6 +146,6 @@ def _derivative(static: Static, choice: Choice, saved: tuple, arrays: tuple, pla
     else:
         results = as_rows(choice, *arrays, **keywords)
     results = results if isinstance(results, tuple) else (results,)
-    if operation.is_gradient and arrays[0][0] is not logits:  # the first result has the shape of the logits
+    if operation.is_gradient and arrays[0][0] is not logits:  # `reshard_along` changed it
         return (jax.sharding.reshard(results[0], jax.typeof(logits).sharding), *results[1:])
     return results

@@ -74,6 +74,7 @@ def at_once(
 def _program(
     function: Callable, static: tuple[str, ...], types: tuple, settings: tuple[tuple[int, int], bool]
 ) -> Callable:
+    # `types` and `settings` are only keys of the cache.
     # jax.jit caches by the function that it is given, so each program needs its own partial
     return jax.jit(functools.partial(function), static_argnames=static)
 

@@ -33,11 +33,11 @@ class _Level(NamedTuple):
 class LinearMap:
     """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches."""
 
-    # (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True it is plain JAX, so
-    # that JAX can differentiate it in `saved`.
+    # The map: (static, saved, inputs, plain=) -> a tuple of arrays. It may launch a kernel. With plain=True it is plain
+    # JAX, so that JAX can differentiate it in `saved`.
     tangent: Callable
     cotangent: Callable  # the transpose of the map
-    static: Any
+    static: Any  # the first argument of both; hashable
     saved_tree: Any
     needs_primitive: bool = True  # whether the transpose is one operation, `linear_p`, instead of plain ones
     levels: tuple[_Level, ...] = ()  # the vmaps around the map, the innermost first
@@ -135,7 +135,10 @@ batching.primitive_batchers[linear_p] = _batch
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN."""
+    """Returns the value, floating. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
+
+    `name` is the name of the function, for the error.
+    """
     return value
 
 

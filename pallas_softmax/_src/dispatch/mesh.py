@@ -9,7 +9,8 @@ All steps take a `Choice`, which is the call and its implementations; the positi
 (`arrays`); and its static arguments (`keywords`). The first array has the full shape. The operations on a projection
 x @ w go the same way through `linear/mesh.py`.
 
-Each device takes the rows it holds, or its shard of each row. Nothing is gathered. There are three cases:
+Each device takes the rows it holds, or its shard of each row. Rows are gathered only for operations with `whole_rows`,
+and where shardings do not fit together. There are three cases:
 
     inside shard_map, with axis_name=   the shards are at hand: `on_shard`
     Explicit mesh axes                  types say how arrays are sharded: `jax.shard_map` around `on_shard`
@@ -41,7 +42,7 @@ from pallas_softmax._src.jax_internals import stage_constants
 
 def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard."""
-    choice.required_cuda()
+    choice.required_cuda()  # raises if the named implementation refuses
     with stage_constants():
         if is_visible(choice, arrays):
             return by_platform(choice, arrays, static)
@@ -95,7 +96,10 @@ def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """Runs a call on one device's shard. The row is spread over bound `mesh_axes`, in the order of `lax.axis_index`."""
+    """Runs a call on one device's shard. `choice` is for the whole call.
+
+    A row is spread over `mesh_axes`, which are bound, in the order of `lax.axis_index`; () if rows are whole.
+    """
     operation = choice.call.row_operation
     if not mesh_axes:
         return _run_shard(choice, operation, arrays, keywords)
@@ -130,6 +134,7 @@ def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: di
 
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs a call on `divisible` arrays, as `division` says."""
     mesh = explicit_mesh(jax.tree.leaves(arrays))
     if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
@@ -146,7 +151,8 @@ def _row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
 def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
     """Returns the dimensions of an operation on rows: "x0", "x1", ... of the full shape, the shape of the logits.
 
-    PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one.
+    PER_ROW arrays have no full dimension along the row. If devices need whole rows, no array has one. Every other
+    dimension has a name of its own, "w0", "w1", ...: no mesh axis divides it.
     """
     operation, shape = choice.call.row_operation, jax.tree.leaves(arrays)[0].shape
     axes_of_row, whole = _row_axes(arrays, keywords), []

@@ -156,7 +156,10 @@ def rounded_sum(
     mesh_axes: tuple[str, ...],
     change: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Returns the sum over the devices, on all of them: taken in the dtype of `x`, changed, and rounded to `dtype`."""
+    """Returns change(the sum over the devices), on all of them: the sum in the dtype of `x`, rounded to `dtype`.
+
+    `change` works element by element.
+    """
     divisible = [i for i, n in enumerate(x.shape) if n % lax.axis_size(mesh_axes) == 0]
     if x.dtype == dtype or not divisible:
         return change(lax.psum(x, mesh_axes)).astype(dtype)
@@ -189,8 +192,9 @@ def merge_over(
     devices, each device merges its share of the rows, and the results are gathered. So the bytes that a device receives
     do not grow with the number of devices.
 
-    `merge` maps arrays (..., devices * n) to a tree of arrays (..., n). `parts` are (..., n); `own` is the same on all
-    devices, (..., n) or (1, ..., n). `partly` takes the place of `merge` over each axis except the first.
+    `merge` maps arrays (..., devices * n) and `own` to a tree of arrays (..., n). `parts` are (..., n); `own` is the
+    same on all devices, (..., n) or (1, ..., n). `partly` takes the place of `merge` over each axis except the first,
+    and returns numbers like `parts`.
     """
     for axis in axes[:0:-1]:
         parts = tuple(merge_over((axis,), partly or merge, parts, own))
@@ -211,7 +215,8 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
 
     With many rows, a device receives about as many elements as it holds. `function` maps whole rows (rows, row length)
     and (rows, n) to a tree of arrays (rows, n). `along_row` are shards (..., V), and `own` is the same on all devices,
-    (..., n). Dimensions of the batch may be 1, except in the first shard.
+    (..., n). Dimensions of the batch may be 1, except in the first array of
+    `along_row`.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)

@@ -37,17 +37,18 @@ class Kernel:
     slower: Callable[["Call"], str | None] = lambda call: None
 
 
+# By implementation: a function that imports its kernels, by name.
 Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
 
 OPERATIONS: dict[str, "Operation"] = {}
-"""All operations by name: the text of a sharded call names its operation. A second one with a name does not count."""
+"""All operations by name, for the texts of sharded calls. If two have one name, the second has no text."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
     """An operation with implementations."""
 
-    name: str  # in profiles; the name of a backward ends in "_grad"
+    name: str  # in profiles and texts, and the key of its kernels; ends in "_grad" if it returns gradients
     plain: Callable[..., Any]  # in plain JAX: the reference for arguments and results
     kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])  # by implementation, then by name
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES  # of x, that some kernel takes
@@ -68,7 +69,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RowOperation(Operation):
-    """An operation on rows: all that the package must know of it. The positional arguments of `plain` have names."""
+    """An operation on rows: all that the package must know of it. Fields name the positional parameters of `plain`."""
 
     # ROW, MASK or PER_ROW for each argument and result. One word for a tuple means each of its arrays.
     arguments: tuple[Any, ...]
@@ -78,7 +79,9 @@ class RowOperation(Operation):
     result_names: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()  # the arguments that the results have derivatives in
     differentiable: tuple[str, ...] = ()  # the results that have derivatives; the others are constants
-    saved: tuple[Any, ...] = ()  # the leading arguments of the derivatives
+    # The leading arguments of the derivatives, a tree of names. saved[0] is a tuple: an array of the shape of the
+    # logits, then the temperature, if there is one.
+    saved: tuple[Any, ...] = ()
     # (*saved, *cotangents of the differentiable results) -> cotangents of the variables. It gets those static
     # arguments of this operation that it accepts.
     plain_gradient: Callable[..., Any] | None = None
@@ -94,7 +97,7 @@ class RowOperation(Operation):
     shard_step: "RowOperation | None" = None  # what `on_mesh` runs on each shard, if not this operation
     whole_rows: bool = False  # whether rows that a mesh divides are gathered first
     divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
-    elementwise_derivatives: bool = False  # whether XLA divides the derivatives equally well in any case
+    elementwise_derivatives: bool = False  # the same for the derivatives, even if not `divided_by_xla`
     # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
     vmap_adds_rows: bool = False
 
@@ -147,7 +150,7 @@ class Call:
     dtype: str  # of the logits
     rows: int
     vocab: int  # the length of a row, or of one device's shard of a row that is spread over a mesh
-    inner: int | None = 1  # as `distance`
+    inner: int | None = 1  # the distance in memory between neighbours of a row, in elements; see `distance`
     masked: bool = False  # whether there is a `where` or, for a router, a bias: the second array of the call
     k: int | None = None  # the number of winners
     groups: int = 1  # for a router, the number of groups of experts
@@ -209,7 +212,7 @@ def describe(
 def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
     """Returns the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
 
-    It is None if the sorted axes are not adjacent, so that no single number describes the distance.
+    It is None if the axes, which are in ascending order, are not adjacent: then there is no single distance.
     """
     if not axes:
         return 1

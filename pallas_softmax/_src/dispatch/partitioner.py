@@ -38,7 +38,7 @@ class Dimensions(NamedTuple):
 
     arguments: Sequence[Sequence[str]]
     results: Sequence[Sequence[str]]
-    whole: Sequence[str]  # the dimensions that no mesh axis may divide
+    undivided: Sequence[str]  # the dimensions that no mesh axis may divide
     # (specs of the arguments, as XLA has sharded them; the number of devices along each mesh axis) -> the specs to use
     # for arguments and results, and the mesh axes for `Division.on_shard`
     lay_out: Callable[[Sequence[P], Mapping[str, int]], tuple[list[P], list[P], Any]]
@@ -52,7 +52,7 @@ class Division(NamedTuple):
 
     name: str  # in texts
     dimensions: Callable[[Choice, tuple, dict[str, Any], Any], Dimensions]
-    whole: Callable[[Choice, tuple, dict[str, Any]], Any]
+    whole: Callable[[Choice, tuple, dict[str, Any]], Any]  # runs the call on whole arrays
     on_shard: Callable[[Choice, tuple, dict[str, Any], Any], Any]
 
 
@@ -108,8 +108,9 @@ def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: 
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
     dimensions = division.dimensions(choice, arrays, keywords, results)
+    # Shardy's rule: names of dimensions, as in "x0 x1, x0 w0 -> x0 x1"
     sides = (", ".join(map(" ".join, each)) for each in (dimensions.arguments, dimensions.results))
-    rule = " -> ".join(sides), tuple(dimensions.whole)
+    rule = " -> ".join(sides), tuple(dimensions.undivided)
     description = text.dumps(divided)
     bound = _divided_p.bind(*leaves, whole=whole, divided=description, rule=rule, refusal=choice.refusal)
     return result_tree.unflatten(bound)
@@ -154,7 +155,10 @@ def digest(folder: Path) -> str:
 # XLA asks for each call of a program. Those of equal layers are equal.
 @functools.lru_cache(256)
 def _partition(shapes: tuple, tiles: tuple, description: bytes) -> tuple[bytes, list, list]:
-    """Does what `register_partitioner` says, possibly in another process and without the context of the call."""
+    """The `partition` of `jax_internals.register_partitioner`; `description` is the text of `_lower`.
+
+    It may run in another process, without the context of the call.
+    """
     divided, devices, platform, _ = text.loads(description)
     division, keywords = _divisions[divided.division], dict(divided.keywords)
     with _context_of(divided):

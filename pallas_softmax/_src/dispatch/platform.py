@@ -63,5 +63,5 @@ def _lower_for_cuda(ctx, *leaves, cuda, elsewhere, refusal):
 
 @functools.partial(mlir.register_lowering, _by_platform_p)
 def _lower_elsewhere(ctx, *leaves, cuda, elsewhere, refusal):
-    refuse_unless_cuda(ctx, refusal)
+    refuse_unless_cuda(ctx, refusal)  # only with a refusal, `elsewhere` is None
     return mlir.lower_fun(jaxpr_as_fun(elsewhere), multiple_results=True)(ctx, *leaves)

@@ -24,7 +24,8 @@ def gpu_kernel(
     warpgroups: int | None = None,  # numbered along the axis "warpgroup"; None: one, and no such axis
     approximate: bool = True,  # whether exp and log use the fast instructions; see `softmax.plan.approximate`
     reduction_bytes: int = 2048,  # of shared memory for reductions over the warps of a CTA
-    operations: tuple[int, int] | None = None,  # and exponentials, for XLA; None: 4 and 2 for each element
+    operations: tuple[int, int]
+    | None = None,  # and exponentials: their numbers, for XLA; None: 4 and 2 per element
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 

@@ -17,7 +17,7 @@ from pallas_softmax._src.gpu.layout import Cut, Walk
 
 
 class PartPlace(NamedTuple):
-    """The part of a row that this CTA works on, and its place in an `aligned_view` of the array of rows.
+    """The part of a row that this CTA works on, and its place in an `aligned_view`. In softmax, a part is one segment.
 
     In this example 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
     view_row is 1 and first is vocab + start:
@@ -139,6 +139,7 @@ class StagedRow:
             yield pl.ds(self._place(i) + start, self.walk.block_size)
 
     def load(self, smem, i, size: int) -> Iterator[jax.Array]:
+        """Yields the blocks of step i, in float32. After `size` elements they hold anything."""
         for at in self.blocks(i, size):
             yield blocks.load(smem.at[at], self.walk.vec).astype(jnp.float32)
 

@@ -310,7 +310,7 @@ def insert_in_tile(code: TileProgram, held, kind: str, results: dict[str, Tile |
     """Inserts PTX into the kernel. `held` is the tile of its operands: 32-bit elements, or 16-bit integers.
 
     Returns a tile of "i32" or "f32" (`kind`) for each of the `results`: from <name{row}_{i}>, as the given tile; or
-    from <name{row}>, repeated over the rows of a tile like `held`.
+    if it is None, from <name{row}>, repeated over the rows of a tile like `held`.
     """
     dtype = {"i32": "int32", "f32": "float32"}[kind]
     outs = [out or code.tile for out in results.values()]

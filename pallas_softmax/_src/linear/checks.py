@@ -30,7 +30,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Options(NamedTuple):
-    """The name and the static arguments of a public function. Only the numbers are checked."""
+    """The name and the static arguments of a public function. `checked_projection` checks all that are no numbers."""
 
     function: str
     softcap: float | None

@@ -48,7 +48,7 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: f
 
 
 class Chunk(NamedTuple):
-    """Some consecutive rows."""
+    """Some consecutive rows (in `xla.add_product`, columns)."""
 
     start: Any  # the first row; None if the chunk is all rows
     rows: int
@@ -60,12 +60,14 @@ class Chunk(NamedTuple):
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
 
     def replace_seen(self, part, value=0):
+        """Returns `part`, an array of these rows, with `value` in rows of the chunk before."""
         if self.start is None:
             return part
         index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         return jnp.where(index < self.seen, value, part)
 
     def put(self, arrays, parts):
+        """Returns the arrays with `parts` in these rows, except in rows of the chunk before."""
         if self.start is None:
             return parts
 
@@ -81,7 +83,7 @@ def is_one_chunk(n: int, rows: int) -> bool:
 
 
 def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
-    """Returns the last carry of carry = step(chunk, carry), for each chunk of n rows; it changes in place.
+    """Returns the last carry of carry = step(chunk, carry), for each chunk of `rows` of n rows; it changes in place.
 
     With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
     """
@@ -105,10 +107,11 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) 
     """Returns function(rows), computed from the kept rows.
 
     Args:
-      function: (rows) -> (results of each row, results of all rows together, which rows that are left out leave alone).
+      function: (rows) -> (results of each row, sums over the rows). Rows that are left out must not change the sums.
       kept: boolean (n,), or None for all rows.
       rows: a tree of arrays (n, ...).
-      empty: the results of each row for rows that are left out. They may have other results.
+      empty: the results of each row, for rows that are left out. Some of them get results of `function` instead, so
+        callers must not use them.
     """
     n = jax.tree.leaves(rows)[0].shape[0]
     if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:

@@ -90,7 +90,7 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     tokens = checks.checked_tokens(name, tokens, where, given)
     checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, temperature=tokens.temperature)
     topk = _choice_for_logits(TOPK, given, options, k)
-    return _without_gradient(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log)
+    return _run_on_constants(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log)
 
 
 def _projection_topk(x, w, bias, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> TopK:
@@ -200,7 +200,7 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
     checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **numbers)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))
-    return Sample(*_without_gradient(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))
+    return Sample(*_run_on_constants(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))
 
 
 def _choice_for_logits(operation: Operation, given: Checked, options: Options, k=None) -> Choice:
@@ -213,7 +213,7 @@ def _choice_for_logits(operation: Operation, given: Checked, options: Options, k
     return choice
 
 
-def _without_gradient(operation: Operation, given: Checked, tokens: Tokens, options: Options, **static):
+def _run_on_constants(operation: Operation, given: Checked, tokens: Tokens, options: Options, **static):
     """Runs an operation of a projection on constants: to differentiate in them raises an error."""
     x, w, bias, head, workspace_bytes, mesh_axes, _ = given
     reason = (

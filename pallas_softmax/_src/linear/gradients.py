@@ -68,6 +68,7 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) 
         return functions.statistics(x, w, bias, tokens, head=head)
 
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
+    # with a teacher, `logits_and_statistics` merges over the mesh
     stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
     found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
     return found.merged(layer.mesh_axes, layer.vocab)
@@ -107,6 +108,7 @@ class _Rows(NamedTuple):
 
 
 def _gradients(layer: Projection, rows: _Rows):
+    """Returns the statistics of whole rows, known or computed, and dx, dw and dbias."""
     rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
     gradients = functools.partial(_gradients_of_rows, layer)
     per_row, together = chunks.on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
@@ -247,7 +249,7 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
 
 
 def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: int) -> tuple[Any, Any]:
-    """Returns dz (rows, V) with the gradients at several labels replaced by `at_labels` (rows, K), and the factors.
+    """Returns dz, (rows, columns of w), with `at_labels` (rows, K) as the gradients at several labels, and the factors.
 
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """

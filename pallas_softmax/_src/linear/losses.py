@@ -77,13 +77,14 @@ _COLD = 2.0**-80
 
 
 class Tokens(NamedTuple):
-    """The arguments of a loss that have one number per token, each of shape (rows,). None has no effect.
+    """The arguments of a loss that have one number per token, each of shape (rows,). None leaves a number out.
 
     `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
     that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
-    labels: Any  # int32 columns of the whole w; no column outside [0, V). (rows, K) for several labels
+    # int32 columns of the whole w; a number outside [0, V) is no column. (rows, K) for several labels
+    labels: Any
     temperature: Any = None  # the divisor of the logits, applied after the softcap. 0 stands for the limit
     label_smoothing: Any = None  # the part of the target that is spread evenly over all columns
     z_loss: Any = None  # the weight of the squared logsumexp in the loss
@@ -107,6 +108,7 @@ class Tokens(NamedTuple):
         return z if self.temperature is None else z * like_labels((1 / self.divisor).astype(z.dtype), z)
 
     def at_0(self, limit: ArrayLike, value: jax.Array) -> jax.Array:
+        """Returns `limit` where the temperature is 0, and `value` elsewhere."""
         if self.temperature is None:
             return value
         return jnp.where(like_labels(self.temperature == 0, value), limit, value)
@@ -140,7 +142,7 @@ class Statistics(NamedTuple):
 
     def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
         """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
-        if not mesh_axes or self.divergence is not None:
+        if not mesh_axes or self.divergence is not None:  # with a teacher, they are of whole rows already
             return self
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
@@ -298,8 +300,9 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     label_term, logsumexp_weight, constant, entropy_factor = weights, 1, None, None
     weight = weights if weights.ndim == 1 else jnp.sum(weights, 1)
     if statistics.t is not None:
-        label_term, entropy, logsumexp = (weights[:, i] for i in range(3))
-        weight, entropy_factor = label_term + logsumexp + entropy * (statistics.t / d), -entropy / d
+        # the gradient of an entropy is p * (t / d - (z - m))
+        label_term, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
+        weight, entropy_factor = label_term + of_logsumexp + of_entropy * (statistics.t / d), -of_entropy / d
     if tokens.label_probs is not None:
         label_term, logsumexp_weight = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
     if tokens.z_loss is not None:
@@ -328,7 +331,7 @@ def times_softcap_slope(dz, z, tokens: Tokens, head: Head):
 
 
 def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
-    """Returns the gradient in the raw logit at each label, without label smoothing. Equal labels of a row have one."""
+    """Returns the gradient in the raw logit at each label, without label smoothing. Equal labels share it."""
     m, exp_factor, label_term, *_ = coefficients
     temperature: Any = 1 if tokens.temperature is None else like_labels(tokens.divisor, label_logit)
     if tokens.several:

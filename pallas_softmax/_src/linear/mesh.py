@@ -61,9 +61,9 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     `slices` is the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
     array has a leading dimension for the vmap. All results have one.
     """
-    choice.required_cuda()
+    choice.required_cuda()  # raises if the named implementation refuses
     with stage_constants():
-        once: Any = constant(arrays, _ONE_DERIVATIVE)
+        once: Any = constant(arrays, _ONE_DERIVATIVE)  # a derivative of this operation would be a second one
         return _under_vmap(choice, static, once)
 
 
@@ -110,7 +110,7 @@ def describe(
 
 
 def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
-    """Returns the arrays with shardings that fit together, if their types say how they are sharded.
+    """Returns x, w, bias and the arrays of tokens with shardings that fit together, if their types have any.
 
     x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
     sharded as an operation takes them. So are all, if `gathered`.
@@ -137,9 +137,13 @@ class _Layout(NamedTuple):
 
     tokens: tuple[str, ...] = ()  # they divide the tokens
     columns: tuple[str, ...] = ()  # they divide the columns
-    dx: tuple[tuple[str, ...], ...] = ()  # for each dimension of the tokens, `columns` that divide dx, not x
+    dx: tuple[
+        tuple[str, ...], ...
+    ] = ()  # for each dimension of the tokens: the axes of `columns` that divide dx, not x
     dw: tuple[str, ...] = ()  # they divide D in dw, but not in w
-    dv: tuple[str, ...] = ()  # `tokens` that divide the columns in dw and dbias, but not in w and bias
+    dv: tuple[
+        str, ...
+    ] = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
 
 
 _WHOLE = _Layout()
@@ -186,7 +190,8 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     finite: Any = True  # whether the weighted sum of all losses is finite. If not, its gradients are 0
     if statistics:  # otherwise, these are the gradients of one loss per token: there is no sum
         vocab = call.vocab * lax.axis_size(layout.columns)
-        total = weighted_sum(token_losses(call.function, statistics[0], flat[3], vocab), flat[4])
+        tokens, weights = flat[3:5]
+        total = weighted_sum(token_losses(call.function, statistics[0], tokens, vocab), weights)
         finite = jnp.isfinite(lax.psum(total, layout.tokens))
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
@@ -217,7 +222,7 @@ def _zeros(gradients):
 
 
 def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:
-    """Returns a device's part of the sum of a gradient over mesh axes.
+    """Returns a device's part of the sum of a gradient over the mesh axes `axes`, rounded to `dtype`.
 
     `part` is what the device adds, in float32 if there are several devices. `divided` has the mesh axes that divide
     each dimension of the sum, but not of `part`. `change` maps each element of the sum, before it is rounded.
@@ -239,8 +244,8 @@ class _DimensionsOfProjection:
     """What `Dimensions` (`dispatch/partitioner.py`) has of a projection.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
-    dw along D where it does not divide dx. Several labels or winners per token add "k", and so does a teacher: it is
-    D'. Vmaps add "s0", "s1", ...
+    dw along D where it does not divide dx. A further dimension of a token's numbers is "k": labels, winners,
+    weights, noise, or D' of a teacher. Vmaps add "s0", "s1", ...
 
     `arguments` and `results` have the names of the dimensions of each array; `sizes` has the size of each dimension.
     """
@@ -252,6 +257,7 @@ class _DimensionsOfProjection:
         ranks = [a.ndim - len(of) for a, of in zip(leaves, vmaps)]
         rank, _, bias, *per_token = tree.unflatten(ranks)
         tokens = tuple(f"b{i}" for i in range(rank - 1))
+        # "e" is D of w, "k" is D' of the teacher's w
         w, teacher_w = (("v", d) if keywords["head"].transpose_w else (d, "v") for d in "ek")
 
         def of_tokens(ranks) -> list[tuple[str, ...]]:
@@ -306,10 +312,10 @@ class _DimensionsOfProjection:
         return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
 
 
-def _dimensions(choice: Choice, *call: Any) -> Dimensions:
-    own = _DimensionsOfProjection(choice.call.operation, *call)
-    whole = tuple(name for name in ("d", "k") if name in own.sizes)
-    return Dimensions(own.arguments, own.results, whole, own.lay_out)
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
+    own = _DimensionsOfProjection(choice.call.operation, arrays, keywords, results)
+    undivided = tuple(name for name in ("d", "k") if name in own.sizes)
+    return Dimensions(own.arguments, own.results, undivided, own.lay_out)
 
 
 _PROJECTION = register(Division("projection", _dimensions, _on_shard, _on_shard))

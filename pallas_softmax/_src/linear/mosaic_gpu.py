@@ -191,7 +191,7 @@ def _on_whole_atoms(
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
     Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    weight 0, and the numbers of the last row: a temperature is then in range.
+    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)

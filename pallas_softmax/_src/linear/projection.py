@@ -18,8 +18,9 @@ from pallas_softmax._src.normalizers import Normalizer, widen
 class ChunkFunctions(NamedTuple):
     """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
-    bias is (V,) or None. dz, the gradient in the raw logits, has the dtype of x and the shape (rows, V). At several
-    labels it may be anything: it is replaced.
+    bias is (V,) or None. Labels are columns of this device (`with_own_labels`). dz, the gradient in the raw logits, has
+    the dtype of x and the shape (rows, columns of w); it is 0 from column V on. With several labels, its elements at
+    the labels may be anything: `gradients._put_at_labels` replaces them.
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
@@ -33,8 +34,8 @@ class ChunkFunctions(NamedTuple):
         array; or None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on.
-      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` stores for each logit, and the bytes that the
-        next two store.
+      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` stores for each logit, and the bytes that
+        `dlogits` and `statistics_and_dlogits` store.
     """
 
     statistics: Callable[..., Statistics]
@@ -86,7 +87,7 @@ class Projection:
 
         Args:
           step: x and tokens of some rows -> a tree of arrays (rows, ...). It stores `bytes_per_logit`.
-          empty: the same function for rows that are left out. They may have other results.
+          empty: x and tokens -> a tree like the results of `step`, for rows that are left out; see `on_kept_rows`.
           merged: whether the results are the same on all devices that share a row.
           x, tokens, bytes_per_logit: all rows; the bytes that `step` stores for each logit.
         """

@@ -72,7 +72,11 @@ def route(
 
 
 def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
-    """Returns what `xla.route` returns."""
+    """Returns what `xla.route` returns, of logits (..., experts).
+
+    `bias` is float32 or None; folded, it is a `Mask` with an array of biases. `top_groups` of the `groups` take part,
+    ranked by the sums of their `group_best` best entries. Groups need a bias.
+    """
     *batch, experts = logits.shape
     bias, x = fold_mask(bias, logits.shape, len(batch)), logits.reshape(-1, experts)
     rows = x.shape[0]
@@ -90,6 +94,7 @@ def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, g
 
 
 def normalizer(x, tile: Tile):
+    """Returns m, d and exp(x - m), as tiles."""
     broadcast = functools.partial(tiles.broadcast, tile=tile)
     # The maximum comes before the cast: one instruction compares two 16-bit elements.
     m = broadcast(jnp.max(x, 1).astype(jnp.float32))
@@ -103,7 +108,7 @@ def over_row(tile: Tile) -> RowReductions:
 
 
 def _scores(tile: Tile, score: Score, x):
-    """Returns two factors of the scores, with m and d of each row between them, as tiles."""
+    """Returns tiles (e, m, d, factor): e * factor is the score, and (m, d) the normalizer of the row."""
     if score == "sqrtsoftplus":
         _, m, d, _ = _exponentials(tile, "sigmoid", x)
         return score_alone(score, x), m, d, 1.0

@@ -76,6 +76,7 @@ class FilterSearch:
         return self.p.select(self.is_mass, mass, number)
 
     def measure_below(self, octaves: Value) -> Value:
+        """Returns the measure of an element so many octaves below the largest one."""
         return self.measure(self.p.exp2(octaves * -1), 1.0)
 
     def number_that_reaches(self, rest: Value, mass: Value) -> Value:
@@ -85,7 +86,7 @@ class FilterSearch:
         return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
 
     def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-        """Keeps as many entries as reach the goal; `above` is the measure above the key."""
+        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above the key."""
         number = self.number_that_reaches(self.goal - above, self.p.mass(self.p.from_key(key)))
         self.kept.down_to(key, number, mass_above, equal)
 
@@ -152,7 +153,8 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
 
 def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
     totals = [p.var(0, "f32") for _ in range(_LANE_BUCKETS)]
-    # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.
+    # `rest` is above 0. This hides the number of turns from ptxas. Unrolled, the loop would take more registers than
+    # all other code.
     with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
         at = sums + p.lane * (4 * _LANE_BUCKETS)
         low, high = (p.of_cta(at + 4 * first, cta, "u32", _LANE_BUCKETS) for first in (0, DIGIT))

@@ -1,8 +1,8 @@
 """The kernels of `sample`, which read each row once from device memory.
 
-Rows without filters have the one of `stream_kernel`. In the other one, a row lies in the shared memory of a cluster of
-CTAs, one part in each CTA. The example has top_k = 4, and the temperature t = log2(e) = 1.44, which makes the masses
-powers of two:
+`stream_kernel` has the one for rows without filters and mask. In the other one, a row lies in the shared memory of a
+cluster of CTAs, one part in each CTA. The example has top_k = 4, and the temperature t = log2(e) = 1.44, which makes
+the masses powers of two:
 
     index                 0     1     2     3  |  4     5     6     7       two CTAs, with four elements each
     x                     3     5     0     4  |  5     1     4     4
@@ -97,7 +97,10 @@ _PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 def sample_rows(
     plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride: int | None = None
 ) -> list:
-    """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`."""
+    """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`.
+
+    `words` (rows, 4) are the noise, folded, unlike in `xla.sample`. Parameters are (..., 1), one element, or None.
+    """
     *batch, vocab = logits.shape
     # with the number of each filter that filters nothing
     filters = (top_k, vocab, jnp.int32), (top_p, 1, jnp.float32), (min_p, 0, jnp.float32)
@@ -186,7 +189,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     """Returns the program that draws from a row; if the stride of the noise is None, it finds the cutoff.
 
     A part is at <x>, where missing and masked elements are -inf. <row> is the number of the row. `PartProgram` has
-    further operands, and `NOISE_OPERANDS` those of a draw. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in
+    further operands, and a draw has `NOISE_OPERANDS`. The results, `DRAWN` or `_OF_CUTOFF`, are addresses in
     device memory.
     """
     p = PartProgram(plan, dtype)

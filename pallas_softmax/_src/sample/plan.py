@@ -113,7 +113,7 @@ class SamplePlan:
         return most // self.window.vec * self.window.vec
 
     @property
-    def noise_words(self) -> int:
+    def list_words(self) -> int:
         """Number of words of a warp's list of positions, two in each word."""
         return (self.listed_at_once + NOISE_AT_ONCE) * LANES // 2
 
@@ -135,12 +135,12 @@ class SamplePlan:
 
         They are never over the keys, which other CTAs may still read.
         """
-        has_room = self.warpgroups * WARPS * self.noise_words <= self.buckets
+        has_room = self.warpgroups * WARPS * self.list_words <= self.buckets
         return SCRATCH.histogram if has_room else self.key_positions + self.list_size // 2
 
     @property
     def words(self) -> int:
-        end_of_positions = self.positions + self.warpgroups * WARPS * self.noise_words
+        end_of_positions = self.positions + self.warpgroups * WARPS * self.list_words
         return max(self.key_positions + self.list_size // 2, end_of_positions)
 
     @property

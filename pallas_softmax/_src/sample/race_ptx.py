@@ -86,6 +86,7 @@ class Segment(Noise):
         self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
 
     def start_at(self, first: Value | int) -> None:
+        """Sets `first`, and `end` as far as the upper half of the counters stays."""
         p, stride = self.p, self.stride
         p.set(self.first, first)
         low, high = p.split(p.multiply_add_wide(self.first, stride, self.start))
@@ -164,7 +165,10 @@ class Race:
         return [largest, first, p.shuffle(x, "idx", p.first_that(index.equals(first)))]
 
     def set_threshold(self, threshold: Value) -> None:
-        """Sets the threshold and what depends on it, with margins for rounding. `minus_threshold` is times log2(e)."""
+        """Sets the threshold and what depends on it, with margins for rounding.
+
+        `minus_threshold` is -threshold * log2(e).
+        """
         p = self.p
         scale = p.absolute(threshold) + _NOISE_RANGE
         p.set(self.threshold, threshold)
@@ -204,7 +208,10 @@ _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp enters at once
 
 
 class WinnerSearch:
-    """The search for the winner: it lists elements for the race, or takes the lists of the filters."""
+    """The search for the winner: it lists elements for the race, or takes the lists of the filters.
+
+    `last_tie` is the position of the last kept entry with `kept.last_key`.
+    """
 
     def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
         self.p, self.kept, self.last_tie = p, kept, last_tie
@@ -244,7 +251,7 @@ class WinnerSearch:
         from_share_on = p.load(p.word(SCRATCH.listed), "s32") - p.warp.bits("s32") * share
         listed = p.select(kept.listed, p.min(p.max(from_share_on, 0), share), 0)
         filters_list = p.word(p.plan.key_positions, p.warp, share // 2)
-        own_list = p.word(p.plan.positions, p.warp, p.plan.noise_words)
+        own_list = p.word(p.plan.positions, p.warp, p.plan.list_words)
         list_ = p.select(kept.listed, filters_list, own_list)
         end = p.var(list_ + listed.bits("u32") * 2)  # the address after the last listed position
         more, until = p.var(remaining > 0), p.var(list_)
@@ -252,7 +259,7 @@ class WinnerSearch:
             p.sync_warp()
             with p.loop() as enough:
                 enough(end <= until)
-                self._perturb(list_, end, more)
+                self._enter_listed(list_, end, more)
             p.sync_warp()
             leave(remaining <= 0)
             self.race.catch_up()
@@ -298,7 +305,7 @@ class WinnerSearch:
         p.increase(at, WARP_LOAD_BYTES * loads)
         p.increase(remaining, -loads)
 
-    def _perturb(self, list_: Value, end: Value, more: Value) -> None:
+    def _enter_listed(self, list_: Value, end: Value, more: Value) -> None:
         """Enters the last positions of the list in the race, and removes them from the list."""
         p = self.p
         p.increase(end, -2 * _BATCH)

@@ -194,6 +194,7 @@ class PartProgram(ClusterProgram):
         self.keep_first(self.greedy)
 
     def keep_first(self, when: Value) -> None:
+        """Lets the filters keep only the first entry, as at temperature 0."""
         for register, number in ((self.top_k, 1), (self.top_p, 1.0), (self.min_p, 0.0)):
             self.set(register, number, when)
 
@@ -295,7 +296,9 @@ def _mass(p: ClusterProgram, x: Value, m: Value) -> Value:
 
 
 def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
-    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN, and what depends on it.
+    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN, and `tempered_top`.
+
+    Where `tempered_top` overflows, the row becomes greedy.
 
     Returns the mass of the row; whether top_k is small; and if so, an element that at least top_k elements reach.
     """
@@ -352,6 +355,7 @@ def bound_of_best(p: PartProgram) -> Value:
 
 
 def _divided(p: PartProgram, number: Value, by: int) -> Value:
+    """Returns a small number // by."""
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 

@@ -192,7 +192,10 @@ class LaneList:
         p.increase(self._end, _LINE, when=when)
 
     def enter(self, race: Race, keeps_some: Value, more: Value) -> None:
-        """Enters the last entries in the race, until no lane has more than `KEPT`, or any."""
+        """Enters the last entries in the race, until no lane has more than `KEPT`; with `keeps_some` false, any.
+
+        `more` says whether further elements follow.
+        """
         p = self._p
         until = p.select(keeps_some, self._first + _LINE * KEPT, self._first)
         with p.loop() as enough:
@@ -212,7 +215,8 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
 def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
     """Takes the steps of the warp. Leaves (m, d) of each lane in shared memory, and its best sum in `race`.
 
-    The inner loop has a turn for each step, and one more without a step, which enters what the lists still hold.
+    The outer loop has a turn for each segment of noise, nearly always one. The inner loop has a turn for each step, and
+    one more without a step, which enters what the lists still hold.
     """
     plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share

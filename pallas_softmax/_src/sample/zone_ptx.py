@@ -44,7 +44,10 @@ _SHORTLIST = SCRATCH.histogram + 2 * _MAX_KEYS
 
 
 class Zone:
-    """A range of keys that may contain the key of the last entry, in variables. Sums are over all CTAs."""
+    """A range of keys that may contain the key of the last entry, in variables. Sums are over all CTAs.
+
+    `number_of_cta` is of the CTA with the lane's number.
+    """
 
     def __init__(self, p: PartProgram):
         self._p = p
@@ -61,7 +64,7 @@ class Zone:
             self._p.set(getattr(self, name), value)
 
     def set_sums(self, mass: Value, number: Value) -> None:
-        """Sets what follows from the mass and the number of elements in the zone; each lane passes one CTA."""
+        """Sets what follows from the mass and the number of elements in the zone; a lane passes the sums of a CTA."""
         mass, all_, most = self._p.over_warp(["add", "add", "max"], [mass, number, number])
         has_room = (all_ <= _MAX_KEYS) & (most <= self._p.plan.list_size)
         self.set(mass=mass, number=all_, number_of_cta=number, has_room=has_room)
@@ -152,7 +155,7 @@ def _start_list(p: PartProgram) -> Value:
 def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
     """Lists the keys of a sweep's elements that have a bit in `inside`, and calls add(element, key) for each.
 
-    If the CTA's list has room for all of them, `inside` becomes 0. It is returned.
+    It lists none unless the CTA's list has room for all. Returns `inside`, which becomes 0 if they are listed.
     """
     vec, count = p.plan.window.vec, p.count_ones(inside)
     entry = p.take_from(p.word(SCRATCH.listed), count, when=inside > 0, default=0)

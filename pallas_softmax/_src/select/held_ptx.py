@@ -116,7 +116,10 @@ class HeldRowProgram(SelectProgram):
         self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
 
     def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
-        """If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`."""
+        """Counts one round of `search`.
+
+        If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`.
+        """
         minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
         minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
         for skips in (True, False):
@@ -148,6 +151,7 @@ class HeldRowProgram(SelectProgram):
         return bits
 
     def first_ties(self, words: list[Value], winners: list[Value]) -> None:
+        """Adds the first ties at the limit to `winners`, bits of the elements of each thread."""
         ties = [upto ^ below for upto, below in zip(self.bits_of(words, "le"), winners)]
         fields = [divmod(j * self.vec, LANES) for j in range(self.loads)]  # of each vector
         masks = [((1 << self.vec) - 1) << bit for _, bit in fields]
@@ -191,7 +195,7 @@ class HeldRowProgram(SelectProgram):
         with self.when(self.ties > 0):
             self.first_ties(words, winners)
         self.list_winners(words, winners)
-        self.listed = self.var(self.n)
+        self.listed = self.var(self.n)  # before `fill_list`
         with self.when(self.n < self.plan.k):
             self.fill_list()
 

@@ -28,7 +28,10 @@ from pallas_softmax._src.topk.xla import TopK
 
 @functools.lru_cache(maxsize=16)
 def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
-    """`fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones."""
+    """Returns the program of a CTA, stage by stage.
+
+    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones: the lowest key.
+    """
     if plan.in_registers:
         held = HeldRowProgram(plan, dtype, fill)
         held.select_row()
@@ -65,8 +68,9 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
     """Returns the k best of each row of x, (rows, vocab), and their int32 indices, (rows, k).
 
     Only the first lengths[row] elements of a row take part, and only those that the mask keeps. If fewer than k take
-    part, some others fill the end of the results: as -inf, in the order of their indices. `lengths` is (rows,) or (1,)
-    int32, or None. Unless `plan.sorted`, the winners are in the same order in each run, but in no promised one.
+    part, some others fill the end of the results: as `fill` (-inf by default), in the order of their indices. `lengths`
+    is (rows,) or (1,) int32, or None. Unless `plan.sorted`, the winners are in the same order in each run, but in no
+    promised one.
     """
     if mask is not None and mask.array.shape[1] == 1:  # the mask keeps a whole row or nothing of it
         kept = mask.array[mask.row(jnp.arange(len(x))), 0]

@@ -34,7 +34,7 @@ class ListProgram(CtaProgram):
         super().__init__(plan.threads // LANES, plan.ctas)
         self.plan, self.element = plan, Elements(dtype)
         self.list, self.scratch, self.part = self.operands("u32", "list", "scratch", "part")
-        # Numbers of entries fill the lower half of a key.
+        # The lower half of a 16-bit key is ~(number of the entry * unit), so that ties differ.
         self.unit = 1 << 16 - (plan.capacity - 1).bit_length() if self.element.halves else 1
         self.sums, self.n = self.var(self.scratch), self.var(0, "u32")
         buckets, each = self.scratch + plan.histogram, plan.buckets // plan.threads
@@ -55,6 +55,7 @@ class ListProgram(CtaProgram):
         return self.bitwise3(lambda a, b, upper: a & upper | ~b & ~upper, word, number, ~0xFFFF)
 
     def key_at(self, sort_key: Value, lower: int) -> Value:
+        """Returns the key of an entry; `lower` is its lower half for 16-bit dtypes."""
         return sort_key << 16 | lower if self.element.halves else sort_key
 
     def visit(self, see: Callable[[Value, Value], None]) -> None:

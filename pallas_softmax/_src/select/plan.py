@@ -99,7 +99,7 @@ class SelectPlan:
     warpgroups: int  # of a CTA
     capacity: int  # entries of a list
     sample_vectors: int  # vectors of 16 bytes of the sample, for each thread
-    thread_bytes: int = THREAD_BYTES  # of a block
+    thread_bytes: int = THREAD_BYTES  # of a block; of the row, if it is in registers
     in_registers: bool = False  # whether a CTA holds the row in registers
     sorted: bool = False  # whether the winners are put in order
 

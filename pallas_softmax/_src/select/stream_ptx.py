@@ -46,7 +46,7 @@ class SelectProgram(ListProgram):
         super().__init__(plan, dtype)
         self.masked, self.row = masked, self.operand("row", "u32")
         fill_bits = -1 if fill is None else fill - (fill >> 31 << 32)
-        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # of an entry
+        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # the word of an entry that fills
         itemsize = self.element.itemsize
         self.vec = ACCESS_BYTES // itemsize
         self.fields = 2 if self.element.halves else 4  # see `count`

@@ -192,7 +192,7 @@ class Parts:
         return (self.length - EDGE - self.vec) // self.vec * self.vec
 
     def body_start(self, row, start):
-        """Returns the element of a segment, which starts at element `start` of its row, at which the body starts."""
+        """Returns where in a segment its body starts: at a line. The segment starts at element `start` of row `row`."""
         line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
         return EDGE - (row * (self.vocab % line) + start) % line if self.has_edges else 0
 
@@ -323,7 +323,7 @@ def _in_cluster(problem: _Problem) -> Parts:
 
 
 def _smallest_cluster(problem: _Problem, most: Callable[[_Problem, int], int], segments: int = 1) -> int:
-    """Returns the least number of CTAs that hold a row in `segments`, each at most most(problem, number) elements."""
+    """Returns the fewest CTAs for a row, each with up to most(problem, number) elements; else the largest cluster."""
 
     def is_good(count: int) -> bool:
         parts = problem.parts(count, per_cta=max(1, segments // count))

@@ -161,7 +161,7 @@ def _write_located(job: Job, refs: Refs, part_of: Callable[[Any], Part], total) 
 
 
 def _recounted(job: Job, refs: Refs, part_of: Callable[[Any], Part], total):
-    """Counts the elements before the label again if the steps may be wrong."""
+    """Returns `total`, with `before` counted again if the steps may be wrong."""
     if not part_of(0).formula.counts:
         return total
 
@@ -213,7 +213,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def take_turn(turn, _) -> None:
         part = part_of(turn)
         part.load_edges()
-        # Each slot that this frees takes a step of a later row.
+        # Each slot that this frees takes a later step, of this row or the next.
         _reduce_merge_write(job, refs, lambda number: part)
 
     lax.fori_loop(0, slots, lambda number, _: load_step(number), None)
@@ -266,7 +266,7 @@ def launch(
     that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
     "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
 
-    Returns one array of all elements, of the last array's dtype; or per-row outputs (rows, 1) or (rows,).
+    Returns one array of all elements, of the last array's dtype; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
     """
     if isinstance(plan, Tile):
         rows = arrays[0].shape[0]

@@ -10,10 +10,10 @@ So the order depends on the segments only, and not on the number of CTAs that ho
 to 16 bytes, it also follows the address of a segment.)
 
 `add_logits` adds several logits to the moments of each thread. It takes their maximum first, and rescales the old d and
-t once. Then each logit x takes six instructions, or seven with a temperature. Here a = log2(e) / temperature, in two
-factors of a `Scale`:
+t once. Then each logit x takes six instructions, or eight with a temperature. Here a = log2(e) / temperature; with a
+temperature it has the three factors of a `Scale`:
 
-    u = max((x - m) a, FAR)     three instructions, or four
+    u = max((x - m) a, FAR)     three instructions, or five
     e = 2^u
     d = d + e
     t = t + u e                 a fused multiply-add; t is multiplied by ln(2) at the end
@@ -80,7 +80,7 @@ def merged(reduction: Any, records, segments: int, ctas: int) -> Any:
     """Returns the state of the row, scalars, given the records of its segments in the CTAs of the cluster.
 
     The CTAs hold equal numbers of segments, in order. A cluster of several must synchronize before this. Afterwards
-    this CTA reads no other CTA: those may exit, or overwrite their records.
+    this CTA reads no other CTA. A CTA may exit, or overwrite its records, once all have merged.
     """
     results = {f"new_{name}": "f32" for name in reduction.fields}
     program = merge_program(reduction.fields, segments, ctas, scaled=reduction.scale is not None)
@@ -128,7 +128,10 @@ def keep_program(fields: Fields, *, scaled: bool) -> CtaProgram:
 
 
 def merge_program(fields: Fields, segments: int, ctas: int, *, scaled: bool) -> CtaProgram:
-    """Lane i of the first warp reads the record of segment i. The results reach other warps by shared memory."""
+    """Returns the program of `merged`. `segments` and `ctas` are powers of two, `segments` at most 32.
+
+    Lane i of the first warp reads the record of segment i. The results reach other warps by shared memory.
+    """
     p = CtaProgram(ctas=ctas)
     result = p.operand("records", "u32")
     if ctas == 1:

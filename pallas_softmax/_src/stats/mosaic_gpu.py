@@ -47,7 +47,7 @@ def token_stats(
     lse, entropy, m, d, t, argmax, *count = (unfold(a.reshape(-1, 1)) for a in results)
     label_logit = logits_at(labels, logits, where)
     stats = finished(Moments(m, d, t), temperature, labels, label_logit, argmax, logits.shape[-1])
-    if scaled:
+    if scaled:  # at temperature 0 the `Scale` of the kernel is only large
         lse = jnp.where(is_zero(temperature), stats.logsumexp, lse)
     return stats._replace(logsumexp=lse, entropy=entropy, rank=count[0] if count else None)
 

@@ -65,13 +65,17 @@ class Request:
     normalized: bool = True  # whether the values are probabilities; if not, they are the winners as they are
 
     def scale(self, scales, row) -> Any:
+        """Returns 1 / temperature of a row, a number or, if `scaled`, a `Scale`; None if nothing is normalized."""
         if scales is None:
             return None
         scale = number_of_row(scales, row)
         return scale_of(scale) if self.scaled else scale
 
     def values(self, key, normalizer: Normalizer | None, scale):
-        """Returns the values of winners, in float32. d of the normalizer is the sum of exp((x - m) * scale)."""
+        """Returns the values of winners, in float32. d of the normalizer is the sum of exp((x - m) * scale).
+
+        With a mask, the lowest key means a masked element, with probability 0 or logit -inf.
+        """
         if normalizer is None:
             value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
         else:

@@ -181,7 +181,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
 
 def lists_per_merge(k: int) -> int:
-    """At most one list per thread."""
+    """Returns how many lists of k winners a CTA merges: at most one per thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 

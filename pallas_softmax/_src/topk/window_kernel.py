@@ -267,7 +267,9 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program. The k best go to <group_keys>; in a compact window to the last array of `ordering_words`."""
+    """Returns the program. The k best go to <group_keys>; in a compact window to <x>, as
+    the last array of `ordering_words`.
+    """
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
@@ -294,6 +296,7 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
 
 
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
+    """Collects again with an exact bound, and sets `n`."""
     bound, reach, exceed = _exact_bound(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     ranking.clear(p, p.candidates, p.list_bytes, p.counts)

@@ -1,4 +1,4 @@
-"""Elements of rows in a `values.Program`: as 32-bit words of shared memory, as bits, as floats, as sort keys.
+"""Elements of rows in a `program.Program`: as 32-bit words of shared memory, as bits, as floats, as sort keys.
 
 A word holds one float32, or two 16-bit elements with the first one in the lower half. A single element is held as
 

@@ -1,7 +1,7 @@
 """Inline code: functions of one thread, written in MLIR and PTX, that are one operation of a Pallas kernel.
 
 The kernel calls a function decorated with `inline` with arrays and references. While the function is traced, it sees
-one thread's share of them: registers, which are MLIR vectors, and memory references. `values` writes its PTX. In the
+one thread's share of them: registers, which are MLIR vectors, and memory references. `program` writes its PTX. In the
 text, <name> stands for an operand or a result; the text itself declares all other registers.
 """
 

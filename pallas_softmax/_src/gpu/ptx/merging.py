@@ -86,17 +86,17 @@ def search_rows(tile: Tile, vocab: int, k: int, elements, lanes: float | None = 
 
 @twin
 def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None):
-    program = take_program(tile, vocab, k, lanes)
+    program = search_program(tile, vocab, k, lanes)
     return insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
 @twin
 def best_words(tile: Tile, vocab: int, k: int, bits):
-    program = take_words_program(tile, vocab, k)
+    program = search_words_program(tile, vocab, k)
     return insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
 
 
-def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
+def search_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
     """Returns the program for 32-bit keys. <winner{row}_{i}> gets the column of winner lane * held + i."""
     p, size = TileProgram(tile, vocab), power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
@@ -104,7 +104,9 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     length = list_length(tile, k, itemsize=4, lanes=lanes)
     held = merged_tile(tile, k).vec
     last_winner = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
-    found = []  # of each row: winners, pairs of them that nearly tie, list, near ties of the list with the last winner
+    # For each row: winners, pairs, listed, others. Bit i of `pairs`: winners i and i + 1 nearly tie. Bit i of `others`:
+    # listed element i did not win, but nearly ties with the last winner; None if k >= V.
+    found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
         listed = _listed_keys(p, row, length)
@@ -150,7 +152,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
 
 
 def _mend(p: TileProgram, row: int, last_winner: tuple[Value, int], winners, pairs, listed, others) -> None:
-    """Orders winners by their whole keys. Larger elements replace the last winner, number [1] of lane [0]."""
+    """Orders winners by their whole keys. Larger `others` replace the last winner, number [1] of lane [0]."""
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     if others is None:
         _put_in_order(p, row, winners, pairs)
@@ -170,7 +172,7 @@ def _mend(p: TileProgram, row: int, last_winner: tuple[Value, int], winners, pai
         p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
+def search_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
     """Returns the program for 16-bit elements. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
     p = TileProgram(tile, vocab)
     complements = _complements(p, p.first_column)
@@ -359,7 +361,7 @@ def _leave_if_exact(
 
 
 def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
-    """Returns `count` 64-bit words of the thread's elements of a row, the lowest ones beyond the row."""
+    """Returns `count` 64-bit words, the whole key above ~column. Words beyond the row, and padding, are the lowest."""
     wide = []
     for whole, start in zip(p.keys(row), p.columns):
         key, column = p.var(whole), p.first_column + start

@@ -71,7 +71,7 @@ _ROUNDED_DOWN = 1 - 2.0**-20
 
 
 def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
-    """Sets a list of `size` bytes to 0, and the first two words of `counts`."""
+    """Sets a list of `size` bytes, a multiple of 2 KB, to 0, and the first two words of `counts`; in one warpgroup."""
     p.barrier()
     at, turn = p.at(address, p.thread, ACCESS_BYTES), p.var(p.thread)
     with p.repeat() as again:
@@ -89,12 +89,14 @@ def candidate_of(p: Program, key: Value, index: Value) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class CandidateList:
+    """A list of candidates in shared memory, and what ranks them."""
+
     p: CtaProgram
     address: Value  # of the first entry
     n: Value  # number of candidates; entries from number n on are empty
-    capacity: int  # number of entries
+    capacity: int  # number of entries: a power of two, at least the threads of the CTA
     buckets: Value  # the address of scratch, one word for each entry
-    sums: Value  # the address of two words for each warp
+    sums: Value  # the address of two words for each warp; winners may overwrite them
     put: Callable[..., None]  # put(rank, key, index, when) writes the winner of a rank
     k: int  # number of winners
     dtype: Any  # dtype of the logits

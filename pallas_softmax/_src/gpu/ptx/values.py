@@ -145,7 +145,7 @@ class Arithmetic:
         return operand.name
 
     def write(self, instruction: str, kind: str, *operands: Any, of: str | Sequence[str] = "") -> Value:
-        """Returns the result of an instruction, of a kind. `of` says what its operands take: all the same, or each."""
+        """Returns the result of an instruction. `of` is the kind of its operands, one for all or each; else `kind`."""
         out = self.fresh(kind)
         kinds = [of or kind] * len(operands) if isinstance(of, str) else of
         texts = [self.text_of(instruction, one, x) for one, x in zip(kinds, operands, strict=True)]
