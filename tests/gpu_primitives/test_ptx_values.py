@@ -177,7 +177,6 @@ def test_a_comparison_may_stand_on_either_side():
 
 
 def registers():
-    """Returns a program and a register of each kind, by the kind."""
     p = Program()
     kinds = ("f32", "f16", "u32", "s32", "u64", "u16", "s16x2", "u16x2", "f16x2", "pred")
     return p, {kind: p.fresh(kind) for kind in kinds}

@@ -154,9 +154,6 @@ def test_errors():
         paper.TOPK["topk"].kernel(x, 2.5)
 
 
-# --- On a GPU ---------------------------------------------------------------------------------------------
-
-
 @on_a_gpu
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("v", [1, 63, 1003, 32256])

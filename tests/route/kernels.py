@@ -13,7 +13,6 @@ from tests.support.twins import INTERPRET, fewer_rows, interpreted
 
 
 def plan_route(experts, k, dtype, *, biased, groups=1):
-    """Returns the tile that the package chooses."""
     tile = route_plan.plan_route(experts, k, np.dtype(dtype).itemsize, biased=biased, groups=groups)
     assert tile is not None
     return tile
@@ -27,10 +26,8 @@ def results_and_gradient(k, gate, interpret=INTERPRET):
         return plan if interpret is None else fewer_rows(plan)
 
     def run(x, bias, g, g_logsumexp):
-        x, steer = (
-            jnp.asarray(x),
-            bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None,
-        )
+        x, no_bias = jnp.asarray(x), np.zeros(x.shape[-1], F32) if gate.steered else None
+        steer = bias if gate.biased else no_bias
         plan = plan_route(x.shape[-1], k, x.dtype, biased=gate.steered, groups=gate.groups)
         steer = None if steer is None else jnp.asarray(steer)[None]
         options = {

@@ -1,8 +1,4 @@
-"""The Mosaic GPU kernels of routers: in Pallas's interpreter, lowered for CUDA, and on a GPU.
-
-The interpreter replaces inline PTX by a twin in plain JAX, which test_ptx.py runs. Lowering does not see registers,
-shared memory, alignment and deadlocks.
-"""
+"""The Mosaic GPU kernels of routers: in Pallas's interpreter, lowered for CUDA, and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +10,17 @@ from tests.route import kernels
 from tests.support import cases, routing
 from tests.support.calls import DTYPES
 from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, pairs
+from tests.support.covering import first, pairs, values
 from tests.support.gpu import on_a_gpu
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 from tests.support.routing import GATES
 
-SHAPES = [
-    ("sigmoid, bias, groups", 64, 6, F32),
-    ("softmax", 64, 6, BF16),
-    ("sigmoid, renormalized", 100, 3, F32),
-    ("softmax, bias", 384, 8, F32),
-    ("softmax, groups", 8, 2, F16),
-    ("sigmoid", 33, 33, F16),
-    ("softmax, renormalized", 8, 1, F32),
-    ("sigmoid, bias", 1000, 6, BF16),
-    ("sigmoid, bias, groups", 256, 8, BF16),
-    ("softmax, bias", 1, 1, F32),
-    ("sqrtsoftplus, bias, groups", 64, 6, F32),
-    ("sqrtsoftplus", 33, 5, BF16),
-    ("sqrtsoftplus, renormalized", 100, 3, F32),
-]
+BEST = "sigmoid, bias, groups"  # the gate with all options
+SHAPES = [(BEST, 64, 6, F32), ("softmax, groups", 8, 2, F16), (BEST, 256, 8, BF16)]
+SHAPES += [("sqrtsoftplus, bias, groups", 64, 6, F32)]
+UNGROUPED = [name for name in GATES if GATES[name].groups == 1]
+ROWS_OF_ANY = [(100, 3), (384, 8), (33, 33), (8, 1), (1000, 6), (1, 1), (33, 5), (64, 6)]
+SHAPES += [(name, *size, dtype) for name, size, dtype in values(UNGROUPED, ROWS_OF_ANY, [F32, BF16, F16])]
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -44,14 +31,10 @@ def test_interpreted(name, experts, k, dtype):
     routing.check(kernels.results_and_gradient(k, GATES[name]), x, k, GATES[name], bias.astype(F32))
 
 
-# --- Lowered for CUDA -------------------------------------------------------------------------------------
-
-BEST = "sigmoid, bias, groups"  # the gate with all options
 ROWS = 999  # the last tile is not full
 
 
 def weights(k, gate):
-    """Returns the function (logits, bias) -> weights, by the kernel."""
     return lambda x, b: ps.route(x, k, implementation="mosaic_gpu", **gate.keywords(b)).weights
 
 
@@ -79,7 +62,6 @@ ODD = [(1, 1), (7, 7), (100, 17)]  # not powers of 2
     ids=str,
 )
 def test_lowered(name, size, dtype):
-    """One kernel each."""
     experts, k = size
     k = min(k, experts // GATES[name].groups)
     text = lowered(gradient(k, GATES[name]), *operands(experts, dtype))
@@ -116,41 +98,14 @@ def test_the_lowered_jvp_has_the_forward_kernel():
     assert kernel_names(lowered(f, x, bias, x)) == ["route"]
 
 
-# --- On a GPU, with the numbers of experts of models and the longest rows ---------------------------------
-
-EXPERTS = [(8, 2), (64, 6), (256, 8), (384, 8), (1000, 6), (1024, 8)]  # (E, k)
+# (E, k) of models and of the longest rows
+EXPERTS = [(8, 2), (64, 6), (256, 8), (384, 8), (1000, 6), (1024, 8)]
 CASES = [
     (name, experts, min(k, experts // gate.groups * (gate.top_groups or 1)), [F32, BF16, F16][(i + at) % 3])
     for at, (name, gate) in enumerate(GATES.items())
     for i, (experts, k) in enumerate(EXPERTS)
 ]
-CASES += [
-    ("softmax", 64, 64, BF16),
-    ("sigmoid, bias, groups", 256, 64, F32),
-    ("sigmoid, bias", 1024, 64, F16),
-]
-
-
-def logits_and_bias(experts, dtype):
-    """Returns mild, tied and peaked rows, rows of large and of small scores, and rows with infinities and NaN."""
-    rng = np.random.default_rng(experts)
-    rows = [
-        2 * rng.standard_normal((300, experts)),
-        rng.integers(-2, 3, (40, experts)),
-        np.zeros((3, experts)),
-    ]
-    rows += [shift + rng.standard_normal((9, experts)) for shift in (60, -60, 300, -300)]
-    rows += [30 * rng.standard_normal((9, experts))]
-    special = rng.standard_normal((12, experts))
-    special[:8][rng.random((8, experts)) < 0.2] = -np.inf
-    special[8, 3], special[9, 5], special[10, 1:4], special[11] = np.inf, np.nan, -np.nan, -np.inf
-    bias = 0.2 * rng.standard_normal(experts)
-    return np.concatenate([*rows, special]).astype(dtype), bias.astype(F32)
-
-
-def implementation_of(gate, experts):
-    """Returns the implementation to name: the kernel, if it has a tile for these groups."""
-    return None if gate.groups > 1 and experts == 1000 else "mosaic_gpu"
+CASES += [("softmax", 64, 64, BF16), (BEST, 256, 64, F32), ("sigmoid, bias", 1024, 64, F16)]
 
 
 @on_a_gpu
@@ -158,17 +113,9 @@ def implementation_of(gate, experts):
 def test_route_on_a_gpu(name, experts, k, dtype):
     """Experts, weights, logsumexp and the cotangents of the logits. Groups of 125 experts have no kernel."""
     gate = GATES[name]
-    x, bias = logits_and_bias(experts, dtype)
-    results = routing.results_and_gradient(k, gate, implementation_of(gate, experts))
-    routing.check(jax.jit(results), x, k, gate, bias)
-
-
-@on_a_gpu
-@pytest.mark.parametrize(("name", "experts", "k", "dtype"), CASES, ids=str)
-def test_many_tokens_on_a_gpu(name, experts, k, dtype):
-    """Rows lie over fewer lanes than few rows do."""
-    gate = GATES[name]
-    x, bias = logits_and_bias(experts, dtype)
-    x, named = np.tile(x, (6, 1)), implementation_of(gate, experts)
+    x, bias = routing.rows(experts, dtype, 300)
+    named = None if gate.groups > 1 and experts == 1000 else "mosaic_gpu"
+    routing.check(jax.jit(routing.results_and_gradient(k, gate, named)), x, k, gate, bias)
+    many = np.tile(x, (6, 1))  # they lie over fewer lanes than few rows do
     route = jax.jit(lambda x, bias: ps.route(x, k, implementation=named, **gate.keywords(bias)))
-    routing.judge(route(x, bias), x, k, gate, bias)
+    routing.judge(route(many, bias), many, k, gate, bias)

@@ -11,7 +11,7 @@ from tests.route import kernels
 from tests.support import oracle, ptx
 from tests.support.cases import F32
 from tests.support.covering import first
-from tests.topk import programs
+from tests.topk.kernels import assert_merged, near_keys
 
 # (experts, groups): lanes that hold two groups; one group; half a group; a quarter. A group of one expert.
 GROUPED = [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)]
@@ -66,10 +66,10 @@ def test_merges_of_pieces(experts, groups, kind):
     """The k best of rows that are cut into pieces, with lower columns first among ties, in few lanes only."""
     k = min(8, experts // 2)
     tile = kernels.plan_route(experts, k, F32, biased=True, groups=groups)
-    keys = programs.near_keys(np.random.default_rng(k), tile.shape, kind)
+    keys = near_keys(np.random.default_rng(k), tile.shape, kind)
     of_groups = keys.reshape(tile.rows, groups, -1)
     of_groups[:, groups // 2 :] = LOWEST
-    programs.assert_merged(tile, experts, k, keys, tile.lanes / 2)
+    assert_merged(tile, experts, k, keys, tile.lanes / 2)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

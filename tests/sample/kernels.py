@@ -9,15 +9,7 @@ from tests.support.twins import INTERPRET, interpreted
 
 
 def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET):
-    """Returns index, log probability and log of the kept share of a draw from each row; without words its `Cutoff`.
-
-    Args:
-      x: (rows, V).
-      words: (rows, 4), as in `noise.py`; or None.
-      parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
-      where: None, or (rows or 1, V or 1).
-      plan: how a row lies over CTAs; by default the package's choice.
-    """
+    """Returns index, log probability and log of the kept share of a draw from each row; without words its `Cutoff`."""
     x, where = jnp.asarray(x), None if where is None else jnp.asarray(where)
     plan = plan or plan_sample(x.shape[-1], x.dtype, HOPPER)
     noise = () if words is None else (jnp.asarray(words), 1)

@@ -1,7 +1,4 @@
-"""The Mosaic GPU kernels of sample and filter_logits: plans, in Pallas's interpreter, and lowered for CUDA.
-
-The interpreter runs a plain JAX twin of their PTX. test_ptx.py and test_gpu.py run the PTX itself.
-"""
+"""The Mosaic GPU kernels of sample and filter_logits: plans, in Pallas's interpreter, and lowered for CUDA."""
 
 import functools
 
@@ -50,52 +47,33 @@ def test_plans(dtype, capability):
     assert plan_sample(2**21, dtype, capability) is None
 
 
-def _share_a_multiprocessor(plan, ctas):
-    return ctas * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
+# (V, dtype): CTAs of a row, warpgroups
+PLANS = {
+    (50257, F32): (4, 2),
+    (50257, F16): (2, 2),
+    (128256, F32): (6, 3),
+    (128256, BF16): (5, 2),
+    (128256, F16): (5, 2),
+    (151936, F32): (8, 3),
+    (151936, BF16): (6, 2),
+    (201088, F32): (14, 2),
+    (262144, F32): (12, 3),
+    (262144, BF16): (6, 3),
+}
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype"), [(50257, F32), (50257, F16), (128256, BF16), (128256, F16), (151936, BF16)], ids=str
-)
-def test_three_ctas_share_a_multiprocessor(v, dtype):
-    plan = plan_sample(v, dtype, HOPPER)
-    assert plan is not None
-    assert _share_a_multiprocessor(plan, 3) and plan.warpgroups == 2
-
-
-@pytest.mark.parametrize(
-    ("v", "dtype", "count", "warpgroups"),
-    [
-        (50257, F32, 4, 2),
-        (128256, F32, 6, 3),
-        (151936, F32, 8, 3),
-        (151936, BF16, 6, 2),
-        (201088, F32, 14, 2),
-        (262144, F32, 12, 3),
-        (262144, BF16, 6, 3),
-    ],
-    ids=str,
-)
-def test_rows_avoid_large_clusters(v, dtype, count, warpgroups):
+@pytest.mark.parametrize("row", PLANS, ids=str)
+def test_three_ctas_of_two_warpgroups_share_a_multiprocessor(row):
     """A cluster of more than 8 CTAs leaves multiprocessors idle, so two larger CTAs share a multiprocessor instead."""
-    plan = plan_sample(v, dtype, HOPPER)
+    plan = plan_sample(*row, HOPPER)
     assert plan is not None
-    assert (plan.window.count, plan.warpgroups) == (count, warpgroups)
-    assert _share_a_multiprocessor(plan, 5 - warpgroups)
+    assert (plan.window.count, plan.warpgroups) == PLANS[row]
+    assert (5 - plan.warpgroups) * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
 
-
-# --- In the interpreter -----------------------------------------------------------------------------------
 
 # (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short
 # step, or none.
-LAYOUTS = [
-    (1003, BF16, 2),
-    (1024, F32, 1),
-    (129, F16, 4),
-    (2, BF16, 1),
-    (4099, F32, 2),
-    (4104, F16, 2),
-]
+LAYOUTS = [(1003, BF16, 2), (1024, F32, 1), (129, F16, 4), (2, BF16, 1), (4099, F32, 2), (4104, F16, 2)]
 
 
 @pytest.mark.slow
@@ -117,11 +95,7 @@ def test_interpreted(layout, masked, kernel):
         assert_cutoffs(kernels.sample_rows(x, None, parameters, where, plan), x, names, parameters, where)
 
 
-# --- Lowered ----------------------------------------------------------------------------------------------
-
-
 def kernels_of(rows, v, dtype, key=KEY, **arguments):
-    """Returns the names of the kernels of a call of `sample`."""
     draw = lambda x: ps.sample(key, x, implementation="mosaic_gpu", **arguments)  # noqa: E731
     return kernel_names(lowered(draw, array(rows, v, dtype=dtype)))
 
@@ -140,7 +114,7 @@ def test_lowered(rows, v, dtype, filtered):
 
 @pytest.mark.slow
 def test_lowered_noise():
-    """With threefry keys the kernel makes the noise. Other noise is XLA's, and then a kernel filters."""
+    """With threefry keys the kernel makes the noise. Other noise is XLA's, and then a kernel finds the cutoff."""
     assert kernels_of(6, 1000, F32, jax.random.split(KEY, 6)) == ["sample"]
     assert kernels_of(6, 1000, F32, jax.random.key(0, impl="rbg")) == ["filter_cutoff"]
     assert kernels_of(6, 1000, BF16, mode="high", top_k=5) == ["filter_cutoff"]

@@ -14,7 +14,7 @@ from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
 from tests.support import ptx
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import first, first_values, parameter_id
-from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, masked_rows
+from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, bits_at, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,7 +61,6 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
 
 
 def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
-    """Asserts that the draw and the cutoff of one row are right."""
     kept = x if where is None else np.where(where, x, np.array(-np.inf, x.dtype))
     of_row, mask = [np.array([a]) for a in parameters], None if where is None else where[None]
     assert_draws(
@@ -106,7 +105,6 @@ def assert_all_right(names, v, dtype, count, warpgroups, masked, step, rng=None,
     ids=parameter_id,
 )
 def test_ptx(names, v, dtype, count, warpgroups, masked, step):
-    """Every kind of row with every filter, in one CTA and in clusters."""
     assert_all_right(names, v, dtype, count, warpgroups, masked, step)
 
 
@@ -177,19 +175,7 @@ def test_ptx_in_any_order(dtype, warpgroups, seed):
     assert_all_right(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)
 
 
-# --- The noise, against `jax.random` ------------------------------------------------------------------
-
 THREADS = 128
-
-
-def run_on_threads(write, **operands):
-    """Returns what 128 threads write, as 32-bit words: write(program, number of the thread)."""
-    p = Program()
-    thread = p.operand("thread", "u32")
-    p.store(p.at(p.operand("out", "u32"), thread, 4), write(p, thread))
-    memory = np.zeros(4 * THREADS, "u1")
-    ptx.run(p, memory, out=0, **operands)
-    return memory.view("u4")
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - 40, 5 * 2**32 - 1], ids=str)
@@ -199,19 +185,17 @@ def test_bits_of_the_noise(seed, stride, start):
     """The words equal threefry2x32, and jax.random.bits at small counters."""
     key = jax.random.key(seed)
     words = np.asarray(jax.random.key_data(key))
-
-    def write(p, thread):
-        schedule = race_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
-        counter = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
-        low, high = p.split(counter)
-        keyed = high + schedule[0][0], low + schedule[0][1]
-        first, second = race_ptx.words_at(p, schedule, [keyed, keyed])
-        return p.select(first.equals(second), first, 0)
-
-    got = run_on_threads(write, key0=words[0], key1=words[1], low=start % 2**32, high=start // 2**32)
-    counters = start + stride * np.arange(THREADS, dtype=np.uint64)
-    halves = (counters >> np.uint64(32)).astype("u4"), counters.astype("u4")
-    want = np.bitwise_xor(*jax.extend.random.threefry2x32_p.bind(*words, *map(jnp.asarray, halves)))
+    p = Program()
+    thread = p.operand("thread", "u32")
+    schedule = race_ptx.key_schedule(p, *p.operands("u32", "key0", "key1"))
+    counter = p.multiply_add_wide(thread, stride, p.join(*p.operands("u32", "low", "high")))
+    low, high = p.split(counter)
+    keyed = high + schedule[0][0], low + schedule[0][1]
+    first, second = race_ptx.words_at(p, schedule, [keyed, keyed])
+    p.store(p.at(p.operand("out", "u32"), thread, 4), p.select(first.equals(second), first, 0))
+    got, counter = np.zeros(THREADS, "u4"), {"low": start % 2**32, "high": start // 2**32}
+    ptx.run(p, got.view("u1"), out=0, key0=words[0], key1=words[1], **counter)
+    (want,) = bits_at([[*words, start // 2**32, start % 2**32]], np.arange(THREADS), stride)
     np.testing.assert_array_equal(got, want)
     if start == 0 and stride == 1:
         with jax.threefry_partitionable(True):

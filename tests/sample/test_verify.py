@@ -24,12 +24,8 @@ LOG_Q = np.asarray(jax.nn.log_softmax(RNG.standard_normal((S, V)).astype(np.floa
 BEST = TARGET.argmax(-1)
 
 
-def of_drafts(first):
-    """Runs a test for chosen drafts and for drafts that are drawn from LOG_Q; only the first is in the fast set."""
-    cases = {"chosen": None, "drawn": LOG_Q}
-    return pytest.mark.parametrize(
-        "q", [q if name == first else slow(q) for name, q in cases.items()], ids=[*cases]
-    )
+# Drafts that are chosen, and drafts that are drawn from LOG_Q
+of_drafts = pytest.mark.parametrize("q", [None, slow(LOG_Q)], ids=["chosen", "drawn"])
 
 
 def softmax(logits):
@@ -55,9 +51,6 @@ def repeated(drafts, target, q=None, key=KEY, rows=4000, **given):
         for a, n in ((drafts, 1), (target, 2), (q, 2))
     )
     return jax.tree.map(np.asarray, verify(key, drafts, target, q, **given))
-
-
-# --- The distribution -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -138,9 +131,6 @@ def test_no_drafts():
     assert_distribution(tokens[:, 0], softmax(TARGET[0]))
 
 
-# --- Rounding -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("v", [V, slow(600)])
 def test_the_new_token_is_of_the_target_if_nothing_is_left(v):
     """Here q is greater than p everywhere, as it may be by rounding."""
@@ -193,16 +183,13 @@ def test_no_rounding_of_large_logits():
     assert_equal(run(x.astype(int) + 2**30, 1.0), want)  # integers
 
 
-# --- Rows without a distribution, and greedy rows -------------------------------------------------------
-
-
 @jax.jit
 def verify_5_rows(drafts, x, q, where, top_p, temperature):
     """Runs `verify` with all that the next two tests need, so that these share a program."""
     return verify(KEY, drafts, x, q, where=where, top_p=top_p, temperature=temperature)
 
 
-@of_drafts("chosen")
+@of_drafts
 def test_temperature_0_takes_the_greedy_tokens(q):
     wrong = np.array([0, 1, 2, S, S])  # the place of the first draft that is not the best token
     drafts = np.where(np.arange(S) < wrong[:, None], BEST[:-1], (BEST[:-1] + 1) % V)
@@ -213,7 +200,7 @@ def test_temperature_0_takes_the_greedy_tokens(q):
     np.testing.assert_array_equal(tokens, np.where(np.arange(S + 1) <= wrong[:, None], BEST, -1))
 
 
-@of_drafts("chosen")
+@of_drafts
 def test_a_position_without_a_distribution_gives_minus_1(q):
     """Logits of NaN and +inf, a filter out of range, and a mask that keeps nothing; the last row draws all tokens."""
     x, where = np.tile(TARGET, (5, 1, 1)), np.ones((5, S + 1, V), bool)
@@ -227,7 +214,7 @@ def test_a_position_without_a_distribution_gives_minus_1(q):
     np.testing.assert_array_equal(tokens, [[0, -1, -1, -1]] * 3 + [[-1] * 4, [0] * 4])
 
 
-@of_drafts("drawn")
+@of_drafts
 def test_drafts_that_are_no_tokens_end_the_row(q):
     """The token in the place of such a draft is a draw from the target itself."""
     bad, impossible = [-1, V, -7, 2**40], 2  # a draft with q = 0 is impossible
@@ -247,11 +234,8 @@ def test_drafts_that_are_no_tokens_end_the_row(q):
         assert_distribution(tokens[i, accepted[i, :, 0] == 1, 1], softmax(TARGET[1]))
 
 
-# --- Broadcasting, transformations and dtypes -----------------------------------------------------------
-
-
 @pytest.mark.slow
-@of_drafts("chosen")
+@of_drafts
 @pytest.mark.parametrize("shape", [(1,), (2, S + 1, 1), (1, 1, V)], ids=str)
 def test_a_mask_broadcasts(shape, q):
     """A mask with a last dimension of 1 masks whole positions."""
@@ -265,7 +249,7 @@ def test_a_mask_broadcasts(shape, q):
 
 
 @pytest.mark.slow
-@of_drafts("chosen")
+@of_drafts
 def test_parameters_are_per_row_or_per_position(q):
     """A row does not depend on the others."""
     rows = 4

@@ -63,10 +63,7 @@ def columns_results(name, arrays, plan, interpret=INTERPRET):
 
 
 def columns_rows(name, arrays, plan, interpret=INTERPRET):
-    """Returns the result of the kernel of columns for the rows of arrays (rows, vocab), stored as columns.
-
-    An even number of rows becomes the columns of two arrays.
-    """
+    """Runs the kernel of columns on rows (rows, vocab), stored as the columns of one array, or of two if even."""
     rows, vocab = arrays[0].shape
     outer = 1 if rows % 2 else 2
     across = [np.asarray(a).reshape(outer, -1, vocab).swapaxes(1, 2) for a in arrays]
@@ -75,7 +72,6 @@ def columns_rows(name, arrays, plan, interpret=INTERPRET):
 
 
 def assert_columns(name, x, names, plan, interpret=INTERPRET):
-    """Asserts that the kernel of columns is right for the logits x."""
     arrays = cases.operands(name, x)
     got = columns_rows(name, arrays, plan, interpret)
     bounds.assert_operation(name, got, arrays, names)

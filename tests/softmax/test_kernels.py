@@ -1,8 +1,4 @@
-"""The Mosaic GPU kernels of softmax, log_softmax and logsumexp: in Pallas's interpreter, lowered for CUDA, on a GPU.
-
-The interpreter replaces inline PTX by a twin in plain JAX; a GPU runs the PTX itself. Lowering does not see registers,
-shared memory, alignment and deadlocks.
-"""
+"""The Mosaic GPU kernels of softmax, log_softmax and logsumexp: in Pallas's interpreter, lowered for CUDA, on a GPU."""
 
 import functools
 
@@ -28,18 +24,25 @@ from tests.support.gpu import (
     each,
     forward_and_grad,
     function,
+    judge,
     much_memory,
     of_repeated_rows,
     on_a_gpu,
     side_by_side,
 )
-from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, square_sum
+from tests.support.lowering import (
+    CALLS,
+    MASKS,
+    array,
+    kernel_names,
+    kernel_results,
+    lowered,
+    mask_of,
+    square_sum,
+)
 from tests.support.twins import fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-# --- In the interpreter, against the oracle -----------------------------------------------------------
 
 
 # (V, dtype, rows), with the package's plans. Rows over 2 to 128 lanes, several to a CTA; whole vectors and single
@@ -99,10 +102,8 @@ WHERE += [((Parts(1003, 4, 1, 1, True, teams=4, slots=3), "bhqv"), "softmax")]
 def test_where_interpreted(masked, name):
     """Masked elements are NaN or infinite. The first row of the mask keeps nothing, and another row keeps only -inf."""
     plan, pattern = masked
-    shape = (*cases.BATCH, plan.vocab if plan else 100)
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    kernels.assert_softmax(name, x, names, cases.broadcast_mask(pattern, shape), plan)
+    x, where, names = cases.broadcast_rows(pattern, plan.vocab if plan else 100)
+    kernels.assert_softmax(name, x, names, where, plan)
 
 
 AXES = [("logsumexp", (0,)), ("logsumexp", (0, 1)), ("logsumexp", (0, 2))]
@@ -152,20 +153,14 @@ def test_special_cotangents_interpreted(plan, name):
     bounds.assert_operation(name, kernels.softmax_rows(name, arrays, plan=plan), arrays, names)
 
 
-# --- Lowered for CUDA ---------------------------------------------------------------------------------
-
-
 def kernels_of(op, rows, v, dtype, plan=None, mask=None):
     """Returns the names of the lowered kernels of an operation, and the names that it should have."""
     arrays = [array(rows, v, dtype=dtype)] * (2 if op in oracle.BACKWARD else 1)
-    where = None
-    if mask is not None:
-        where = array(*(n if n == 1 else m for n, m in zip(MASKS[mask](v), (rows, v))), dtype="bool")
 
     def f(arrays, where):
         return kernels.softmax_results(op, arrays, where, (1,), plan, interpret=None)
 
-    names = kernel_names(lowered(f, arrays, where))
+    names = kernel_names(lowered(f, arrays, mask_of(mask, rows, v)))
     kernel = op if op in oracle.BACKWARD else f"{op}_forward"
     if not isinstance(plan, Parts) or plan.cluster:
         return names, [kernel]
@@ -259,9 +254,6 @@ def test_lowered_grad_of_grad_of_softmax():
     assert len(kernel_results(lowered(second, array(128, 16384)))) >= 2
 
 
-# --- On a GPU, with the kernels of Triton -------------------------------------------------------------
-
-
 # Rows in registers, in one CTA, in a cluster, in a cluster with unequal parts, in two launches; one row, or a prime
 # number of rows.
 SHAPES = [(1, F32, ALL), (2, BF16, ALL), (127, F16, ALL), (128, F32, ALL), (129, BF16, ALL)]
@@ -289,10 +281,8 @@ MASKED += [(op, 50257, BF16, p) for op in ("log_softmax", "logsumexp") for p in 
 @both
 @side_by_side
 def test_where_on_a_gpu(implementation, op, v, dtype, pattern):
-    shape = (*cases.BATCH, v)
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    assert_forward_and_grad(implementation, op, x, names, cases.broadcast_mask(pattern, shape))
+    x, where, names = cases.broadcast_rows(pattern, v, dtype)
+    assert_forward_and_grad(implementation, op, x, names, where)
 
 
 CLUSTERS = [
@@ -312,16 +302,11 @@ LONGEST = [(Parts(16 * 4000, 4, 1, 16, True, teams=4, slots=3), F32, FEW)]
 LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
 
 
-def for_each(operations, plans, masked):
-    """Returns (operation, plan, dtype, names, whether there is a mask): for all plans, then for `masked`."""
-    cases = [(*plan, False) for plan in plans] + [(*plan, True) for plan in masked]
-    return [(op, *case) for op in operations for case in cases]
-
-
-EVERY_PLAN = for_each(oracle.OPERATIONS, PARTS + CLUSTERS, CLUSTERS[:2])
-EVERY_PLAN += for_each(
-    ELEMENTWISE, IN_TURNS + READ_AGAIN + CLUSTERS_IN_TURNS + LONGEST, CLUSTERS_IN_TURNS[:1]
-)
+TURNS_ON_A_GPU = IN_TURNS + READ_AGAIN + CLUSTERS_IN_TURNS + LONGEST
+EVERY_PLAN = [(op, *plan, False) for op in oracle.OPERATIONS for plan in PARTS + CLUSTERS]
+EVERY_PLAN += [(op, *plan, True) for op in oracle.OPERATIONS for plan in CLUSTERS[:2]]
+EVERY_PLAN += [(op, *plan, False) for op in ELEMENTWISE for plan in TURNS_ON_A_GPU]
+EVERY_PLAN += [(op, *CLUSTERS_IN_TURNS[0], True) for op in ELEMENTWISE]
 
 
 @on_a_gpu
@@ -336,12 +321,7 @@ def test_every_plan_on_a_gpu(name, plan, dtype, names, masked):
 @on_a_gpu
 @pytest.mark.parametrize(
     ("name", "v", "dtype"),
-    [
-        ("softmax", 1_000_000, F32),
-        ("log_softmax", 950_001, F32),
-        ("softmax_grad", 500_009, F32),
-        ("log_softmax_grad", 1_000_000, BF16),
-    ],
+    [*zip(ELEMENTWISE, (1_000_000, 950_001, 500_009, 1_000_000), (F32, F32, F32, BF16))],
     ids=str,
 )
 def test_rows_longer_than_a_cluster_on_a_gpu(name, v, dtype):
@@ -392,34 +372,24 @@ def test_repeated_runs_give_the_same_bits_on_a_gpu(implementation, op, shape):
 
 
 MANY = [(8200, 262144), (70000, 30720), (42744, 50257), (2_200_000, 1000)]  # 65535 is a grid's limit
-MANY_ROWS = [("mosaic_gpu", "softmax", *shape) for shape in MANY]
-MANY_ROWS += [("mosaic_gpu", "log_softmax", *MANY[1])]
-MANY_ROWS += [("mosaic_gpu", "logsumexp", *shape) for shape in (MANY[0], MANY[3])]
-MANY_ROWS += [("triton", "softmax", *shape) for shape in MANY] + [("triton", "logsumexp", *MANY[-1])]
-
-
+MANY_ROWS = [("mosaic_gpu", "softmax", True, *shape) for shape in MANY]
+MANY_ROWS += [("mosaic_gpu", "log_softmax", True, *MANY[0]), ("triton", "softmax", True, *MANY[0])]
+MANY_ROWS += [("mosaic_gpu", "log_softmax", False, *MANY[1])]
+MANY_ROWS += [("mosaic_gpu", "logsumexp", False, *shape) for shape in (MANY[0], MANY[3])]
+MANY_ROWS += [("triton", "softmax", False, *shape) for shape in MANY[1:]]
+MANY_ROWS += [("triton", "logsumexp", False, *MANY[-1])]
 # Repeating this many rows keeps the place of each row within lines of 128 bytes, where parts of rows begin.
 DIFFERENT = 64
 
 
 @on_a_gpu
 @much_memory
-@pytest.mark.parametrize(("implementation", "op", "rows", "v"), MANY_ROWS, ids=str)
-def test_more_than_2_to_the_31_elements_on_a_gpu(implementation, op, rows, v):
+@pytest.mark.parametrize(("implementation", "op", "gradient", "rows", "v"), MANY_ROWS, ids=str)
+def test_more_than_2_to_the_31_elements_on_a_gpu(implementation, op, gradient, rows, v):
     """A few rows are repeated: all copies have the same bits, and the first ones are right."""
-    x = np.random.default_rng(2).standard_normal((DIFFERENT, v)).astype(BF16)
-    y = of_repeated_rows(function(implementation, op), rows, x)
-    bounds.assert_operation(op, y, (x,), [f"row {i}" for i in range(DIFFERENT)])
-
-
-MANY_GRADIENTS = [("mosaic_gpu", "softmax", *shape) for shape in MANY]
-MANY_GRADIENTS += [("mosaic_gpu", "log_softmax", *MANY[0]), ("triton", "softmax", *MANY[0])]
-
-
-@on_a_gpu
-@much_memory
-@pytest.mark.parametrize(("implementation", "op", "rows", "v"), MANY_GRADIENTS, ids=str)
-def test_more_than_2_to_the_31_elements_of_a_gradient_on_a_gpu(implementation, op, rows, v):
     x, dy = (np.random.default_rng(seed).standard_normal((DIFFERENT, v)).astype(BF16) for seed in (2, 3))
-    y, dx = of_repeated_rows(functools.partial(forward_and_grad, implementation, op), rows, x, dy)
-    bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), dy), [f"row {i}" for i in range(DIFFERENT)])
+    if gradient:
+        of_both = functools.partial(forward_and_grad, implementation, op)
+        judge(op, of_repeated_rows(of_both, rows, x, dy), x, dy)
+    else:
+        bounds.assert_operation(op, of_repeated_rows(function(implementation, op), rows, x), (x,))

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,9 @@ from pallas_softmax._src.softmax.mesh import combine_shards
 from pallas_softmax._src.stats import xla
 from tests.support import cases, oracle, stats
 from tests.support.calls import DTYPES
+from tests.support.cases import TINY
 from tests.support.covering import first, pairs, slow
+from tests.support.trees import assert_equal
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 check = stats.check_of(ps.token_stats)
@@ -60,16 +61,13 @@ def test_other_results_do_not_change_with_labels_or_ranks():
     options = {"labels": LABELS, "rank": True}, {"labels": LABELS}, {}
     ranked, labeled, plain = (ps.token_stats(X, temperature=0.7, **given) for given in options)
     assert labeled.rank is plain.rank is plain.log_probs is None
-    jax.tree.map(np.testing.assert_array_equal, ranked[:4], labeled[:4])
-    jax.tree.map(np.testing.assert_array_equal, labeled[1:], plain[1:])
+    assert_equal((ranked[:4], labeled[1:]), (labeled[:4], plain[1:]))
     of_ranked, of_labeled, of_plain = (
         jax.grad(lambda x, given=given: jnp.sum(ps.token_stats(x, **given).entropy))(X) for given in options
     )
-    np.testing.assert_array_equal(of_ranked, of_labeled)
-    np.testing.assert_array_equal(of_labeled, of_plain)
+    assert_equal((of_ranked, of_labeled), (of_labeled, of_plain))
 
 
-TINY = 2.0**-130
 SUBNORMAL = np.array(
     [
         [0, -1, TINY, 2 * TINY, 0, TINY],
@@ -142,8 +140,3 @@ def test_ranks(way, dtype):
 def test_no_columns():
     got = ps.token_stats(X[:, :0])
     assert np.isnan(got.entropy).all() and np.isneginf(got.logsumexp).all()
-
-
-def test_explain():
-    (forward,) = ps.explain(ps.token_stats, jax.ShapeDtypeStruct((128, 16384), "bfloat16"))
-    assert (forward.call.op, forward.cuda, forward.elsewhere) == ("token_stats", "mosaic_gpu", "xla")

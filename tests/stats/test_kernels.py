@@ -16,11 +16,10 @@ from tests.support.calls import DTYPES
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, pairs
 from tests.support.gpu import on_a_gpu
-from tests.support.lowering import MASKS, array, kernel_names, lowered
+from tests.support.lowering import MASKS, array, kernel_names, lowered, mask_of
 from tests.support.twins import INTERPRET, fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 TILES = [(1000, F32), (129, BF16), (7, F16), (1, F32), (2, BF16), (128, F16), (1003, BF16)]
 LOST_NAN = pytest.mark.xfail(
@@ -60,9 +59,6 @@ def test_an_infinite_logit_at_temperature_0():
     np.testing.assert_array_equal(got.logsumexp, [np.inf, np.inf])
 
 
-# --- Lowered for CUDA ---------------------------------------------------------------------------------
-
-
 # (V, CTAs of a row, whether they are a cluster)
 LONG = [(8192, 1, True), (50257, 8, True), (20008, 2, True), (151935, 16, True), (1000003, 256, False)]
 SHORT = [(v, None, None) for v in (1, 7, 8, 127, 1000, 5000)]
@@ -79,12 +75,11 @@ def test_lowered(shape, dtype, mask, scaled):
     plan = plan_softmax("token_stats", 5, v, dtype)
     if count is not None:
         plan = Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
-    where = array(*MASKS[mask](v), dtype="bool") if mask else None
     text = lowered(
         lambda x, labels, where, t: stats.kernel_stats(plan, x, labels, where, t, rank=scaled),
         array(5, v, dtype=dtype),
         array(5, dtype="int32"),
-        where,
+        mask_of(mask, 5, v),
         array(5) if scaled else None,
     )
     assert kernel_names(text) == ["token_stats_forward" + "_reduce" * (cluster is False)]
@@ -111,9 +106,6 @@ def test_one_lowered_kernel_per_call(name, x64):
     args = array(3, 128, 16384, dtype="bfloat16"), array(3, 128, dtype="int32"), array(3, 128)
     with jax.enable_x64(x64):
         assert kernel_names(lowered(TRANSFORMS[name], *args)) == ["token_stats_forward"]
-
-
-# --- On a GPU -----------------------------------------------------------------------------------------
 
 
 check = stats.check_of(functools.partial(ps.token_stats, implementation="mosaic_gpu", rank=True))

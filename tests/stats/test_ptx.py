@@ -13,7 +13,6 @@ KINDS = ["normal", "peaked", "far", "huge", "-inf", "all -inf", "+inf", "nan", "
 
 
 def logits(kind, count):
-    """Returns the logits of 128 threads, (count, 128)."""
     rng = np.random.default_rng(count)
     x = 3 * rng.standard_normal((count, 128))
     x *= {"peaked": 40}.get(kind, 1)

@@ -108,10 +108,7 @@ def fused_topk_vjp_unit(x, g, k, where=None, temperature=1.0, log=False):
 
 
 def stored_unit(want, unit, dtype):
-    """Returns the unit of a float32 computation that is stored in a 16-bit dtype.
-
-    The unit is half a step of the stored dtype plus four units of the float32 computation.
-    """
+    """Returns the unit of a stored 16-bit result: half a step, and four units of the float32 computation."""
     ratio = float(np.finfo(np.float32).eps) / eps(dtype)
     with np.errstate(invalid="ignore"):
         return np.abs(want) / 2 + 4 * ratio * unit
@@ -140,10 +137,7 @@ def error_units(got, want, unit, *, slack_times=1.0):
 
 
 def units(got, want, unit, *, slack_times=1.0):
-    """Returns the error of each element of `got`, counted as in `error_units`.
-
-    `want` is rounded to the dtype of `got` before the comparison of infinities.
-    """
+    """Returns the error of each element, as `error_units`; infinities are compared in the dtype of `got`."""
     got = np.asarray(got)
     with np.errstate(all="ignore"):
         rounded = np.asarray(want).astype(got.dtype)
@@ -199,22 +193,19 @@ def expected(name, arrays, where=None):
     return value(*arrays, where=where), unit(*arrays, where=where), slack_times
 
 
-def assert_close(got, want, unit, names, slack=1.0):
-    """Asserts that each row is within UNITS in float32. A 16-bit result may be rounded once more.
-
-    `slack` scales the error that flushing may cause; `names` are the names of the rows.
-    """
+def assert_close(got, want, unit, names=None, slack=1.0):
+    """Asserts that each row is within UNITS in float32. A 16-bit result may be rounded once more."""
     got = np.asarray(got)
     limit = UNITS
     if got.dtype.itemsize == 2:
         unit, limit = stored_unit(want, unit, got.dtype), 1.0
     worst = units(got, want, unit, slack_times=slack).max(-1, initial=0).ravel()
-    assert len(worst) == len(names)
-    wrong = [f"{name}: {error} units" for name, error in zip(names, worst) if not error <= limit]
+    names = [f"row {i}" for i in range(len(worst))] if names is None else names
+    wrong = [f"{name}: {error} units" for name, error in zip(names, worst, strict=True) if not error <= limit]
     assert not wrong, "; ".join(wrong)
 
 
-def assert_operation(name, got, arrays, names, where=None):
+def assert_operation(name, got, arrays, names=None, where=None):
     """Asserts that a kernel's result agrees with the oracle on the same rows, which are called `names`."""
     got = np.asarray(got)
     assert got.dtype == arrays[-1].dtype
@@ -229,20 +220,17 @@ def assert_operation(name, got, arrays, names, where=None):
 # boundary is right. It contains the smallest of these sets, and is contained in the largest one.
 
 
-def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, **filters):
+def assert_sample(
+    got, x, noise, names, where=None, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None
+):
     """Asserts that each row's draw has the largest sum of a kept entry and its noise, except for rounding.
 
-    Args:
-      got: indices, log_probs and log_mass.
-      x: (rows, V).
-      noise: (rows, V), what `jax.random.gumbel` has at the elements.
-      names: the names of the rows.
-      where, temperature, **filters: arguments of `oracle.sample`; top_p and min_p are rounded to float32.
+    The logits and the noise are (rows, V). top_p and min_p are rounded to float32.
     """
     indices, log_probs, log_mass = map(np.asarray, got)
     assert indices.dtype == np.int32
     x, rows = np.asarray(x), np.arange(len(x))
-    terms = _DrawTerms(x, where, temperature, filters)
+    terms = _DrawTerms(x, where, temperature, top_k, top_p, min_p)
     with np.errstate(all="ignore"):
         perturbed = oracle.sample_perturbed(x, noise, where, temperature)
         best = np.max(np.where(terms.kept[0], perturbed, -np.inf), -1)
@@ -259,17 +247,12 @@ def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, **fi
     assert not wrong, "; ".join(wrong)
 
 
-def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
-    """Asserts that each row's cutoff keeps what the oracle keeps, except for rounding.
-
-    Args:
-      got: key, index, top, log_total and log_mass, (rows,).
-      x, names, where, temperature, **filters: as for `assert_sample`.
-    """
+def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None):
+    """Asserts that each row's cutoff keeps what the oracle keeps, except for rounding."""
     key, index, top, log_total, log_mass = map(np.asarray, got)
     assert key.dtype == index.dtype == np.int32
     x = np.asarray(x)
-    terms = _DrawTerms(x, where, temperature, filters)
+    terms = _DrawTerms(x, where, temperature, top_k, top_p, min_p)
     order, allowed = oracle.order_key(x), oracle.unmasked(x, where) & (x > -np.inf)
     kept = (order > key[:, None]) | (order == key[:, None]) & (np.arange(x.shape[-1]) <= index[:, None])
     right = np.all((terms.kept[0] & allowed <= kept) & (kept & allowed <= terms.kept[1]), -1)
@@ -287,7 +270,7 @@ def assert_cutoff(got, x, names, where=None, temperature: Any = 1.0, **filters):
 class _DrawTerms:
     """The limits of rounding in draws from rows: the smallest and the largest kept set, and errors of logarithms."""
 
-    def __init__(self, x, where, temperature, filters):
+    def __init__(self, x, where, temperature, *filters):
         self.unit = unit = eps(F64) if x.dtype == F64 else eps(np.float32)
         self.scaled, self.mass = oracle.sample_terms(x, where, temperature)
         self.total = np.sum(self.mass, -1)
@@ -297,9 +280,7 @@ class _DrawTerms:
             self.off = np.where(self.drawable, UNITS * unit * np.sum(self.mass * self.distance, -1), 0)
             lean = UNITS * unit * self.distance
             self.kept = [
-                oracle.sample_kept(
-                    x, where, temperature, **filters, lean=sign * self.off, min_p_lean=-sign * lean
-                )
+                oracle.sample_kept(x, where, temperature, *filters, sign * self.off, -sign * lean)
                 for sign in (-1, 1)
             ]
             # a difference below the smallest normal number may count as 0, which matters at temperatures as small

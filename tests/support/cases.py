@@ -123,6 +123,28 @@ def rows(names, v, dtype=F32, seed=0):
         return np.stack([np.asarray(_row(rng, n, v, dtype), np.float64) for n in names]).astype(dtype)
 
 
+def integers(rng, v, dtype):
+    """Returns ten rows of integers or booleans. As floats, some are NaNs, infinities and subnormal numbers."""
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    held, at = np.dtype("uint8") if dtype.kind == "b" else dtype, np.arange(v)
+    few = np.array([low, high, low + 1], held)
+    anywhere = rng.integers(low, high, v, held, endpoint=True)
+    small = rng.integers(max(low, -3), min(high, 3), v, held, endpoint=True)
+    rows = [
+        np.full(v, few[0]),
+        anywhere,
+        small,
+        np.where(at % 3, anywhere, small),
+        anywhere // 64,
+        few[at % 2],
+        np.sort(anywhere),
+        np.sort(anywhere)[::-1],
+        np.full(v, few[1]),
+        few[np.where(at == v // 2, 2, 0)],
+    ]
+    return np.stack(rows).astype(dtype)
+
+
 def cotangent(shape, dtype=F32):
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 

@@ -16,7 +16,6 @@ PROGRAMS = ROOT / "tests" / "programs"
 
 
 def output_of(program, **options):
-    """Returns what a program prints in a new process."""
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
     assert done.returncode == 0, done.stderr
@@ -77,6 +76,5 @@ def selected_names(request, test):
 
 
 def assert_no_error(found, name):
-    """Asserts that a check ran without an error, in the reports of a program."""
     error = found.get(name, found[""] + "\nthe child ended before this check")
     assert error is None, error

@@ -40,10 +40,7 @@ def _pairs_of(combination):
 
 
 def cover(*parameters):
-    """Returns parameters for pytest that cover every pair of values. The fast set covers every value.
-
-    The others are marked slow, so only the complete set has them.
-    """
+    """Returns parameters for pytest that cover every pair of values; the fast set covers every value."""
     return first(max(map(len, parameters)), pairs(*parameters))
 
 

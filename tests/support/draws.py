@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-from tests.support import bounds, cases
+from tests.support import bounds, cases, oracle
 from tests.support.cases import F32
 
 NO_TOP_K = 2**31 - 1  # a top_k that filters nothing
@@ -66,18 +66,21 @@ def without_filters(x, step=1):
     return x[[*rows]], words, parameters, combinations[::step]
 
 
-def noise_at(words, v, stride=1):
-    """Returns the noise of rows with v elements, in float64: `jax.random.gumbel` in the mode "low".
+def bits_at(words, index, stride=1):
+    """Returns the bits of `jax.random.bits` at these indices of rows, which are `stride` counters apart.
 
     The words of a row are its threefry key, and the high and the low word of its first element's counter.
     """
-    words = np.asarray(words).astype(np.uint64)
-    counters = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * np.arange(
-        v, dtype=np.uint64
-    )
+    words, index = np.asarray(words).astype(np.uint64), np.asarray(index, np.uint64)
+    counters = (words[:, 2:3] << np.uint64(32) | words[:, 3:]) + np.uint64(stride) * index
     keys = (np.broadcast_to(words[:, i : i + 1], counters.shape) for i in (0, 1))
     arrays = (jnp.asarray(a.astype(np.uint32)) for a in (*keys, counters >> np.uint64(32), counters))
-    bits = functools.reduce(np.bitwise_xor, map(np.asarray, threefry2x32_p.bind(*arrays)))
+    return functools.reduce(np.bitwise_xor, map(np.asarray, threefry2x32_p.bind(*arrays)))
+
+
+def noise_at(words, v, stride=1):
+    """Returns the noise of rows with v elements, in float64: `jax.random.gumbel` in the mode "low"."""
+    bits = bits_at(words, np.arange(v), stride)
     uniform = np.maximum((bits >> np.uint32(9)) * 2.0**-23, np.finfo(F32).tiny)
     return -np.log(-np.log(uniform))
 
@@ -91,17 +94,13 @@ def noise_of_rows(key, rows, v):
 
 
 def assert_draws(got, x, words, names, parameters, where=None, stride=1):
-    """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
-    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, **_by_name(parameters))
+    """Asserts that draws with (temperature, top_k, top_p, min_p) are right."""
+    bounds.assert_sample(got, x, noise_at(words, x.shape[-1], stride), names, where, *parameters)
 
 
 def assert_cutoffs(got, x, names, parameters, where=None):
-    """Asserts that cutoffs with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_cutoff`."""
-    bounds.assert_cutoff(got, x, names, where, **_by_name(parameters))
-
-
-def _by_name(parameters):
-    return dict(zip(("temperature", "top_k", "top_p", "min_p"), parameters))
+    """Asserts that cutoffs with (temperature, top_k, top_p, min_p) are right."""
+    bounds.assert_cutoff(got, x, names, where, *parameters)
 
 
 def rows_without_a_draw(v, dtype):
@@ -119,6 +118,14 @@ def assert_failed_and_empty(filtered):
     filtered = np.asarray(filtered)
     assert np.isnan(filtered[:4]).all() and (filtered[4] == -np.inf).all(), filtered
     assert (filtered[5] > -np.inf).any() and (filtered[5] < np.inf).all(), filtered
+
+
+def assert_share(counts, x, temperature=1.0, **filters):
+    """Asserts that the entries of one row x, (1, V), were drawn as often as the filters say."""
+    mass = np.where(
+        oracle.sample_kept(x, None, temperature, **filters), oracle.sample_terms(x, None, temperature)[1], 0
+    )[0]
+    assert abs(chi_square(counts, mass / mass.sum())) < 5
 
 
 def chi_square(counts, p):

@@ -107,7 +107,7 @@ def assert_forward_and_grad(implementation, op, x, names, where=None, dy=None):
     judge(op, forward_and_grad(implementation, op, x, dy, where), x, dy, names, where)
 
 
-def judge(op, got, x, dy, names, where):
+def judge(op, got, x, dy, names=None, where=None):
     """Asserts that y and dx are right. dx is compared with the gradient for the kernel's own y."""
     y, dx = map(np.asarray, got)
     bounds.assert_operation(op, y, (x,), names, where)
@@ -148,14 +148,24 @@ def assert_top_k(got, x, k, names, where=None, ordered=True):
             np.testing.assert_array_equal(rows, np.broadcast_to(b[i], rows.shape), err_msg=name)
 
 
-def refused(implementation, v, k):
-    """Returns whether the implementation has no kernel for k winners, and asserts that it then says so."""
-    limit = MAX_K[implementation]
-    if k <= limit:
-        return False
-    with pytest.raises(NotImplementedError, match=f"k={k} is not from 1 to {limit}"):
-        topk.eval_shape(implementation, jax.ShapeDtypeStruct((3, v), F32), k)
-    return True
+def with_kernels(names, cases, **options):
+    """Runs a test for each implementation and each case with a k that the implementation's kernels have."""
+    at = names.index("k")
+    chosen = [(name, *case) for name, most in MAX_K.items() for case in cases if case[at] <= most]
+    return pytest.mark.parametrize(("implementation", *names), chosen, **options)
+
+
+def assert_topk_gradient(dx, x, g, k, where=None, temperature=1.0, log=False):
+    """Asserts that the gradient of `fused_topk` is right.
+
+    p is recomputed from x, m and d, so the units of the forward count twice. A denormal p may be flushed.
+    """
+    want, unit = (
+        f(x, g, k, where, temperature, log)[0] for f in (oracle.fused_topk_vjp, bounds.fused_topk_vjp_unit)
+    )
+    flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True) / np.reshape(temperature, (-1, 1))
+    limit = 4 * bounds.UNITS if x.dtype == F32 else 2
+    assert bounds.error_units(dx, want, unit, slack_times=flushed) <= limit
 
 
 def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False, *, exact_exp=False):

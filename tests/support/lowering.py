@@ -7,12 +7,10 @@ import jax.numpy as jnp
 
 
 def array(*shape, dtype="float32", **kwargs):
-    """Returns the shape and dtype of an array, without the array."""
     return jax.ShapeDtypeStruct(shape, dtype, **kwargs)
 
 
 def lowered(f, *args, platform="cuda"):
-    """Returns the lowered text of f."""
     return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -46,12 +44,17 @@ def _shape(tensor):
 
 
 def square_sum(f):
-    """Returns x -> sum(f(x)^2), a function to differentiate."""
     return lambda x: jnp.sum(f(x).astype("float32") ** 2)
 
 
-# Shapes of masks for 5 rows, from V.
-MASKS = {"full": lambda v: (5, v), "along rows": lambda v: (1, v), "per row": lambda v: (5, 1)}
+MASKS = ("full", "along rows", "per row")
+
+
+def mask_of(kind, rows, v):
+    """Returns a mask of one of MASKS, or None."""
+    shapes = {"full": (rows, v), "along rows": (1, v), "per row": (rows, 1)}
+    return None if kind is None else array(*shapes[kind], dtype="bool")
+
 
 # Ways to call or transform a function of an array (5, 3, V).
 CALLS = {

@@ -215,14 +215,7 @@ def rank(x, labels, where=None):
 
 
 def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
-    """Returns the gradients with respect to x and each row's temperature. The cotangent of a result that is not finite
-    counts as 0.
-
-    Args:
-      x, where, temperature: as for `token_stats`.
-      labels: integers.
-      g: the cotangents of log_probs, entropy and logsumexp.
-    """
+    """Returns the gradients of x and each row's temperature. A result that is not finite has the cotangent 0."""
     is_limit = np.broadcast_to(np.asarray(temperature) == 0, x.shape[:-1])
     g, temperature = [np.where(is_limit, 0, a) for a in g], np.where(is_limit, 1, temperature)
     kept = unmasked(x, where)
@@ -313,11 +306,8 @@ def sample_kept(
 ):
     """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first best one.
 
-    Args:
-      x: (rows, V).
-      temperature, top_k, top_p, min_p: a number, or one for each row; None is no filter.
-      lean: an amount for each row to add to top_p's share of the mass.
-      min_p_lean: a relative amount to add to min_p's threshold, in the shape of x.
+    `lean` is added to top_p's share of each row's mass. `min_p_lean`, in the shape of x, is a relative amount to add to
+    min_p's threshold.
     """
     x = np.asarray(x)
     scaled, mass = sample_terms(x, where, temperature)

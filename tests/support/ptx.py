@@ -32,6 +32,11 @@ _DTYPES = {
 _PAIRS = {"u16x2": np.uint16, "s16x2": np.int16, "f16x2": np.float16, "bf16x2": np.uint16}
 _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
             "ge": np.greater_equal}  # fmt: skip
+_FUNCTIONS = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    **{"abs": np.abs, "lg2": np.log2},
+}
 _OF_WARP = ("shfl", "redux", "vote")
 _PEER = 24  # bits of an address in shared memory; the bits above hold the number of another CTA, plus one
 _DEVICE = 32  # bits of an address in device memory; the bits above hold the number of an array, plus one
@@ -193,7 +198,6 @@ class Machine:
         return bits.astype(f"u{np.dtype(dtype).itemsize}").view(dtype)
 
     def write(self, name, group, values):
-        """Writes a register of some threads."""
         values = np.asarray(values)
         if name not in self.registers:
             self.registers[name] = np.full(len(self.cta), _UNSET, np.uint64)
@@ -316,8 +320,7 @@ class Machine:
             case "vote", "any":
                 result = values.any(1, keepdims=True)
             case "redux", how:
-                of_two = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
-                result = of_two.reduce(values, 1, values.dtype, keepdims=True)
+                result = _FUNCTIONS[how].reduce(values, 1, values.dtype, keepdims=True)
             case "shfl", how:
                 by = np.broadcast_to(self.value(arguments[2], group, "u32"), group.shape).reshape(-1, LANES)
                 lane, by = np.arange(LANES)[None], by.astype(int)
@@ -384,7 +387,6 @@ def _names(argument):
 
 @functools.cache
 def _number(text, dtype):
-    """Returns a number in the text."""
     if text.startswith("0f"):
         return np.uint32(int(text[2:], 16)).view(np.float32)
     if dtype is np.bool_:
@@ -427,7 +429,6 @@ def _first_is_largest(kind, a, b):
 
 
 def _computed(op, a, b=None, c=None, d=None):
-    """Returns the result of an instruction with operands of one kind."""
     kind = op[-1]
     is_float = kind == "f32"
     if kind in _PAIRS and op[0] in ("add", "min", "max"):
@@ -435,17 +436,13 @@ def _computed(op, a, b=None, c=None, d=None):
         if "NaN" in op:
             out = np.where(_first_is_largest(kind, *halves), *halves)
         else:
-            out = {"add": np.add, "min": np.minimum, "max": np.maximum}[op[0]](*halves)
+            out = _FUNCTIONS[op[0]](*halves)
         return np.ascontiguousarray(out).view(np.uint32)[:, 0]
     if kind in ("bf16", "f16") and op[0] == "max":
         return np.where(_first_is_largest(kind, a, b), a, b)
     match op[0]:
         case "mov":
             return a
-        case "add":
-            return a + b
-        case "sub":
-            return a - b
         case "mul" if op[1] == "wide":
             return a.astype(np.uint64) * np.uint64(b)
         case "shf":  # rotates, or shifts, the 64 bits b:a to the left, and returns the upper half
@@ -453,8 +450,6 @@ def _computed(op, a, b=None, c=None, d=None):
             return (whole << c.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
         case "mul" if op[1] == "hi":
             return (a.astype(np.uint64) * np.asarray(b).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
-        case "mul":
-            return a * b
         case "mad":
             return a * b + c
         case "fma":
@@ -463,16 +458,6 @@ def _computed(op, a, b=None, c=None, d=None):
             return a / b if is_float else a // b
         case "rcp":
             return np.float32(1) / a
-        case "and":
-            return a & b
-        case "or":
-            return a | b
-        case "xor":
-            return a ^ b
-        case "not":
-            return ~a
-        case "abs":
-            return np.abs(a)
         case "prmt":  # selects bytes of a and b, or their signs
             bytes_ = np.stack(np.broadcast_arrays(a, b), -1).astype(np.uint32).view(np.uint8).reshape(-1, 8)
             picks = [int(c) >> 4 * i & 15 for i in range(4)]
@@ -480,14 +465,10 @@ def _computed(op, a, b=None, c=None, d=None):
             signs = [np.where(byte >= 128, 255, 0) if pick & 8 else byte for byte, pick in zip(picked, picks)]
             return np.stack(signs, 1).astype(np.uint8).view(np.uint32)[:, 0]
         case "min" | "max" if is_float and "NaN" in op:
-            out = {"min": np.minimum, "max": np.maximum}[op[0]](a, b)
+            out = _FUNCTIONS[op[0]](a, b)
             return np.where(np.isnan(out), _NAN, out)
         case "min" | "max" if is_float:
             return {"min": np.fmin, "max": np.fmax}[op[0]](a, b)
-        case "min":
-            return np.minimum(a, b)
-        case "max":
-            return np.maximum(a, b)
         case "lop3":  # bit i of d is the result where a, b and c have the bits of i
             held = [(d >> np.uint32(i) & 1) * ~np.uint32(0) for i in range(8)]
             of = [np.where(i & 4, a, ~a) & np.where(i & 2, b, ~b) & np.where(i & 1, c, ~c) for i in range(8)]
@@ -495,8 +476,6 @@ def _computed(op, a, b=None, c=None, d=None):
         case "ex2":
             out = np.exp2(a)
             return np.where(np.abs(out) < np.finfo(np.float32).tiny, np.float32(0), out)
-        case "lg2":
-            return np.log2(a)
         case "popc":
             return np.bitwise_count(a).astype(np.uint32)
         case "bfind":  # bfind of 0 has all bits set
@@ -508,6 +487,8 @@ def _computed(op, a, b=None, c=None, d=None):
             return np.packbits(bits, axis=1).view(">u4").astype(np.uint32)[:, 0]
         case "mapa":
             return (a & np.uint32((1 << _PEER) - 1)) | ((np.uint32(1) + b) << np.uint32(_PEER))
+        case name if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(x for x in (a, b) if x is not None))
     raise NotImplementedError(".".join(op))
 
 

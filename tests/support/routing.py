@@ -28,7 +28,6 @@ class Gate(NamedTuple):
     group_best: int | None = None
 
     def keywords(self, bias) -> dict[str, Any]:
-        """Returns the keyword arguments of `route`."""
         options = self._asdict() | {"bias": bias if self.biased else None}
         del options["biased"]
         return options
@@ -54,6 +53,20 @@ GATES = {
 }
 
 
+def rows(experts, dtype, mild):
+    """Returns logits and a bias: mild rows, ties, peaked rows, large and small scores, infinities and NaN."""
+    rng = np.random.default_rng(experts)
+    x = [2 * rng.standard_normal((mild, experts)), rng.integers(-2, 3, (40, experts)), np.zeros((3, experts))]
+    x += [shift + rng.standard_normal((9, experts)) for shift in (60, -60, 300, -300)]
+    x += [30 * rng.standard_normal((9, experts))]
+    special = rng.standard_normal((13, experts))
+    special[:8][rng.random((8, experts)) < 0.2] = -np.inf
+    special[8, 3], special[9, 5], special[10, 1:4], special[11] = np.inf, np.nan, -np.nan, -np.inf
+    special[12, 2:] = -np.inf  # fewer numbers than experts are chosen
+    bias = 0.2 * rng.standard_normal(experts)
+    return np.concatenate([*x, special]).astype(dtype), bias.astype(np.float32)
+
+
 def sigmoid(x):
     with np.errstate(all="ignore"):
         return 1 / (1 + np.exp(-oracle.wide(x)))
@@ -69,7 +82,6 @@ def log_score(x, score):
 
 
 def score_of(x, score):
-    """Returns the scores of all logits."""
     if score != "sqrtsoftplus":
         return oracle.softmax(x) if score == "softmax" else sigmoid(x)
     with np.errstate(all="ignore"):
@@ -126,7 +138,6 @@ def indices(x, k, gate, bias):
 
 
 def weights(x, chosen, gate):
-    """Returns the weights of the chosen experts."""
     x = oracle.wide(x)
     won = np.take_along_axis(x, chosen, -1)
     with np.errstate(all="ignore"):

@@ -37,10 +37,7 @@ def rows(v, dtype):
 
 
 def operands(v):
-    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, some of them 0, for N rows.
-
-    The last label is out of range.
-    """
+    """Returns labels, the last one out of range, cotangents, a mask without the first row, and temperatures, some 0."""
     rng = np.random.default_rng(v + 1)
     labels = rng.integers(0, v, N).astype("int32")
     labels[15] = -100
@@ -85,10 +82,7 @@ def assert_gradient(dx, x, labels, g, where=None, temperature=1.0):
 
 
 def check_of(f):
-    """Returns a check of the results and the gradient of f, which is like `token_stats`.
-
-    The check takes V, the dtype, and whether `rows` have a mask and temperatures.
-    """
+    """Returns a check of f, which is like `token_stats`: its results and its gradient."""
 
     @jax.jit
     def run(x, labels, where, temperature, g):

@@ -12,7 +12,6 @@ WHERE[1] = False
 
 
 def finite_differences(f, x, h=1e-6):
-    """Returns the gradient of the scalar function f at x."""
     grad = np.zeros_like(x)
     for at in np.ndindex(x.shape):
         step = np.zeros_like(x)

@@ -6,17 +6,14 @@ import numpy as np
 
 
 def floats_of(results):
-    """Returns the floating leaves of a tree."""
     return [a for a in jax.tree.leaves(results) if jnp.issubdtype(a.dtype, jnp.floating)]
 
 
 def types_of(results):
-    """Returns the dtype and the shape of each leaf of a tree."""
     return [(a.dtype, a.shape) for a in jax.tree.leaves(results)]
 
 
 def assert_equal(got, want):
-    """Asserts that two trees have equal leaves."""
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -17,7 +17,6 @@ def softmax_rows(op, arrays, where, axes, plan=None):
 
 
 def topk(x, where, temperature, *, k, log, dtype, plan=None, scaled=True):
-    """Returns the kernel's winners and normalizers."""
     rows, *_ = fold_topk(x, where, temperature)
     plan = plan or plan_topk(*rows.shape, k, rows.dtype)
     return topk_kernels.topk(plan, x, where, temperature, k=k, log=log, dtype=dtype, scaled=scaled)

@@ -1,4 +1,4 @@
-"""The kernels of top-k with a given plan, and rows that are hard for them."""
+"""The kernels of top-k with a given plan, the PTX of merges, and rows and keys that are hard for them."""
 
 import dataclasses
 import functools
@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import folding
-from pallas_softmax._src.gpu.layout import Tile, Window
+from pallas_softmax._src.gpu.layout import Tile, Window, merged_tile
+from pallas_softmax._src.gpu.ptx import merging
 from pallas_softmax._src.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
-from tests.support import bounds, cases, gpu, oracle
+from tests.support import bounds, cases, gpu, oracle, ptx
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.plans import HOPPER
 from tests.support.twins import INTERPRET, fewer_rows, interpreted
@@ -28,10 +29,7 @@ def launches_that_merge(plan, k):
 
 
 def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
-    """Returns the kernel's winners and normalizers along the last axis of x, with the other axes flattened into one.
-
-    Without a temperature, it returns the winners as they are, and None.
-    """
+    """Returns the winners and normalizers of the rows of x; without a temperature, the winners as they are and None."""
     *batch, v = x.shape
     mask = None
     if where is not None:
@@ -60,7 +58,6 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log):
-    """Returns the kernel's merge of the winners and normalizers of several devices."""
     t, parts = None if temperature is None else jnp.asarray(temperature).reshape(-1, 1), normalizers or ()
     with interpreted():
         return merge_kernel.merge_rows(
@@ -77,7 +74,6 @@ def assert_top_k(x, k, names, plan, where=None):
 
 
 def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):
-    """Asserts that the kernel's winners are right."""
     got = topk_rows(x, k, plan, where, temperature, log, dtype)
     judge_topk(got, x, k, names, where, temperature, log, dtype)
 
@@ -90,10 +86,7 @@ def temperatures(dtype):
 
 
 def judge_topk(got, x, k, names, where, temperature, log, dtype, exact_exp=True):
-    """Asserts that indices and m are exact, and values and d within the units of float32.
-
-    The temperature has one number, or one for each row.
-    """
+    """Asserts that indices and m are exact, and values and d within the units of float32."""
     winners, (m, d) = got
     if where is not None:
         where = np.broadcast_to(where, x.shape).reshape(-1, x.shape[-1])
@@ -198,3 +191,34 @@ CROWDED = [
     (Window(2007, 4, 8, 4, 2), F32, 64),
     (Window(1203, 4, 8, 8), F32, 128),
 ]
+
+
+def best_of(keys, k):
+    """Returns the places of the k best keys of each row, the lower place first among ties."""
+    keys = np.asarray(keys, "int64")
+    return np.lexsort((np.broadcast_to(np.arange(keys.shape[-1]), keys.shape), -keys), -1)[..., :k]
+
+
+def assert_merged(tile, vocab, k, keys, lanes=None):
+    """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
+    program = merging.take_program(tile, vocab, k, lanes)
+    columns = ptx.tile_of(
+        ptx.run_on_tile(program, ptx.held_by_threads(tile, keys)), merged_tile(tile, k), "winner"
+    )
+    np.testing.assert_array_equal(columns[:, :k], best_of(keys[:, :vocab], k))
+
+
+def near_keys(rng, shape, kind):
+    """Returns keys that a sort of packed keys leaves in the wrong order in few places, in many, or nowhere."""
+    x = rng.standard_normal(shape).astype(F32)
+    match kind:
+        case "few":  # two or three keys differ in their lowest bits or are equal
+            bits = x.view("i4")
+            for row in bits:
+                places = rng.choice(len(row), 6, replace=False)
+                row[places] = np.repeat(row[places[::3]], 3) ^ rng.integers(0, 3, 6)
+        case "many":
+            x = 5 + 1e-5 * x
+        case "ties":
+            x = np.round(2 * x)
+    return oracle.order_key(x).astype("int64")

@@ -46,7 +46,6 @@ def rows_of(v, k, dtype, seed=0):
 
 
 def plan_selection(rows, v, k, dtype, capability=HOPPER, masked=False, lengths=False, in_order=False):
-    """Returns the plan that the package chooses, or None."""
     options = {"masked": masked, "lengths": lengths, "sorted": in_order}
     call = Call(SELECT, str(dtype), rows, v, k=k, function="top_k", **options)
     plan = select_plan.plan_selection(call, capability)
@@ -69,10 +68,7 @@ def assert_rows(got, x, k, where=None, lengths=None, names=None, *, sorted=False
 
 
 def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
-    """Does what `select.kernel._launch` does, in NumPy; x and the mask start `offset` elements after 16 bytes.
-
-    Returns the values and the indices of each row, and the number of steps of the machine, which runs all rows at once.
-    """
+    """Does what `select.kernel._launch` does, in NumPy; also returns the number of steps of the machine."""
     rows, itemsize = len(x), x.dtype.itemsize
     row = np.repeat(np.arange(rows), plan.ctas)
     values, indices = (ptx.Device(np.zeros((rows, k), dtype)) for dtype in (x.dtype, "int32"))
@@ -93,10 +89,7 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
 
 
 def machine_select(plan: SelectPlan, x, *, mask=None, length=None, offset=0, fill=None, rng=None):
-    """Runs the program for one row. Device memory has no more of the row and of the mask than the length.
-
-    Returns the values and the indices, as of one row, and the number of steps.
-    """
+    """Runs one row, with no more of it and of the mask than the length; returns its winners and the number of steps."""
     whole = length is None
     x, mask = (None if a is None else a[None] if whole else a[None, :length] for a in (x, mask))
     mask = None if mask is None else folding.Mask(jnp.asarray(mask), folding.mask_rows((1,), (1,)))

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pallas_softmax import TopK, fused_topk
-from tests.support import bounds, cases, oracle
+from tests.support import bounds, calls, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-FREE = settings(max_examples=25, deadline=None, derandomize=True)
+FREE = settings(calls.FREE, max_examples=25)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))
@@ -37,8 +37,6 @@ def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
         error = bounds.error_units(got.values[i], values[i], unit[i])
         assert error <= limit, f"{names[i] if names else i}: {error} units"
 
-
-# --- Values, indices and dtypes -------------------------------------------------------------------------
 
 # (V, dtype, k, log, the values' dtype)
 SORTED = [(v, dtype, v, False, dtype) for v, dtype in pairs([129, 1, 2, 9], [F32, BF16, F16])]
@@ -76,10 +74,7 @@ def test_ties_from_rounding_do_not_change_the_order():
 
 @pytest.mark.parametrize("dtype", first_values(1, ["int32", "int8", "uint8"]))
 def test_integers(dtype):
-    """Values are float32. The order is the integers' order, also for integers with the same float32.
-
-    Even the smallest integer comes before a masked element.
-    """
+    """Values are float32; the order is that of the integers. Even the smallest comes before a masked element."""
     low, top = np.iinfo(dtype).min, np.iinfo(dtype).max
     x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1], [7, low, 9, low, 8]], dtype)
     for where in (None, np.array([False, True, True, True, False])):
@@ -109,8 +104,6 @@ def test_k_zero(shape):
     np.testing.assert_array_equal(dx, np.zeros(shape))
 
 
-# --- where and temperature ------------------------------------------------------------------------------
-
 FINITE = list(cases.FINITE)[:7]
 SPECIAL = ["everything", "every_third_neg_nan", "neg_inf_first"]
 X = cases.rows(FINITE + SPECIAL, 20)
@@ -119,10 +112,7 @@ MASKS = cases.masks(X.shape)
 
 @pytest.mark.parametrize(("mask", "log"), first(2, pairs(MASKS, [True, False])))
 def test_where(mask, log):
-    """Masked positions win only if fewer than k are unmasked, even a -NaN: lowest index first, with p = 0.
-
-    That holds in a row of NaN, and in a row where everything is masked.
-    """
+    """Masked positions win only if fewer than k are unmasked, even a -NaN: lowest index first, with p = 0."""
     where = MASKS[mask]
     assert_right(topk(X, 15, where=where, log=log), X, 15, FINITE + SPECIAL, where=where, log=log, limit=4.0)
 
@@ -181,19 +171,13 @@ def test_temperatures_that_no_array_has(temperature, same):
     assert_right(fused_topk(x, 2, temperature=temperature), x, 2, temperature=same)
 
 
-# --- Gradients ------------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnames=("log",))
 def pullback(x, t, g, where=None, log=False):
     return jax.vjp(lambda x, t: fused_topk(x, 5, where=where, temperature=t, log=log).values, x, t)[1](g)
 
 
 def assert_pullback(names, v, dtype=F32, where=None, log=False, slack_times=100):
-    """Asserts that the gradients of x and of each row's temperature are the formula's.
-
-    Gradients of masked positions are 0 and the others finite, even if a masked logit is NaN.
-    """
+    """Asserts that the gradients of x and of each row's temperature are the formula's, and 0 where masked."""
     x, t = cases.rows(names, v, dtype), np.geomspace(0.5, 4, len(names)).astype(F32)
     g = cases.cotangent((len(names), 5), dtype)
     held = x if where is None else np.where(where, x, x.dtype.type(np.nan))
@@ -220,8 +204,6 @@ def test_gradient_with_where(mask, log):
 def test_gradient_of_peaked_rows(v, dtype):
     assert_pullback(["normal", "peaked", "one_winner", "alternating", "integers"], v, dtype, slack_times=v)
 
-
-# --- Random calls ---------------------------------------------------------------------------------------
 
 SPECIALS = [0.0, -0.0, np.inf, -np.inf, np.nan, cases.NEG_NAN, 1e-40, -1e-40, 1.0, 2.0]
 ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50, width=32)

@@ -1,8 +1,4 @@
-"""The Mosaic GPU kernels of top-k: in Pallas's interpreter, against the oracle, and lowered for CUDA.
-
-The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test_gpu.py run the PTX itself. Lowering
-does not see registers, shared memory, alignment and deadlocks; test_gpu.py does.
-"""
+"""The Mosaic GPU kernels of top-k: in Pallas's interpreter, against the oracle, and lowered for CUDA."""
 
 import dataclasses
 import functools
@@ -21,13 +17,12 @@ from tests.support import bounds, cases, oracle, plans
 from tests.support.calls import DTYPES, topk
 from tests.support.cases import BF16, F16, F32, FEW
 from tests.support.covering import first, first_values, pairs, parameter_id, slow
-from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered
+from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, mask_of
 from tests.support.twins import fewer_rows
 from tests.topk import kernels
 from tests.topk.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
 
@@ -37,7 +32,6 @@ def length(kind):
 
 
 def short(rows, v, k, dtype):
-    """Returns the tile that the package chooses, with fewer rows."""
     plan = kernels.plan_topk(v, k, dtype)
     assert isinstance(plan, Tile)
     return fewer_rows(plan)
@@ -84,11 +78,8 @@ def test_gradient_of_short_rows_interpreted(v, dtype, k, log):
     of_d = g_d[:, None] * np.exp(z - z.max(-1, keepdims=True)) / t[:, None]
     slope = -np.sum(of_d * (z - z.max(-1, keepdims=True)), -1)
     if dtype == F32:
-        flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]
-        assert (
-            bounds.error_units(dx, want_dx + of_d, unit_dx + np.abs(of_d), slack_times=flushed)
-            <= 4 * bounds.UNITS
-        )
+        flushed, unit = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None], unit_dx + np.abs(of_d)
+        assert bounds.error_units(dx, want_dx + of_d, unit, slack_times=flushed) <= 4 * bounds.UNITS
     else:
         np.testing.assert_allclose(np.asarray(dx, F32), want_dx + of_d, rtol=0.01, atol=1e-5)
     assert bounds.error_units(dt[:, 0], want_dt + slope, unit_dt + np.abs(slope)) <= 4 * bounds.UNITS
@@ -192,9 +183,6 @@ def test_fewer_unmasked_elements_than_winners_interpreted(kind, log):
     kernels.assert_topk(x, k, names, plan, where, log=log)
 
 
-# --- Lowered for CUDA ---------------------------------------------------------------------------------
-
-
 # (rows, V, k), with the package's plans. Rows in registers have names of numbers. Other rows have one CTA, or parts,
 # merged by one launch or several. If buckets fail, few winners are ranked by comparisons, and more winners by a sort.
 SHAPES = {
@@ -231,11 +219,8 @@ def test_lowered_kernels(kind, dtype, mask, values):
     def f(x, temperature, where):
         return kernels.topk_rows(x, k, plan, where, temperature, values == "logs", dtype, interpret=None)
 
-    where = None
-    if mask is not None:
-        where = array(*(n if n == 1 else m for n, m in zip(MASKS[mask](v), (rows, v))), dtype="bool")
     temperature = None if values == "as they are" else array(rows)
-    text = lowered(f, array(rows, v, dtype=dtype), temperature, where)
+    text = lowered(f, array(rows, v, dtype=dtype), temperature, mask_of(mask, rows, v))
     merges = ["topk_merge"] * kernels.launches_that_merge(plan, k)
     assert kernel_names(text) == ["top_k" if temperature is None else "softmax_topk", *merges]
     assert temperature is not None or "ex2.approx" not in text and "math.exp" not in text

@@ -3,6 +3,8 @@
 In the interpreter the kernels run twins of this PTX in plain JAX. These tests run the PTX itself without a GPU.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs
-from tests.topk import kernels, programs
+from tests.topk import kernels
 
 SMEM = 200 * 1024
 
@@ -48,9 +50,8 @@ def keys_of(rng, n, kind):
         case "around 0":
             return oracle.order_key(rng.standard_normal(n).astype(F32))
         case "bfloat16 around 0":
-            return oracle.order_key(
-                (rng.standard_normal(n) * rng.choice([0.0, 1.0], n, p=[0.03, 0.97])).astype(BF16)
-            )
+            kept = rng.choice([0.0, 1.0], n, p=[0.03, 0.97])
+            return oracle.order_key((rng.standard_normal(n) * kept).astype(BF16))
         case "bfloat16":
             return oracle.order_key((1.4 + rng.exponential(0.4, n)).astype(BF16))
         case "uniform":
@@ -268,10 +269,7 @@ def rows_of_bits(rng, v, dtype):
 
 @pytest.mark.parametrize(
     ("kind", "search"),
-    first(
-        2,
-        [(kind, search) for kind in ("quantized", "normal", "crowded", "bits") for search in SEARCHES],
-    ),
+    first(2, [*itertools.product(("quantized", "normal", "crowded", "bits"), SEARCHES)]),
     ids=str,
 )
 def test_search(kind, search):
@@ -293,7 +291,7 @@ def test_search(kind, search):
         memory, operands = search_memory(window, x, k, low)
         ptx.run(code, memory, **operands)
         at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
-        best = programs.best_of(raw_keys(x), k)
+        best = kernels.best_of(raw_keys(x), k)
         assert_ranked(memory, at, raw_keys(x)[best], best)
 
 
@@ -330,7 +328,7 @@ def test_merges(tile, vocab, k):
     )
     words = ptx.tile_of(machine, merged_tile(tile, k), "winner", "u4")[:, :k].astype("int64")
     keys = raw_keys(bits[:, :vocab].copy())
-    best = programs.best_of(keys, k)
+    best = kernels.best_of(keys, k)
     np.testing.assert_array_equal(0xFFFF - (words & 0xFFFF), best)
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
 
@@ -344,7 +342,7 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
     x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)
-    programs.assert_merged(tile, vocab, k, raw_keys(x))
+    kernels.assert_merged(tile, vocab, k, raw_keys(x))
 
 
 MERGED_32 = [
@@ -372,7 +370,7 @@ def test_merges_of_32_bit_keys(kind, tile, vocab, k):
 
     One lane may have more winners than its list has room for.
     """
-    keys = programs.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
+    keys = kernels.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    programs.assert_merged(tile, vocab, k, keys)
+    kernels.assert_merged(tile, vocab, k, keys)

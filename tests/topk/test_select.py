@@ -10,12 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax._src.select.plan import (
-    MAX_SELECTED,
-    MIN_VOCAB,
-    SelectPlan,
-    registers_plan,
-)
+from pallas_softmax._src.select.plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, registers_plan
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
@@ -114,10 +109,8 @@ def test_few_steps():
     A row in registers takes fewer steps if it is shorter, and if all of its elements win.
     """
     plan = SelectPlan(20000, 512, 1, 2, 2048, 4)
-    rows, names = (
-        rows_of(plan.vocab, plan.k, np.dtype("float32")),
-        ("normal", "shifted", "band", "constant", "ascending"),
-    )
+    rows = rows_of(plan.vocab, plan.k, np.dtype("float32"))
+    names = "normal", "shifted", "band", "constant", "ascending"
     steps = {name: machine_select(plan, rows[name])[1] for name in names}
     assert max(steps.values()) < 1.5 * steps["normal"], steps
     plan = registers_plan(8192, 512, 4, 32)
@@ -133,13 +126,7 @@ def test_few_winners_of_a_length(k):
     plan = plan_selection(4096, 200_000, k, "float32", HOPPER)
     rows = rows_of(plan.vocab, k, np.dtype("float32"))
     fill, steps = np.array(-np.inf, np.float32), {}
-    for name, length in (
-        ("normal", 200_000),
-        ("normal", 4000),
-        ("normal", 0),
-        ("special", 3001),
-        ("constant", 9000),
-    ):
+    for name, length in [*(("normal", n) for n in (200_000, 4000, 0)), ("special", 3001), ("constant", 9000)]:
         x = np.where(np.arange(plan.vocab) < length, rows[name], np.inf).astype(np.float32)
         got, steps[name, length] = machine_select(plan, x, length=length, fill=fill, offset=1)
         assert_rows(got, x[None], k, lengths=[length], names=[name])
@@ -147,19 +134,11 @@ def test_few_winners_of_a_length(k):
 
 
 MASKINGS = ["mask and lengths", "whole", "one mask", "mask of rows", "lengths"]
+KERNELS = [(2100, 5, "float16"), (2500, 700, "float32"), (2048, 2048, "bfloat16")]
 
 
 @pytest.mark.parametrize(
-    ("masking", "shape", "in_order"),
-    first(
-        1,
-        pairs(
-            MASKINGS,
-            [(2100, 5, "float16"), (2500, 700, "float32"), (2048, 2048, "bfloat16")],
-            [True, False],
-        ),
-    ),
-    ids=str,
+    ("masking", "shape", "in_order"), first(1, pairs(MASKINGS, KERNELS, [True, False])), ids=str
 )
 def test_kernel(masking, shape, in_order):
     v, k, dtype = shape
@@ -273,9 +252,6 @@ def test_plans(capability):
                     assert 1 <= plan.ctas <= 16 and rows * plan.ctas <= max(rows, 132)
 
 
-# --- On a GPU ---------------------------------------------------------------------------------------------
-
-
 @on_a_gpu
 @pytest.mark.parametrize("kind", ["whole", "length", "mask", "both"])
 @pytest.mark.parametrize(("plan", "dtype"), PLANS, ids=str)
@@ -287,9 +263,8 @@ def test_every_plan_on_a_gpu(plan, dtype, kind):
     v, k, rng = plan.vocab, plan.k, np.random.default_rng(0)
     x = np.stack([*rows_of(v, k, jnp.dtype(dtype)).values()])
     lengths = rng.integers(-1, v + 3, len(x)) if kind in ("length", "both") else None
-    where = (
-        rng.random(x.shape) < rng.choice([0.02, 0.5, 0.9], (len(x), 1)) if kind in ("mask", "both") else None
-    )
+    shares = rng.choice([0.02, 0.5, 0.9], (len(x), 1))
+    where = rng.random(x.shape) < shares if kind in ("mask", "both") else None
     repeated = functools.partial(np.resize, new_shape=(1020, v))
     select_rows = jax.jit(functools.partial(select.select_rows, k=k, plan=plan, interpret=None))
     of_rows = {

@@ -22,28 +22,9 @@ MODES = ["plain", "where", "one mask", "mask of rows", "lengths", "both"]
 SEEDS = 36  # every dtype with every mode. benchmarks/results/NOTES.md has the result of 20,000 rows
 
 
-def integers(rng, v, dtype):
-    """Returns rows of integers. As floats, some of them are NaNs, infinities and subnormal numbers."""
-    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    anywhere, at = rng.integers(low, high, v, "int64", endpoint=True), np.arange(v)
-    rows = [
-        anywhere,
-        np.sort(anywhere),
-        -np.sort(-anywhere),
-        anywhere // 64,
-        np.full(v, low),
-        np.full(v, high),
-        np.where(at == v // 2, low + 1, low),
-        np.where(at % 7, high, low),
-        rng.integers(max(low, -3), min(high, 3), v, endpoint=True),
-    ]
-    return np.stack(rows).astype(dtype)
-
-
 def random_rows(seed, v, k, dtype):
-    """Returns 45 or more rows of every kind."""
     if dtype in INTEGERS:
-        return np.concatenate([integers(np.random.default_rng([seed, i]), v, dtype) for i in range(5)])
+        return np.concatenate([cases.integers(np.random.default_rng([seed, i]), v, dtype) for i in range(5)])
     return np.concatenate([cases.rows(ALL, v, dtype, seed), [*rows_of(v, k, dtype, seed).values()]])
 
 

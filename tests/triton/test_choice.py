@@ -19,9 +19,6 @@ A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB H
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 
 
-# --- The choice ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def works(monkeypatch):
     monkeypatch.setattr(checks, "missing", lambda: None)
@@ -59,14 +56,9 @@ def test_slower_kernels_run_only_if_named(given, works):
     with device(A100):
         choice = choose(given, None)
         assert choice.cuda == "triton" if reason is None else choice.cuda == "xla" and reason in str(choice)
-        assert choose(given, "triton").cuda == "triton"
-
-
-def test_a_named_kernel_needs_a_gpu(works):
-    with device(A100):
-        choice = choose(call(), "triton")
-    assert (choice.cuda, choice.elsewhere) == ("triton", None)
-    assert "implementation='triton' cannot run" in choice.refusal
+        named = choose(given, "triton")
+    assert (named.cuda, named.elsewhere) == ("triton", None)
+    assert "implementation='triton' cannot run" in named.refusal
 
 
 def test_large_calls_are_supported(works):
@@ -74,8 +66,6 @@ def test_large_calls_are_supported(works):
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
             assert refusal("triton", call(dtype=dtype, rows=2**24, vocab=2**24), capability) is None
 
-
-# --- Missing or incompatible versions of jax-triton ---------------------------------------------------
 
 INSTALL = re.escape("pip install 'jax-triton>=0.3.1'")
 # (jax-triton, triton, Python, CUDA): the reason

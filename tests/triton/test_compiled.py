@@ -47,14 +47,8 @@ def installed():
     assert not LACKING, f"the complete set of tests needs {', '.join(LACKING)}"
 
 
-# --- Compiled by Triton and ptxas ---------------------------------------------------------------------
-
-
 def launches_of(op, rows, v, dtype="float32", mask=None):
-    """Returns the parameters of every launch of an operation, or of top-k with k = `op`, and the types of its arrays.
-
-    `mask` is the shape of `where`.
-    """
+    """Returns parameters and types of every launch of an operation, or of top-k with k = `op`; `mask` is a shape."""
     x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
 
     def f(x, where, t):
@@ -277,6 +271,12 @@ LOWERED = {
         ["topk_kernel", "merge_kernel"],
         (100, 2, 1),
     ),
+    # the kernel writes float32 values, which are rounded afterwards
+    "values of 8 bits": (
+        functools.partial(topk, dtype="float8_e4m3fn"),
+        ["topk_kernel", "merge_kernel"],
+        (100, 2, 1),
+    ),
     "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["rows_kernel"], (100, 1, 1)),
     "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (2048, 1, 1)),
 }
@@ -295,7 +295,6 @@ def test_lowered(name, calls):
 
 
 def test_lowered_for_the_device(calls):
-    """The kernel has the plan's warps, and is compiled for the device's compute capability."""
     called(calls, lowered(named(ps.softmax, "triton"), X, kind=L4))
     (call,) = calls
     assert call.kernel.capability == 89 and ".target sm_89" in call.kernel.ptx
@@ -339,21 +338,13 @@ def test_lowered_with_unused_results(f, kernels, calls):
 def test_exported(calls):
     """An export must allow the custom call."""
     f = jax.jit(lambda x: ps.log_softmax(x))
-    known = [
-        export.DisabledSafetyCheck.custom_call(f"triton_kernel_call{version}") for version in ("", "_ffi")
-    ]
+    names = ("triton_kernel_call", "triton_kernel_call_ffi")
+    known = [export.DisabledSafetyCheck.custom_call(name) for name in names]
     with device(A100):
         with pytest.raises(ValueError, match="triton_kernel_call"):
             export.export(f, platforms=("cuda",))(X)
         module = export.export(f, platforms=("cuda",), disabled_checks=known)(X).mlir_module()
     assert "triton_kernel_call" in module
-
-
-def test_topk_values_of_8_bits(calls):
-    """The kernel writes float32 values, which are rounded afterwards."""
-    with device(A100):
-        f = jax.jit(lambda x: ps.fused_topk(x, 5, dtype="float8_e4m3fn", implementation="triton"))
-        assert "triton_kernel_call" in f.trace(X).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_lowered_automatically(calls):
@@ -376,17 +367,11 @@ def test_tritons_cache_directory_does_not_change(before, calls, monkeypatch):
     assert os.environ == environment
 
 
-# --- The choice ---------------------------------------------------------------------------------------
-
-
 def test_refused_for_the_cpu(monkeypatch):
     monkeypatch.setattr(checks, "missing", lambda: None)
     with device(A100):
         with pytest.raises(NotImplementedError, match="implementation='triton'.*lowered for cpu"):
             lowered(named(ps.softmax, "triton"), X, platform="cpu")
-
-
-# --- In Triton's interpreter --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["topk", "not topk"])

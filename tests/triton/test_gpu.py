@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu"), one_proce
 
 
 def assert_all(check, plans):
-    """Asserts that check(plan) passes for all plans, in threads."""
-
     def run(plan):
         try:
             check(*plan)
