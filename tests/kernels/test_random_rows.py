@@ -69,11 +69,8 @@ def random_shapes(count, max_k, longest=300_000):
         v = int(np.exp(rng.uniform(0, np.log(longest))))
         v += (-v) % int(rng.choice([1, 8]))
         k = int(np.exp(rng.uniform(0, np.log(min(v, max_k) + 1))))
-        dtype, pattern, log = (
-            rng.choice([F32, BF16, F16]),
-            rng.choice([None, None, "bv", "1v", "b1"]),
-            rng.choice(2),
-        )
+        dtype, pattern = rng.choice([F32, BF16, F16]), rng.choice([None, None, "bv", "1v", "b1"])
+        log = rng.choice(2)
         some_calls = [(1, 30), (30, 1), (150, 1)] if v > 30_000 else [(1, 40), (5, 24), (25, 6), (150, 1)]
         rows, calls = some_calls[rng.integers(len(some_calls))]
         yield rng, v, k, dtype, pattern, bool(log), rows, calls
@@ -133,24 +130,6 @@ def test_random_winners(implementation, function, capsys):
     assert total >= ((2500 if slow else 5000) if fused else count * each)
 
 
-def random_softmax(shape, rows_each):
-    """Yields the calls of a shape: op, x, dy, where and the names of the rows."""
-    rng = np.random.default_rng([SEED, shape])
-    op = oracle.FORWARD[shape % 3]
-    v = int(np.exp(rng.uniform(0, np.log(300_000))))
-    v, dtype = v + (-v) % rng.choice([1, 8]), rng.choice([F32, BF16, F16])
-    rows, pattern = int(rng.choice([1, 5, 25, 125])), rng.choice([None, None, "bv", "1v", "b1"])
-    for draw in range(rows_each // rows):
-        x = random_logits(rng, rows, v, dtype)
-        names = [
-            f"seed {SEED}, {shape}.{draw}: {op} {rows}x{v} {dtype} {pattern} row {i}" for i in range(rows)
-        ]
-        where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=draw)
-        dy_shape = (rows, 1 if op == "logsumexp" else v)
-        dy = (rng.standard_normal(dy_shape) * rng.choice([0.01, 1, 10], (rows, 1))).astype(dtype)
-        yield op, x, dy, where, names
-
-
 @both
 def test_random_rows(implementation, capsys):
     """5,000 random rows, forward and backward: 40 shapes of log-uniform V, with 125 rows each."""
@@ -159,7 +138,17 @@ def test_random_rows(implementation, capsys):
         print(f"\n{shapes * rows_each} random rows by {implementation}, seed {SEED}")
 
     def check_shape(shape):
-        for op, x, dy, where, names in random_softmax(shape, rows_each):
+        rng, op = np.random.default_rng([SEED, shape]), oracle.FORWARD[shape % 3]
+        v = int(np.exp(rng.uniform(0, np.log(300_000))))
+        v, dtype = v + (-v) % rng.choice([1, 8]), rng.choice([F32, BF16, F16])
+        rows, pattern = int(rng.choice([1, 5, 25, 125])), rng.choice([None, None, "bv", "1v", "b1"])
+        for draw in range(rows_each // rows):
+            x = random_logits(rng, rows, v, dtype)
+            name = f"seed {SEED}, {shape}.{draw}: {op} {rows}x{v} {dtype} {pattern}"
+            where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=draw)
+            dy = rng.standard_normal((rows, 1 if op == "logsumexp" else v))
+            dy = (dy * rng.choice([0.01, 1, 10], (rows, 1))).astype(dtype)
+            names = [f"{name} row {i}" for i in range(rows)]
             assert_forward_and_grad(implementation, op, x, names, where, dy)
 
     with ThreadPoolExecutor(THREADS) as pool:  # for Triton's compilation, and for the oracle

@@ -19,9 +19,8 @@ TOOLS = [
 def test_compute_sanitizer(implementation, tool):
     done = sanitize(tool, implementation)
     report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    if (
-        tool == "initcheck"
-    ):  # it does not see writes of bulk copies, so it complains about the copy of results to the host
+    if tool == "initcheck":
+        # it does not see writes of bulk copies, so it complains about the copy of results to the host
         assert "Uninitialized __global__ memory read" not in done.stdout, report
     elif tool == "racecheck":
         assert not hazards(done.stdout, implementation), report

@@ -72,13 +72,13 @@ def sigmoid(x):
         return 1 / (1 + np.exp(-oracle.wide(x)))
 
 
+@np.errstate(all="ignore")
 def log_score(x, score):
     """Returns the logarithm of a score that depends on no other logit."""
     x = oracle.wide(x)
-    with np.errstate(all="ignore"):
-        if score == "sigmoid":
-            return -np.logaddexp(0, -x)
-        return np.where(x < -40, x, np.log(np.logaddexp(0, x))) / 2
+    if score == "sigmoid":
+        return -np.logaddexp(0, -x)
+    return np.where(x < -40, x, np.log(np.logaddexp(0, x))) / 2
 
 
 def score_of(x, score):
@@ -137,28 +137,27 @@ def indices(x, k, gate, bias):
     return order[:, :k], near | np.any((gap > 0) & (gap < bound(gate, bias)), -1)
 
 
+@np.errstate(all="ignore")
 def weights(x, chosen, gate):
     x = oracle.wide(x)
     won = np.take_along_axis(x, chosen, -1)
-    with np.errstate(all="ignore"):
-        if gate.renormalize:
-            log = won if gate.score == "softmax" else log_score(won, gate.score)
-            share = oracle.softmax(log)
-            if gate.score == "sqrtsoftplus":  # an infinite score takes the others' share
-                share = np.where((log < np.inf) & (log.max(-1, keepdims=True) == np.inf), 0, share)
-            return gate.scale * share
-        score = score_of(x, gate.score)
-        return gate.scale * np.take_along_axis(score, chosen, -1)
+    if not gate.renormalize:
+        return gate.scale * np.take_along_axis(score_of(x, gate.score), chosen, -1)
+    log = won if gate.score == "softmax" else log_score(won, gate.score)
+    share = oracle.softmax(log)
+    if gate.score == "sqrtsoftplus":  # an infinite score takes the others' share
+        share = np.where((log < np.inf) & (log.max(-1, keepdims=True) == np.inf), 0, share)
+    return gate.scale * share
 
 
+@np.errstate(all="ignore")
 def vjp(x, chosen, gate, g, g_logsumexp):
     """Returns the cotangent of the logits, and the sum of the absolute values of its terms."""
     x, g, g_logsumexp = oracle.wide(x), oracle.wide(g), oracle.wide(g_logsumexp)[:, None]
     p, won, w = oracle.softmax(x), np.take_along_axis(x, chosen, -1), weights(x, chosen, gate)
     slope = 1 if gate.score == "softmax" else sigmoid(-won)
     if gate.score == "sqrtsoftplus":
-        with np.errstate(all="ignore"):
-            slope = np.where(won < -40, 0.5, sigmoid(won) / np.logaddexp(0, won) / 2)
+        slope = np.where(won < -40, 0.5, sigmoid(won) / np.logaddexp(0, won) / 2)
     rest, size = g_logsumexp, np.abs(g_logsumexp)
     if gate.renormalize:
         mean = np.sum(g * w, -1, keepdims=True) / gate.scale
@@ -247,10 +246,8 @@ def judge_vjp(got, x, chosen, gate, g, g_logsumexp):
     want, unit = vjp(x, chosen, gate, g, g_logsumexp)
     with np.errstate(all="ignore"):
         distance = 1 + np.nan_to_num(np.abs(wide - wide.max(-1, keepdims=True)), posinf=0, neginf=0)
-    wide_enough = x.dtype == np.float32
-    limit = (UNITS * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (
-        1e-36 if wide_enough else 1e-6
-    )
+    rtol, atol = (UNITS * 2.0**-23, 1e-36) if x.dtype == np.float32 else (2.0**-7, 1e-6)
+    limit = rtol * unit * distance + atol
     finite = np.isfinite(want).all(-1)
     assert_near(got[finite], want[finite], limit[finite])
 
