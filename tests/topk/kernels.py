@@ -201,7 +201,7 @@ def best_of(keys, k):
 
 def assert_merged(tile, vocab, k, keys, lanes=None):
     """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
-    program = merging.take_program(tile, vocab, k, lanes)
+    program = merging.search_program(tile, vocab, k, lanes)
     columns = ptx.tile_of(
         ptx.run_on_tile(program, ptx.held_by_threads(tile, keys)), merged_tile(tile, k), "winner"
     )
