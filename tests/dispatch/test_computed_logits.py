@@ -31,14 +31,18 @@ LOGITS = {
     "log_softmax": jax.nn.log_softmax,
 }
 PARAMETERS = {
+    "none": {},
     "temperature 0": {"temperature": 0.0},
     "small temperature": {"temperature": 1e-6},
+    "temperature 1": {"temperature": 1.0},
     "both": {"temperature": jnp.where(jnp.arange(ROWS) % 2, 0.0, 1e-5)},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.3},
     "all": {"top_k": 9, "top_p": 0.7, "min_p": 0.01, "temperature": 0.7},
 }
+TEMPERATURES = ["temperature 0", "small temperature", "temperature 1"]
+FILTERS = [name for name in PARAMETERS if name not in ("none", "temperature 1")]
 
 
 def sample(x, **parameters):
@@ -49,57 +53,39 @@ def verify(x, **parameters):
     return ps.verify(KEY, LABELS[:, None], jnp.stack([x, x], 1), **parameters)
 
 
-def assert_same(function, way):
-    stored = jax.jit(LOGITS[way])(X)
-    assert_near(jax.jit(lambda x: function(LOGITS[way](x)))(X), function(stored), 1e-4, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("function", "parameters", "way"),
-    first(0, pairs([ps.filter_logits, sample, verify], PARAMETERS, LOGITS)[:15]),
-)
-def test_draws_and_filters(function, parameters, way):
-    assert_same(functools.partial(function, **PARAMETERS[parameters]), way)
-
-
 def gradient(function):
-    return lambda x, t: jax.grad(lambda x: jnp.sum(jnp.nan_to_num(function(x, t))))(x)
+    return lambda x, temperature: jax.grad(lambda x: jnp.sum(jnp.nan_to_num(function(x, temperature))))(x)
 
 
 AT_TEMPERATURE = {
-    "fused_topk": lambda x, t: ps.fused_topk(x, 5, temperature=t),
-    "token_stats": lambda x, t: ps.token_stats(x, LABELS, temperature=t, rank=True),
+    "fused_topk": lambda x, temperature: ps.fused_topk(x, 5, temperature=temperature),
+    "token_stats": lambda x, temperature: ps.token_stats(x, LABELS, temperature=temperature, rank=True),
     "gradient of fused_topk": gradient(lambda x, t: ps.fused_topk(x, 3, temperature=t).values[:, 0]),
     "gradient of sample": gradient(lambda x, t: sample(x, temperature=t).log_probs),
     "gradient of token_stats": gradient(lambda x, t: ps.token_stats(x, LABELS, temperature=t).entropy),
-    "linear_token_stats": lambda x, t: ps.linear_token_stats(
-        x[:, :8], W[:8, :16], LABELS % 16, temperature=t, softcap=5.0
+    "linear_token_stats": lambda x, **t: ps.linear_token_stats(
+        x[:, :8], W[:8, :16], LABELS % 16, softcap=5.0, **t
     ),
-    "linear_sample": lambda x, t: ps.linear_sample(
-        jax.random.key(0), x[:, :8], W[:8, :16], temperature=t, softcap=5.0
-    ),
-    "linear_topk": lambda x, t: ps.linear_topk(x[:, :8], W[:8, :16], 3, temperature=t, softcap=5.0),
+    "linear_sample": lambda x, **t: ps.linear_sample(KEY, x[:, :8], W[:8, :16], softcap=5.0, **t),
+    "linear_topk": lambda x, **t: ps.linear_topk(x[:, :8], W[:8, :16], 3, softcap=5.0, **t),
 }
+FILTERED = {"filter_logits": ps.filter_logits, "sample": sample, "verify": verify}
+SELECTIONS = {
+    "top_k": lambda x: ps.top_k(x, 5),
+    "route": lambda x: ps.route(x, 3, bias=W[0], groups=4, top_groups=2),
+}
+CASES = [
+    *pairs(AT_TEMPERATURE, TEMPERATURES, LOGITS)[:15],
+    *pairs(FILTERED, FILTERS, LOGITS)[:15],
+    *pairs(SELECTIONS, ["none"], LOGITS),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "temperature", "way"), first(1, pairs(AT_TEMPERATURE, [0.0, 1e-6, 1.0], LOGITS)[:15])
-)
-def test_at_temperatures(function, temperature, way):
-    assert_same(functools.partial(AT_TEMPERATURE[function], t=temperature), way)
-
-
-@pytest.mark.parametrize(
-    ("function", "way"),
-    first(
-        1,
-        pairs(
-            [lambda x: ps.top_k(x, 5), lambda x: ps.route(x, 3, bias=W[0], groups=4, top_groups=2)], LOGITS
-        ),
-    ),
-)
-def test_selection(function, way):
-    assert_same(function, way)
+@pytest.mark.parametrize(("function", "parameters", "way"), first(1, CASES))
+def test_results_equal_those_of_stored_logits(function, parameters, way):
+    f = functools.partial((AT_TEMPERATURE | FILTERED | SELECTIONS)[function], **PARAMETERS[parameters])
+    stored = jax.jit(LOGITS[way])(X)
+    assert_near(jax.jit(lambda x: f(LOGITS[way](x)))(X), f(stored), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("columns", first_values(0, [16, 1, 300]))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import re
 
 import jax
@@ -18,7 +19,6 @@ from tests.support.covering import first_values, slow
 from tests.support.trees import assert_equal, assert_near, floats_of
 
 X = cases.rows(list(cases.FINITE)[:4], 20)
-MASK = np.arange(20) % 3 > 0
 
 
 @pytest.fixture
@@ -80,12 +80,8 @@ def _count(event, *_, **__):
 
 jax.monitoring.register_event_duration_secs_listener(_count)
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-
 
 def first_result(name):
-    """Returns a function from the logits to the first result that is a float."""
-
     def f(x):
         results = jax.tree.leaves(call(name, **{logits_of(name): x}))
         return next(a for a in results if a.dtype == F32)
@@ -94,7 +90,9 @@ def first_result(name):
 
 
 ROWS = {name: first_result(name) for name in CALLS if name != "verify"} | {
-    "sample, keys": lambda x: ps.sample(jax.random.split(KEYS[0], BATCH), x, min_p=F32.type(0.1)).log_probs,
+    "sample, keys": lambda x: (
+        ps.sample(jax.random.split(jax.random.key(0), BATCH), x, min_p=F32.type(0.1)).log_probs
+    ),
     "sample, rbg": lambda x: ps.sample(jax.random.key(0, impl="rbg"), x).log_probs,
 }
 
@@ -122,14 +120,9 @@ def _has(name, transform):
 def _each():
     """Returns each function with two transformations in turn. The fast set has some functions once."""
     for i, name in enumerate(ROWS):
-        transforms = [transform for transform in TRANSFORMS if _has(name, transform)]
-        first, second = (transforms[n % len(transforms)] for n in (i, i + 1))
-        yield (
-            (first, name)
-            if name in ("log_softmax", "logsumexp", "route", "linear_log_probs")
-            else slow(first, name)
-        )
-        yield slow(second, name)
+        first, second = itertools.islice(itertools.cycle(t for t in TRANSFORMS if _has(name, t)), i, i + 2)
+        fast = name in ("log_softmax", "logsumexp", "route", "linear_log_probs")
+        yield from [(first, name) if fast else slow(first, name), slow(second, name)]
 
 
 @pytest.mark.parametrize("transform, name", [*_each()])

@@ -49,7 +49,6 @@ SAME = [  # (V, dtype, k, repetitions of the rows, whether there is a mask)
 @pytest.mark.parametrize(("v", "dtype", "k", "repeats", "masked"), SAME, ids=str)
 @side_by_side
 def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k, repeats, masked):
-    """triton, xla, and mosaic_gpu if available, agree on the GPU."""
     x = np.tile(cases.rows(ALL if v <= 20011 else LONG, v, dtype), (repeats, 1))
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x = cases.spoil_masked(x, where) if masked else x

@@ -43,7 +43,6 @@ def test_stage_constants():
     ],
 )
 def test_tiles(spec, tiles):
-    """XLA's sharding has the tile of each device."""
     found = jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(MESH, spec), 2))
     if tiles is None:
         assert found is None
@@ -83,8 +82,6 @@ def test_number_of_devices():
 
 
 def test_partitioned_call():
-    """The custom call has the text, and a rule with its factors."""
-
     def rule(ctx, x):
         return jax_internals.partitioned_call(ctx, TARGET, [x], 'a "text"', "i j -> i j", ["j"])
 

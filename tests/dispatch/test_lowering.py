@@ -73,48 +73,41 @@ def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla():
 # --- Transformations ----------------------------------------------------------------------------------
 
 
-VMAPS = {
-    "first axis": (jax.vmap, (6, ROWS, V)),
-    "second axis": (lambda f: jax.vmap(f, 1), (ROWS, 6, V)),
-    "nested": (lambda f: jax.vmap(jax.vmap(f)), (2, 3, ROWS, V)),
+MESH = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
+SHARDED = array(4 * ROWS, V, sharding=NamedSharding(MESH, P("rows")))
+
+
+def shard_map(f):
+    return jax.shard_map(f, mesh=MESH, in_specs=P("rows"), out_specs=P("rows"))
+
+
+# name: (transformation, its array, the rows of the only kernel)
+TRANSFORMATIONS = {
+    "vmap of the first axis": (jax.vmap, array(6, ROWS, V), 6 * ROWS),
+    "vmap of the second axis": (lambda f: jax.vmap(f, 1), array(ROWS, 6, V), 6 * ROWS),
+    "vmap of vmap": (lambda f: jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V), 6 * ROWS),
+    "scan": (lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x), array(3, ROWS, V), ROWS),
+    "shard_map": (shard_map, SHARDED, ROWS),
 }
 
 
-@pytest.mark.parametrize(("name", "way"), cover(FUNCTIONS, VMAPS))
-def test_vmap_is_one_call_over_all_rows(name, way):
-    """vmap makes neither a grid of batches nor a loop."""
-    (f, results), (vmap, shape) = FUNCTIONS[name], VMAPS[way]
-    assert kernel_results(lowered(vmap(f), array(*shape))) == [results(6 * ROWS)]
-
-
-@each
-def test_scan(name):
-    f, results = FUNCTIONS[name]
-    text = lowered(lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x), array(3, ROWS, V))
-    assert kernel_results(text) == [results(ROWS)]
+@pytest.mark.parametrize(("name", "way"), cover(FUNCTIONS, TRANSFORMATIONS))
+def test_a_transformation_has_one_kernel(name, way):
+    """vmap makes neither a grid of batches nor a loop. In shard_map, a device has its own rows; it needs no devices."""
+    (f, results), (transform, x, rows) = FUNCTIONS[name], TRANSFORMATIONS[way]
+    assert kernel_results(lowered(transform(f), x)) == [results(rows)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
-def test_checkpoint(f):
-    """The forward kernel runs again for the gradient."""
-    count = len(kernel_results(lowered(jax.grad(square_sum(f)), X)))
-    f = jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
-    assert len(kernel_results(lowered(jax.grad(square_sum(f)), X))) == count + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grad", *FUNCTIONS])
-def test_shard_map(name):
-    """Each device runs the kernel on its own rows. The test needs no devices."""
-    mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
-    x = array(4 * ROWS, V, sharding=NamedSharding(mesh, P("rows")))
-    f = ps.softmax if name == "grad" else FUNCTIONS[name][0]
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
-    if name == "grad":
-        assert kernel_results(lowered(jax.grad(square_sum(mapped)), x)) == [[f"{ROWS}x{V}xf32"]] * 2
-    else:
-        assert kernel_results(lowered(mapped, x)) == [FUNCTIONS[name][1](ROWS)]
+def test_kernels_of_gradients(f):
+    """The forward kernel runs again after a checkpoint, and each device runs the kernels on its own rows."""
+    gradient = jax.grad(square_sum(f))
+    kernels = kernel_results(lowered(gradient, X))
+    forgetful = jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+    assert len(kernel_results(lowered(jax.grad(square_sum(forgetful)), X))) == len(kernels) + 1
+    assert kernel_results(lowered(jax.grad(square_sum(shard_map(f))), SHARDED)) == kernels
+    assert kernel_results(exported(gradient, X, ("cpu", "cuda")).mlir_module()) == kernels
 
 
 NAMED = WITH_KERNELS | {"route in groups": functools.partial(ps.route, k=K, groups=4, top_groups=2)}
@@ -170,14 +163,6 @@ def test_export_for_several_platforms(name, platforms):
     assert kernel_results(both.mlir_module()) == [results(ROWS)]
     x = cases.rows(["normal", "integers"] * (ROWS // 2), V)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), both.call(x), f(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
-def test_gradients_are_exported_for_several_platforms(f):
-    gradient = jax.grad(square_sum(f))
-    text = exported(gradient, X, ("cpu", "cuda")).mlir_module()
-    assert kernel_results(text) == kernel_results(lowered(gradient, X))
 
 
 def test_a_named_kernel_is_not_exported_for_a_cpu():

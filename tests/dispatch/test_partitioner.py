@@ -19,10 +19,10 @@ from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import partitioner, text
 from pallas_softmax._src.dispatch.operation import OPERATIONS, Call
 from pallas_softmax._src.linear.losses import Head, Tokens
-from pallas_softmax._src.sample import mesh as sample_mesh
 from pallas_softmax._src.topk.operation import TOPK
 from tests.programs import portable_checks
 from tests.programs.portable_checks import CASES, CHECKS, LOGITS, Case
+from tests.programs.sharded_checks import by_lists
 from tests.support import calls
 from tests.support.calls import device
 from tests.support.children import assert_no_error, once, reports, selected_names
@@ -223,8 +223,6 @@ def test_other_classes_are_not_read(written):
 
 
 def test_text_of_the_surroundings():
-    """A program for another kind of GPU, or with other settings of JAX, has another text."""
-
     def call():
         ((_, found),) = divided_calls(lowered(lambda x: ps.fused_topk(x, 4), X))
         return found
@@ -283,15 +281,13 @@ EXCHANGED = {"sample": {"sample"}, "filter_logits": {"filter_cutoff"}}  # of sma
 
 
 @pytest.mark.parametrize("name", [name if name == "fused_topk" else slow(name) for name in KERNELS])
-def test_program_of_a_gpu(name, monkeypatch):
+def test_program_of_a_gpu(name):
     """One of 16 GPUs runs kernels on its shard. The machine needs no GPU, and not as many devices."""
     case, kernels = KERNELS[name]
     assert_kernels_of_a_gpu(case, EXCHANGED.get(name, kernels))
     if name in EXCHANGED:
-        monkeypatch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
-        partitioner._partition.cache_clear()
-        assert_kernels_of_a_gpu(case, kernels)
-        partitioner._partition.cache_clear()
+        with by_lists():
+            assert_kernels_of_a_gpu(case, kernels)
 
 
 def assert_kernels_of_a_gpu(case, kernels):

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 import pallas_softmax as ps
 from tests.support.covering import first, first_values, pairs
-from tests.support.lowering import array, lowered
+from tests.support.lowering import array, lowered, square_sum
 
 X = array(128, 128)
 PLAIN = functools.partial(functools.partial, implementation="xla")
@@ -32,36 +32,26 @@ def topk(x):
 
 
 def gradient(f):
-    return jax.grad(lambda x: jnp.sum(f(x) ** 2))
+    return jax.grad(square_sum(f))
 
 
 # --- Fusion -------------------------------------------------------------------------------------------
 
 
-def sinkhorn(of, x):
-    return of["log_softmax"](of["log_softmax"](x, axis=-1), axis=-2)
+STEPS = {
+    "sinkhorn": lambda of, x: of["log_softmax"](of["log_softmax"](x, axis=-1), axis=-2),
+    "gradients": lambda of, x: gradient(of["log_softmax"])(x),
+    "softmaxes": lambda of, x: of["softmax"](x),
+    "logsumexps": lambda of, x: x - of["logsumexp"](x),
+}
 
 
-def gradients(of, x):
-    return gradient(of["log_softmax"])(x)
-
-
-def softmaxes(of, x):
-    return of["softmax"](x)
-
-
-def logsumexps(of, x):
-    return x - of["logsumexp"](x)
-
-
-@pytest.mark.parametrize(
-    "step", first_values(1, [sinkhorn, gradients, softmaxes, logsumexps]), ids=lambda f: f.__name__
-)
-def test_xla_fuses_a_chain_like_jax_nn(step):
+@pytest.mark.parametrize("name", first_values(1, STEPS))
+def test_xla_fuses_a_chain_like_jax_nn(name):
     def lines(of):
         def chain(x):
             for _ in range(15):
-                x = step(of, x)
+                x = STEPS[name](of, x)
             return x
 
         text = jax.jit(chain).lower(array(64, 64)).compile().as_text()

@@ -207,7 +207,6 @@ def run_two_processes(devices):
 
 @pytest.mark.slow
 def test_two_processes():
-    """Arrays on a mesh over two processes."""
     run_two_processes("cpu")
 
 

@@ -47,6 +47,9 @@ PROJECTIONS = {
     ),
     "linear_log_probs": lambda x, w, labels: ps.linear_log_probs(x, w, labels, temperature=jnp.full(N, 2.0)),
     "several labels": lambda x, w, labels: ps.linear_log_probs(x, w, jnp.stack([labels] * 3, -1)),
+    "soft labels": lambda x, w, labels: ps.linear_cross_entropy(
+        x, w, jnp.stack([labels] * 2, -1), label_probs=jnp.ones((N, 2))
+    ),
     "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
     "linear_sample": lambda x, w, labels: ps.linear_sample(
         jax.random.key(0), x, w, temperature=0.7, top_p=0.9

@@ -27,12 +27,10 @@ HEAVY = ("triton", "jax_triton", "matplotlib", "absl", "torch", "jax.experimenta
 
 
 def blocks(text: str, language: str = "") -> list[str]:
-    """Returns the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the anchors of the headings."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -52,7 +50,6 @@ def run(text: str) -> dict:
 
 
 def stated(code: str) -> list[str]:
-    """Returns the lines that a program prints, by its comments."""
     return re.findall(r"^# -> (.*)$", code, re.MULTILINE)
 
 

@@ -17,7 +17,6 @@ SETTINGS = [*itertools.product((0.6, 1.7), (3, 20, 60), (0.3, 0.9, 1.0), (0.0, 0
 
 
 def page():
-    """Returns the functions of the block that defines the compositions."""
     names = {"filter_logits": ps.filter_logits, "jnp": jnp}
     (block,) = [b for b in blocks((ROOT / "docs/migration.md").read_text(), "python") if "def vllm(" in b]
     exec(block, names)

@@ -25,7 +25,6 @@ OTHERS |= {"r4", "venv", "xFFFF0000"}
 
 @functools.cache
 def files() -> tuple[str, ...]:
-    """Returns the paths of the repository's files."""
     paths = (*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*")))
     return tuple(path.relative_to(ROOT).as_posix() for path in paths if path.suffix != ".pyc")
 

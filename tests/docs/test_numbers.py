@@ -20,7 +20,6 @@ PAGES = {name: path.read_text() for name, path in pages.PAGES.items()}
 
 
 def missing(text: str, *sentences: str) -> list[str]:
-    """Returns the sentences that a text does not have."""
     text = " ".join(text.split())
     return [sentence for sentence in sentences if sentence not in text]
 

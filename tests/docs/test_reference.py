@@ -17,7 +17,15 @@ from tests.docs.test_numbers import load
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 ENTRIES = re.split(r"^<!-- ::: pallas_softmax\.(\w+)\b", REFERENCE, flags=re.MULTILINE)
-FUNCTIONS = {name: getattr(ps, name) for name in ps.__all__ if inspect.isfunction(getattr(ps, name))}
+
+
+def functions(module):
+    named = ((name, getattr(module, name)) for name in module.__all__)
+    return {name: value for name, value in named if inspect.isfunction(value)}
+
+
+FUNCTIONS = functions(ps)
+DOCUMENTED = FUNCTIONS | {f"online.{name}": f for name, f in functions(ps.online).items()} | {"paper": paper}
 ONLINE = re.findall(r"\w+", re.findall(r"members: \[(\w.*)\]", REFERENCE)[0])
 
 
@@ -53,15 +61,6 @@ def test_help_shows_array_like_by_its_name(name):
     value = FUNCTIONS.get(name) or getattr(ps.online, name.partition(".")[2])
     assert not re.search(r"numpy\.bool|SupportsDType", pydoc.render_doc(value))
     typing.get_type_hints(value)  # the words in quotes exist
-
-
-def functions(module):
-    """Returns the public functions of a module by name."""
-    named = ((name, getattr(module, name)) for name in module.__all__)
-    return {f"{module.__name__}.{name}": value for name, value in named if inspect.isfunction(value)}
-
-
-DOCUMENTED = functions(ps) | functions(ps.online) | {paper.__name__: paper}
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

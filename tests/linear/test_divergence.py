@@ -51,7 +51,6 @@ def losses(x, w, teacher_x, teacher_w, bias=None, teacher_bias=None, **keywords)
 
 
 def infinite(columns, value=-np.inf):
-    """Returns a bias (100,) that is infinite in these columns."""
     bias = np.zeros(100, "float32")
     bias[columns] = value
     return bias

@@ -14,6 +14,7 @@ from tests.support.covering import first, slow
 from tests.support.lowering import array, kernel_names, lowered
 
 STATISTICS, EXPONENTIALS, DLOGITS = "linear_statistics", "linear_exponentials", "linear_logit_gradients"
+LABELS, SOFT = [array(256, dtype="int32")], [array(256, 5, dtype="int32"), array(256, 5)]
 SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
     (1, 64, 32000, True, "float16", {"z_loss": 1e-3}),
     (8193, 4096, 128256, False, "bfloat16", {}),
@@ -23,9 +24,9 @@ SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
 ]
 
 
-def columns(depth, vocab, transpose_w, **options):
-    """Returns the shape of w."""
-    return array(*((vocab, depth) if transpose_w else (depth, vocab)), **options)
+def projection(n, depth, vocab, dtype="bfloat16", transpose_w=False):
+    """Returns the shapes of x and w."""
+    return array(n, depth, dtype=dtype), array(*(vocab, depth)[:: 1 if transpose_w else -1], dtype=dtype)
 
 
 def total(f, **options):
@@ -34,28 +35,38 @@ def total(f, **options):
     return lambda *args, **reduction: jnp.sum(f(*args, **reduction))
 
 
-@pytest.mark.parametrize("of", ["gradient", slow("loss"), slow("gradient per token")])
+def assert_kernels(of, loss, args, of_value, of_gradient, of_token):
+    """Asserts that the loss, its gradient or the gradient of losses per token has these kernels; returns the text."""
+    functions = {
+        "loss": (loss, of_value),
+        "gradient": (jax.grad(loss, (0, 1)), of_gradient),
+        "gradient per token": (jax.grad(functools.partial(loss, reduction=None), (0, 1)), of_token),
+    }
+    f, kernels = functions[of]
+    text = lowered(f, *args)
+    assert kernel_names(text) == kernels
+    return text
+
+
+each = pytest.mark.parametrize("of", ["gradient", slow("loss"), slow("gradient per token")])
+
+
+@each
 @pytest.mark.parametrize(("n", "depth", "vocab", "transpose_w", "dtype", "keywords"), first(1, SIZES))
 def test_lowered(n, depth, vocab, transpose_w, dtype, keywords, of):
     """A loss is one kernel. Its gradient stores exponentials (and may compute them again), or has two products."""
-    w = columns(depth, vocab, transpose_w, dtype=dtype)
-    args = array(n, depth, dtype=dtype), w, array(n, dtype="int32")
+    x, w = projection(n, depth, vocab, dtype, transpose_w)
     loss = total(ps.linear_cross_entropy, transpose_w=transpose_w, **keywords)
     chunks = 2 if n > 2 * depth else 1  # in the text: the first chunk, and the loop
-    if of == "loss":
-        assert kernel_names(lowered(loss, *args)) == [STATISTICS]
-    elif of == "gradient":
-        of_chunk = [EXPONENTIALS] * 2
-        if dtype == "float16" or "label_smoothing" in keywords:
-            of_chunk = [STATISTICS, DLOGITS]
-        text = lowered(jax.grad(loss, (0, 1)), *args)
-        assert kernel_names(text) == of_chunk * chunks
+    twice = dtype == "float16" or "label_smoothing" in keywords
+    of_chunk = [STATISTICS, DLOGITS] if twice else [EXPONENTIALS] * 2
+    per_token = [STATISTICS] + [DLOGITS] * chunks
+    args = x, w, array(n, dtype="int32")
+    text = assert_kernels(of, loss, args, [STATISTICS], of_chunk * chunks, per_token)
+    if of == "gradient":
         of_w = "x".join(str(-(-size // 64) * 64) for size in w.shape)
         directly = dtype == "bfloat16" and chunks == 1  # the product writes dw, and nothing is added to dw
         assert bool(re.search(rf"dot_general.*-> tensor<{of_w}xf32>", text)) != directly
-    else:
-        per_token = functools.partial(loss, reduction=None)
-        assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == [STATISTICS] + [DLOGITS] * chunks
 
 
 DIVERGENCES = [  # n, D, D', V, transpose_w, dtype, dtype of the teacher, chunks in the text of a gradient
@@ -66,34 +77,26 @@ DIVERGENCES = [  # n, D, D', V, transpose_w, dtype, dtype of the teacher, chunks
 ]
 
 
-@pytest.mark.parametrize("of", ["gradient", slow("loss"), slow("gradient per token")])
+@each
 @pytest.mark.parametrize(
     ("n", "depth", "teacher_depth", "vocab", "transpose_w", "dtype", "teacher_dtype", "chunks"),
     first(1, DIVERGENCES),
 )
 def test_lowered_divergence(n, depth, teacher_depth, vocab, transpose_w, dtype, teacher_dtype, chunks, of):
     """The logits of both come from kernels; XLA multiplies a float32 teacher. Two more products give dx and dw."""
-    args = array(n, depth, dtype=dtype), columns(depth, vocab, transpose_w, dtype=dtype)
-    args += (
-        array(n, teacher_depth, dtype=teacher_dtype),
-        columns(teacher_depth, vocab, transpose_w, dtype=teacher_dtype),
-    )
+    teacher = projection(n, teacher_depth, vocab, teacher_dtype, transpose_w)
+    args = *projection(n, depth, vocab, dtype, transpose_w), *teacher
     loss = total(ps.linear_kl_divergence, transpose_w=transpose_w, beta=0.5, softcap=30.0)
     kernels = ["linear_logits"] * (1 if teacher_dtype == "float32" else 2)
-    if of == "loss":
-        assert kernel_names(lowered(loss, *args)) == kernels
-    elif of == "gradient":
-        text = lowered(jax.grad(loss, (0, 1)), *args)
-        assert kernel_names(text) == (kernels if dtype == "bfloat16" else 2 * kernels) * chunks
+    of_chunk = kernels if dtype == "bfloat16" else 2 * kernels
+    text = assert_kernels(of, loss, args, kernels, of_chunk * chunks, kernels * (1 + chunks))
+    if of == "gradient":
         assert text.count("stablehlo.dot_general") == (3 if teacher_dtype == "float32" else 2) * chunks
-    else:
-        per_token = functools.partial(loss, reduction=None)
-        assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == kernels * (1 + chunks)
 
 
 MESHED = {  # name: (function, its arrays in addition to x and w, kernels, products of a gradient outside of kernels)
-    "mean": (ps.linear_cross_entropy, [array(256, dtype="int32")], [EXPONENTIALS] * 2, None),
-    "several labels": (ps.linear_log_probs, [array(256, 5, dtype="int32")], [STATISTICS, DLOGITS], 2),
+    "mean": (ps.linear_cross_entropy, LABELS, [EXPONENTIALS] * 2, None),
+    "several labels": (ps.linear_log_probs, SOFT[:1], [STATISTICS, DLOGITS], 2),
     "divergence": (ps.linear_kl_divergence, [], ["linear_logits"] * 2, None),
 }
 
@@ -107,7 +110,7 @@ MESHED = {  # name: (function, its arrays in addition to x and w, kernels, produ
 def test_lowered_in_shard_map(name, transpose_w, axis_name):
     """Numbers per row have types that vary over the mesh; the kernel's exponentials have a type that does not."""
     f, others, kernels, products = MESHED[name]
-    x, w = array(256, 64, dtype="bfloat16"), columns(64, 512, transpose_w, dtype="bfloat16")
+    x, w = projection(256, 64, 512, transpose_w=transpose_w)
     of_w = (P("v") if transpose_w else P(None, "v")) if axis_name else P()
     of_tokens = P() if axis_name else P("b")
     others, specs = (others, [of_tokens]) if others else ([x, w], [of_tokens, of_w])  # or a teacher
@@ -132,11 +135,7 @@ def soft(x, w, labels, q, **options):
     return ps.linear_cross_entropy(x, w, labels, label_probs=q, **options)
 
 
-LABELS, SOFT = [array(256, dtype="int32")], [array(256, 5, dtype="int32"), array(256, 5)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("with_x64", [False, True])
 @pytest.mark.parametrize(
     ("f", "others", "held", "dtype", "transpose_w", "kernels"),
     [
@@ -145,16 +144,15 @@ LABELS, SOFT = [array(256, dtype="int32")], [array(256, 5, dtype="int32"), array
         (soft, SOFT, (0, 1, 3), "bfloat16", False, [EXPONENTIALS] * 2),
     ],
 )
-def test_lowered_statistics(f, others, held, dtype, transpose_w, kernels, with_x64):
+def test_lowered_statistics(f, others, held, dtype, transpose_w, kernels):
     """Values are one kernel. The gradient of statistics computes the logits again, by the kernel of log-probabilities.
 
     A mean of soft labels takes three products: one kernel, and one more for references that are far off.
     """
-    args = array(256, 64, dtype=dtype), columns(64, 512, transpose_w, dtype=dtype), *others
+    args = *projection(256, 64, 512, dtype, transpose_w), *others
     loss = total(f, transpose_w=transpose_w)
-    with jax.enable_x64(with_x64):
-        assert kernel_names(lowered(loss, *args)) == [STATISTICS]
-        assert kernel_names(lowered(jax.grad(loss, held), *args)) == kernels
+    assert kernel_names(lowered(loss, *args)) == [STATISTICS]
+    assert kernel_names(lowered(jax.grad(loss, held), *args)) == kernels
 
 
 @pytest.mark.slow
@@ -170,7 +168,7 @@ def test_lowered_topk(axis_name):
         in_specs=(P(), P(None, axis_name)),
         out_specs=P(),
     )
-    text = lowered(f, array(512, 64, dtype="bfloat16"), array(64, 512, dtype="bfloat16"))
+    text = lowered(f, *projection(512, 64, 512))
     names = kernel_names(text)
     assert names[0] == "softmax_topk" and len(names) == (1 if axis_name is None else 2), names
     assert text.count("stablehlo.dot_general") == text.count("stablehlo.while") == 1
@@ -187,20 +185,15 @@ SAMPLES = [  # n, dtype, options, kernels
 
 @pytest.mark.parametrize(("n", "dtype", "options", "kernels"), first(1, SAMPLES))
 def test_lowered_sample(n, dtype, options, kernels):
-    """One kernel computes the logits and their normalizer, and one draws."""
     f = functools.partial(ps.linear_sample, jax.random.key(0), **options)
-    text = lowered(f, array(n, 4096, dtype=dtype), array(4096, 128256, dtype=dtype))
+    text = lowered(f, *projection(n, 4096, 128256, dtype))
     assert [name.removesuffix("_stream") for name in kernel_names(text)] == kernels
 
 
 @pytest.mark.slow
 def test_lowered_without_dw():
     """Without a gradient of w, logits cannot use the memory of a float32 dw, so there are chunks."""
-    args = (
-        array(8192, 4096, dtype="bfloat16"),
-        array(4096, 128256, dtype="bfloat16"),
-        array(8192, dtype="int32"),
-    )
+    args = *projection(8192, 4096, 128256), array(8192, dtype="int32")
     mean = total(ps.linear_cross_entropy)
     assert kernel_names(lowered(jax.grad(mean), *args)) == [EXPONENTIALS] * 4
     per_token = functools.partial(mean, reduction=None)
@@ -213,7 +206,7 @@ def test_lowered_with_its_cost(with_x64):
     n, depth, vocab = 256, 128, 1024
     logsumexp = functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu")
     with jax.enable_x64(with_x64):
-        text = lowered(logsumexp, array(n, depth, dtype="bfloat16"), array(depth, vocab, dtype="bfloat16"))
+        text = lowered(logsumexp, *projection(n, depth, vocab))
     assert kernel_names(text) == [STATISTICS]
     if jax.__version_info__ >= (0, 12):  # before, plgpu.kernel has no cost_estimate
         assert rf"flops\22: {2 * n * depth * vocab}," in text

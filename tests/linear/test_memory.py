@@ -128,7 +128,6 @@ def test_memory_of_a_divergence(beta, reduction):
 
 @pytest.mark.slow
 def test_memory_of_soft_labels():
-    """64 labels per token take a few numbers per label more than one."""
     many = array(8192, 64, dtype="int32"), array(8192, 64)
 
     def temporaries(*labels):
@@ -148,12 +147,6 @@ def test_a_cotangent_of_1_is_a_constant():
     writes = [line for line in entry.splitlines() if re.match(r"\s*(ROOT )?%\S+ = bf16\[8,4000\]", line)]
     made = [line for line in writes if not re.search(r"parameter|get-tuple-element", line)]
     assert len(made) == 1, made
-
-
-def test_vmap_has_one_call():
-    """Tokens with a shared w become one array."""
-    (choice, *_) = ps.explain(in_slices, *(ARRAYS[name] for name in ("slices", "w", "labels_of_slices")))
-    assert (choice.call.op, choice.call.rows, choice.elsewhere) == ("projection", 8, "xla")
 
 
 def test_rows_of_a_chunk():

@@ -32,23 +32,29 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # --- Tokens that are left out ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EACH | MEANS)
-def test_where(name):
-    """Tokens that are left out have results and gradients 0, whatever they hold; the others do not change."""
-    sizes = {"n": 21, "depth": 8, "vocab": 100, "offset": 90}  # exp(90) overflows
-    assert_left_out_tokens_do_not_matter([name], "float32", 0.6, workspace_bytes=workspace(100, 8), **sizes)
+FEW = {
+    "n": 21,
+    "depth": 8,
+    "vocab": 100,
+    "offset": 90,
+    "workspace_bytes": workspace(100, 8),
+}  # exp(90) overflows
+MANY = [["loss", "several", "topk"], ["mean", "stats", "divergence", "sample"]]
+SHARES = [(0.5, "float32"), (0.2, "bfloat16"), (0.0, "float32"), (0.95, "float16"), (1.0, "float32")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("share", "dtype"),
-    [(0.5, "float32"), (0.2, "bfloat16"), (0.0, "float32"), (0.95, "float16"), (1.0, "float32")],
+    ("names", "share", "dtype", "sizes"),
+    [
+        *(([name], 0.6, "float32", FEW) for name in EACH | MEANS),
+        *((names, *share, {}) for names in MANY for share in SHARES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("names", [["loss", "several", "topk"], ["mean", "stats", "divergence", "sample"]])
-def test_many_left_out_tokens(names, share, dtype):
+def test_where(names, share, dtype, sizes):
     """With many tokens, the products skip most of the tokens that are left out."""
-    assert_left_out_tokens_do_not_matter(names, dtype, share)
+    assert_left_out_tokens_do_not_matter(names, dtype, share, **sizes)
 
 
 @pytest.mark.slow

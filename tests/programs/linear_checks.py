@@ -37,26 +37,23 @@ HOW = ("auto", "explicit", "shard_map")
 
 
 def register(check, *names):
-    """Adds a check of these parameters."""
     name = "-".join(["linear", check.__name__, *map(str, names)])
     CHECKS[name] = functools.partial(check, *names)
 
 
-def mesh_of(how):
-    """Returns a mesh of 8, 4 or 2 devices, two of them along the columns."""
+def mesh_of(how, sizes=None):
+    """Returns a mesh of 8, 4 or 2 devices, by default with two of them along the columns."""
     devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
-    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    shape, names = (devices // 2, 2), ("data", "model")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * 2, devices=jax.devices()[:devices])
+    sizes = sizes or {"data": devices // 2, "model": 2}
+    kinds = (AxisType.Explicit if how == "explicit" else AxisType.Auto,) * len(sizes)
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=kinds, devices=jax.devices()[:devices])
 
 
 def lay(arrays, mesh, specs):
-    """Returns the arrays, sharded."""
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
 
 
 def specs_of(layout, arrays):
-    """Returns the shardings of arrays by their names."""
     x, w, bias, of_tokens = LAYOUTS[layout]
     known = {"x": x, "w": w, "bias": bias, "teacher_x": x, "teacher_w": w, "teacher_bias": bias}
     return {name: known.get(name, of_tokens) for name in arrays}
@@ -347,17 +344,12 @@ def least_bytes(layout):
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
-def mesh_of_step(layout, how="auto"):
-    sizes, *_ = STEPS[layout]
-    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(kind,) * len(sizes))
-
-
 def few_bytes(layout, how):
     """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
     if jax.device_count() < 8:
         return
-    mesh, (_, of_x, of_w), (b, s, d, v) = mesh_of_step(layout, how), STEPS[layout], STEP_SHAPE
+    (sizes, of_x, of_w), (b, s, d, v) = STEPS[layout], STEP_SHAPE
+    mesh = mesh_of(how, sizes)
     shapes = ((b, s, d), "float32", of_x), ((d, v), "float32", of_w), ((b, s), "int32", P(*of_x[:2]))
     laid = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, spec)) for *a, spec in shapes]
     out = None, tuple(a.sharding for a in laid[:2])
@@ -371,9 +363,9 @@ def one_rounding(layout):
     if jax.device_count() < 8:
         return
     x, w, labels, _ = linear.arrays(N, D, V, "bfloat16")
-    _, of_x, of_w = STEPS[layout]
+    sizes, of_x, of_w = STEPS[layout]
     gradients = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1)))
-    laid = lay((x, w, labels), mesh_of_step(layout), (of_x, of_w, of_x))
+    laid = lay((x, w, labels), mesh_of("auto", sizes), (of_x, of_w, of_x))
     for got, want in zip(gradients(*laid), gradients(x, w, labels)):
         got, want = (np.asarray(a, "float32") for a in (got, want))
         assert np.mean(got != want) < 0.02  # sums in another order may be rounded to a neighbour

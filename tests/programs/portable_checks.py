@@ -93,7 +93,6 @@ def mesh(swapped=False):
 
 
 def arrays_of(case, on=None):
-    """Returns random arrays for a case, sharded if `on` is a mesh."""
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(shape, np.float32) for shape, _ in case.arrays.values()]
     if on is None:
@@ -187,7 +186,6 @@ def cache(name, folder):
 
 
 def executable(name, folder):
-    """The executable of the other process runs."""
     stored = pickle.loads((folder / f"{name}.executable").read_bytes())
     compiled = serialize_executable.deserialize_and_load(*stored)
     results = compiled(*arrays_of(CASES[name], mesh()))

@@ -165,7 +165,6 @@ def with_gradient(results):
 
 
 def float_sum(results):
-    """Returns the sum of the results that are floats and have a gradient."""
     return sum(jnp.sum(a.astype(jnp.float32)) for a in with_gradient(results))
 
 
@@ -212,12 +211,10 @@ lengths = st.one_of(st.integers(1, 20_000), st.integers(1, 3_000_000))
 
 
 def named(f, name):
-    """Returns f with its implementation named."""
     return lambda *args, **kwargs: f(*args, implementation=name, **kwargs)
 
 
 def topk(x, **kwargs):
-    """Returns the top 5 of each row of x."""
     return ps.fused_topk(x, 5, **kwargs)
 
 
@@ -228,7 +225,6 @@ def device(kind):
 
 
 def described(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
-    """Returns the description of a call."""
     if op == "topk":
         kwargs = {"k": 5, "function": "fused_topk"} | kwargs
     return Call(OPERATIONS[op], dtype, rows, vocab, **({"function": op} | kwargs))

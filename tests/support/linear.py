@@ -84,7 +84,6 @@ def logits(x, w, *, bias=None, softcap=None, temperature=1.0, transpose_w=False)
 
 
 def gradients_of(dz, x, w, transpose_w):
-    """Returns dx, dw and dbias."""
     x, w = wide(x), wide(w)
     return dz @ (w if transpose_w else w.T), dz.T @ x if transpose_w else x.T @ dz, dz.sum(0)
 
@@ -412,8 +411,6 @@ def assert_operations(operations, n, depth, vocab, transpose_w, dtype, bias, pea
 
 
 def function_stats(arguments, labels, t, g, **options):
-    """Returns the statistics and the gradients of the public function."""
-
     def floats(arguments):
         stats = ps.linear_token_stats(labels=labels, temperature=t, **arguments, **options)
         return stats[:3], stats
@@ -423,7 +420,6 @@ def function_stats(arguments, labels, t, g, **options):
 
 
 def operation_stats(operations, arguments, labels, t, g, *, transpose_w, workspace_bytes, softcap=None):
-    """Returns the statistics and the gradients of the operations of an implementation."""
     static = {"head": Head(transpose_w, softcap, entropy=True), "workspace_bytes": workspace_bytes}
     held = arguments["x"], arguments["w"], arguments.get("bias"), Tokens(labels, t)
     found = operations["projection"](*held, **static)
@@ -529,7 +525,6 @@ def assert_sample(operations, x, w, temperature):
 
 
 def two(labels):
-    """Returns two labels per token."""
     return jnp.stack([labels, jnp.where(labels < 0, labels, labels // 2)], -1)
 
 
@@ -570,7 +565,6 @@ MEANS = {
 
 
 def floats(results):
-    """Returns the results that may have gradients."""
     return [a for a in jax.tree.leaves(results) if a.dtype != jnp.int32]
 
 
