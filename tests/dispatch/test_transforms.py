@@ -1,6 +1,7 @@
 """Transformations: jit, grad, vmap, scan, checkpoint, export, donation. test_sharded.py has sharding."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -145,11 +146,12 @@ def test_vmap_of_some_arguments(name, mapped, kind):
     close(jax.vmap(f, (axes,))(arrays), looped(jax.jit(f), arrays, BATCH[0], axes))
 
 
-OF_ROWS = [name for name in CALLS if CALLS[name][3] and name[:6] not in ("linear", "route", "route,")]
+OF_ROWS = [name for name in FUNCTIONS if CALLS[name][3] and not re.match("linear|route|logsumexp", name)]
 
 
 @pytest.mark.parametrize(
-    "name", first_values(1, [*OF_ROWS, "linear_log_probs, several", "linear_cross_entropy"])
+    "name",
+    first_values(1, [*OF_ROWS, "logsumexp, rows", "linear_log_probs, several", "linear_cross_entropy"]),
 )
 def test_gradient_of_what_slices_share(name):
     of_rows, shared = arrays_of(name)
