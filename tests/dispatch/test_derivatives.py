@@ -340,9 +340,12 @@ def third_derivatives(f, v):
     return forward(v), gradient(v)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), first(0, values(list(FUNCTIONS)[::-1], ["whole", "masked", "of one logit"]))
-)
+# every function once, and top-k, with its own rule for rows of -inf and for masked rows, in two ways
+SPECIAL = [*values(list(FUNCTIONS)[::-1], ["whole", "masked", "of one logit"])]
+SPECIAL += itertools.product(("fused_topk", "fused_topk, log"), ("whole", "masked"))
+
+
+@pytest.mark.parametrize(("name", "rows"), first(0, [*dict.fromkeys(SPECIAL)]))
 def test_third_derivatives_at_special_points(name, rows, x64):
     """In the logits and the temperature, and in both modes. A row may be fully masked."""
     ours, definition = FUNCTIONS[name]
