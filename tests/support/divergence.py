@@ -77,7 +77,7 @@ def assert_divergence(
     token_weights=None,
     **options,
 ):
-    """Asserts that losses and gradients are right, in chunks of up to 16 rows. The options are those of both models."""
+    """Asserts that losses and gradients are right, in chunks of up to 16 rows. The options are of both models."""
     n, vocab = 101, 1003
     sizes = {"teacher_dtype": teacher_dtype, "peak": peak, "transpose_w": transpose_w}
     student, teacher, *biases = arrays(n, 24, vocab, dtype, **sizes)

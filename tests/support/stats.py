@@ -37,7 +37,7 @@ def rows(v, dtype):
 
 
 def operands(v):
-    """Returns labels, the last one out of range, cotangents, a mask without the first row, and temperatures, some 0."""
+    """Returns labels, the last one out of range, cotangents, a mask without the first row, and temperatures with 0."""
     rng = np.random.default_rng(v + 1)
     labels = rng.integers(0, v, N).astype("int32")
     labels[15] = -100

@@ -74,7 +74,7 @@ def test_ties_from_rounding_do_not_change_the_order():
 
 @pytest.mark.parametrize("dtype", first_values(1, ["int32", "int8", "uint8"]))
 def test_integers(dtype):
-    """Values are float32; the order is that of the integers. Even the smallest comes before a masked element."""
+    """Values are float32; their order is by the integers. Even the smallest comes before a masked element."""
     low, top = np.iinfo(dtype).min, np.iinfo(dtype).max
     x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1], [7, low, 9, low, 8]], dtype)
     for where in (None, np.array([False, True, True, True, False])):
