@@ -143,7 +143,7 @@ def test_merges(kind, form):
             state |= {"place": place[segment], "before": before[segment]}
             operands = {name: state[name] for name in fields} | factors
             own = memory[segment // each]
-            program = states_ptx.keep_program(fields, scaled=scaled)
+            program = states_ptx.record_program(fields, scaled=scaled)
             ptx.run(program, own, **operands, records=0, segment=segment % each)
         program = states_ptx.merge_program(fields, segments, ctas, scaled=scaled)
         machine = ptx.Machine(program, memory, 128, factors | {"records": 0}, np.random.default_rng(0))

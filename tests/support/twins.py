@@ -132,10 +132,10 @@ def _masked_element(dtype, infinite):
 # --- Softmax and its statistics
 
 
-def _add_counts(part, before, terms, i, size):
-    walk = part.job.parts.walk
+def _add_counts(segment, before, terms, i, size):
+    walk = segment.walk
     starts = [i * walk.step_size + at for at in range(0, size, walk.block_size)]
-    return before + normalizers.tree_sum(label_rank._count_in_block(part, start) for start in starts)
+    return before + normalizers.tree_sum(label_rank._count_in_block(segment, start) for start in starts)
 
 
 # --- Top-k
@@ -284,7 +284,7 @@ def _store_numbers(gmem, at, end, values):
     lax.fori_loop(0, len(at), store, None)
 
 
-def _keep(reduction, state, records, number):
+def _write_record(reduction, state, records, number):
     """Writes one state for the segment, in place of one for each warp."""
     leaves = jax.tree.leaves(reduction.combine_lanes(state))
     records[pl.ds(number * len(leaves), len(leaves))] = jnp.stack(leaves)
@@ -313,10 +313,10 @@ TWINS = {
     "window_arrival.fill_head_and_tail": _fill_head_and_tail,
     "window_arrival.mask_step": _mask_step,
     "states_ptx.add_logits": normalizers.add_logits,
-    "states_ptx.keep": _keep,
+    "states_ptx.write_record": _write_record,
     "states_ptx.merged": _merged,
     "label_rank.add_step": _add_counts,
-    "label_rank.overcount": lambda part: blocks.filled(0.0),
+    "label_rank.overcount": lambda segment: blocks.filled(0.0),
     "window_kernel._clear_list": lambda memory: None,
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,

@@ -1,8 +1,8 @@
-"""`plgpu.kernel` with the settings that all kernels of this package share."""
+"""`plgpu.kernel` with the settings that all kernels of this package share, and what a CTA works on."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu.interpreter import interpret
+from pallas_softmax._src.gpu.layout import Cut
 
 
 def gpu_kernel(
@@ -70,6 +71,55 @@ def gpu_kernel(
 def cta_number(axis: str, size: int) -> Any:
     """Returns the number of this CTA along an axis of this size, other than the first axis of the grid."""
     return lax.axis_index(axis) if size > 1 else jnp.int32(0)
+
+
+class PartPlace(NamedTuple):
+    """The part of a row that this CTA works on, and its place in an `aligned_view`. In softmax, it is a segment.
+
+    In this example 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
+    view_row is 1 and first is vocab + start:
+
+        view row 0    | row 0           | row 1           | row 2           |
+        view row 1    | row 3           | row 4           | row 5           |
+                                        | part 0 | part 1 |
+    """
+
+    row: Any  # number of the row in the array (rows, vocab)
+    index: Any  # number of the part in the row
+    start: Any  # first element of the part, counted from the start of the row
+    owned: Any  # number of elements of the part
+    view_row: Any  # number of the row of the view that holds the part; None if the view is one-dimensional
+    first: Any  # first element of the part, counted from the start of that row of the view
+
+    def in_view(self, gmem):
+        return gmem if self.view_row is None else gmem.at[self.view_row]
+
+
+def part_place(
+    cut: Cut,
+    view: tuple[int, ...],
+    *,
+    rows: int,
+    backwards: bool = False,
+    row: Any = None,
+    per_cta: int = 1,
+    number: Any = 0,
+) -> PartPlace:
+    """Returns the place of this CTA's part. The grid has the axis "row" and, if a row has several CTAs, "part".
+
+    `view` is the shape of the arrays, from `aligned_view`. If `backwards`, the CTAs take the rows and their parts in
+    reverse order. A CTA that takes several rows passes the number of the `row`. A CTA that has several neighbouring
+    parts, `per_cta`, passes the `number` of one of them.
+    """
+    row = lax.axis_index("row") if row is None else row
+    index = cta_number("part", cut.count // per_cta) * per_cta + number
+    if backwards:
+        row, index = rows - 1 - row, cut.count - 1 - index
+    start = cut.start(index)
+    owned = cut.start(index + 1) - start
+    joined_rows = view[-1] // cut.vocab
+    view_row = row // joined_rows if len(view) > 1 else None
+    return PartPlace(row, index, start, owned, view_row, row % joined_rows * cut.vocab + start)
 
 
 def number_of_row(ref, row) -> Any:

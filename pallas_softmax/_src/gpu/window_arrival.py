@@ -10,6 +10,7 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
+from pallas_softmax._src.gpu.kernel import PartPlace, part_place
 from pallas_softmax._src.gpu.layout import Window
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import (
@@ -23,7 +24,6 @@ from pallas_softmax._src.gpu.ptx.inline import (
     words,
 )
 from pallas_softmax._src.gpu.ptx.program import Program
-from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
 
 _BYTE = 0xFF
 _MASK_BYTES = 4  # mask bytes in a word, one for each element

@@ -3,7 +3,7 @@
 An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. A line is `inner` contiguous elements, one
 of each adjacent column. Neighbouring threads hold neighbouring elements of a line. Several threads may share a column.
 
-    short columns   a CTA holds a tile of whole adjacent columns in registers: load -> reduce -> write
+    short columns   a CTA holds a tile of whole adjacent columns in registers: `tile_kernel`
     long columns    a cluster takes a strip of adjacent columns. Each CTA holds some of the lines in shared memory:
                     load -> reduce -> merge with the other CTAs -> write
 
@@ -24,32 +24,10 @@ from pallas_softmax._src.gpu import blocks, tiles
 from pallas_softmax._src.gpu.interpreter import laid_out
 from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax import tile_kernel
 from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import Formula
-from pallas_softmax._src.softmax.part import Refs
-
-# --- Short columns, in registers ----------------------------------------------------------------------
-
-
-def compute_tile(formula: Formula, tile: Tile, x_gmem, *out_gmem, reserved: Any = None) -> None:
-    """The kernel for short columns: a CTA holds whole adjacent columns in registers, and computes a formula on them.
-
-    The rows of `tile` are lines of the array. Nothing uses `reserved`; see `Tile.reserved_bytes`.
-    """
-    across = -(-x_gmem[0].shape[2] // tile.shape[1])  # tiles side by side
-    number = lax.axis_index("tile")
-    outer, column = number // across, number % across * tile.shape[1]
-
-    fill = formula.reduction.neutral
-    x = [tiles.load(gmem.at[outer], tile, 0, fill, column=column).astype(jnp.float32) for gmem in x_gmem]
-    broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1)  # a number per column, to all its lines
-    states = formula.reduction.states(formula.term(*x))
-    total = formula.reduction.combine_lanes(states, 0, broadcast)  # of each column
-    constants = [broadcast(constant) for constant in formula.constants(total)]  # for example m and d
-    results = constants if formula.value is None else [formula.value(*x, *constants)]
-    for gmem, y in zip(out_gmem, results, strict=True):
-        tiles.store(gmem.at[outer], tile, 0, y, column=column)
-
+from pallas_softmax._src.softmax.segment import Refs
 
 # --- Long columns, in shared memory -------------------------------------------------------------------
 
@@ -97,20 +75,9 @@ def launch(
 
     Returns one array of all elements, of the last array's dtype; or per-column outputs (outer, 1, inner).
     """
-    outer, _, inner = arrays[0].shape
-    settings: dict[str, Any] = {
-        "out_type": formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
-        "name": name,
-        "approximate": approximate,
-    }
     if isinstance(plan, Tile):
-        reserved = plan.reserved_bytes
-        return gpu_kernel(
-            functools.partial(compute_tile, formula, plan),
-            grid={"tile": outer * -(-inner // plan.shape[1])},
-            scratch_types={"reserved": plgpu.SMEM((reserved,), jnp.int8)} if reserved else (),
-            **settings,
-        )(arrays)
+        return tile_kernel.launch(formula, arrays, plan, name=name, approximate=approximate)
+    outer, _, inner = arrays[0].shape
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
         "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
@@ -123,8 +90,10 @@ def launch(
         functools.partial(compute_strips, formula, plan),
         grid={"team": _strips_and_teams(plan, arrays[0].shape)[1], "part": plan.count},
         cluster=plan.count,
+        out_type=formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
         scratch_types=scratch,
-        **settings,
+        name=name,
+        approximate=approximate,
     )(arrays)
 
 

@@ -1,7 +1,6 @@
 """The math of the softmax kernels, in jax.numpy on float32 numbers: how rows are reduced, and what outputs follow."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ class Reduction(NamedTuple):
     # state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
     # tile; `broadcast` expands a per-row value to the shape of the tile.
     combine_lanes: Callable[..., Any]
-    combine: Callable[[Any, Any], Any]  # (state, state) -> the merged state; this is the reduction's operator
     empty: Any  # the state of an empty set
     neutral: float  # an element that leaves every state unchanged
     fields: tuple[str, ...]  # the leaves of a state, as `states_ptx` calls them
@@ -37,7 +35,6 @@ ONLINE = Reduction(
     states=lambda x: Normalizer(x, jnp.ones_like(x)),
     add=lambda lanes, blocks, step: normalizers.add_logits(lanes, blocks),
     combine_lanes=normalizers.combine_lanes,
-    combine=normalizers.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
     fields=("m", "d"),
@@ -46,7 +43,6 @@ SUM = Reduction(
     states=lambda x: x,
     add=lambda total, blocks, step: total + normalizers.tree_sum(blocks),
     combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
-    combine=operator.add,
     empty=0.0,
     neutral=0.0,
     fields=("d",),
@@ -82,16 +78,10 @@ def located(scale=None, *, counted: bool = False) -> Reduction:
         before = None if lanes.before is None else jnp.sum(lanes.before, axis)
         return Located(moments, jnp.min(normalizers.if_largest(lanes.at, lanes.moments.m, m), axis), before)
 
-    def combine(a: Located, b: Located) -> Located:
-        moments = normalizers.combine(a.moments, b.moments, scale=scale)
-        at = (normalizers.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
-        return Located(moments, jnp.minimum(*at), None if a.before is None else a.before + b.before)
-
     return Reduction(
         states=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
         add=add,
         combine_lanes=combine_lanes,
-        combine=combine,
         empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0, 0.0 if counted else None),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
         fields=("m", "d", "t", "place", *["before"] * counted),

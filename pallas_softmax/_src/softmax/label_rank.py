@@ -37,51 +37,51 @@ _SUMS = 4  # independent sums, so that no addition waits for the one before
 
 
 @twin
-def add_step(part: Any, before, terms: list, i, size: int):
+def add_step(segment: Any, before, terms: list, i, size: int):
     """Adds step i of the segment's body to the counts `before`. `terms` are its elements."""
-    walk = part.job.parts.walk
-    label = _label_from(part, part.body_start + i * walk.step_size)
+    walk = segment.walk
+    label = _label_from(segment, segment.body_start + i * walk.step_size)
     numbers = {f"x{i}": x for i, x in enumerate(terms)}
     numbers |= {"count": before, "column": label.column, "key": label.wide_key}
     return insert_ptx(count_program(len(terms), walk.vec), {}, numbers, {"new_count": "f32"})[0]
 
 
 @twin
-def overcount(part: Any):
+def overcount(segment: Any):
     """Returns how many elements were counted wrongly: they follow the label, equal, in its vector."""
-    walk = part.job.parts.walk
-    label = _label_from(part, part.body_start)
+    walk = segment.walk
+    label = _label_from(segment, segment.body_start)
     block = jnp.clip(label.column // walk.block_size, 0, walk.padded_length // walk.block_size - 1)
     start = block * walk.block_size
     position, column = blocks.positions(walk.vec), label.column - start
     first = column - (column & walk.vec - 1)  # the first element of the label's vector
-    same = _keys(part, start) == label.key
+    same = _keys(segment, start) == label.key
     # If the label is the first element, its vector does not start before it, and counts no equal elements.
     follows = (position >= column) & (position < first + walk.vec) & (first < column)
-    return _sum_of_counted(part, start, jnp.where(same & follows, 1.0, 0.0))
+    return _sum_of_counted(segment, start, jnp.where(same & follows, 1.0, 0.0))
 
 
-def is_inexact(part: Any, total: Located):
-    inexact = _label_from(part, 0).key <= sort_keys.key_of_number(-np.inf, part.job.dtype)
-    if part.job.dtype.itemsize == 2:
+def is_inexact(segment: Any, total: Located):
+    inexact = _label_from(segment, 0).key <= sort_keys.key_of_number(-np.inf, segment.job.dtype)
+    if segment.job.dtype.itemsize == 2:
         inexact |= total.moments.m != total.moments.m
     return inexact
 
 
-def count_again(part: Any):
-    walk = part.job.parts.walk
+def count_again(segment: Any):
+    walk = segment.walk
     before = lax.fori_loop(
         0,
         walk.padded_length // walk.block_size,
-        lambda block, before: before + _count_in_block(part, block * walk.block_size),
+        lambda block, before: before + _count_in_block(segment, block * walk.block_size),
         blocks.filled(0.0),
     )
-    return before + in_edges(part) if part.edges else before
+    return before + in_edges(segment) if segment.edges else before
 
 
-def in_edges(part: Any):
-    label, counts = _label_from(part, 0), []
-    for edge in part.edges:
+def in_edges(segment: Any):
+    label, counts = _label_from(segment, 0), []
+    for edge in segment.edges:
         keys = sort_keys.key32(edge.arrays[0])
         before = comes_before(keys, blocks.positions() + edge.start, label)
         before = jnp.where(edge.counted, before, 0.0)
@@ -89,34 +89,36 @@ def in_edges(part: Any):
     return normalizers.tree_sum(counts)
 
 
-def _count_in_block(part: Any, start):
+def _count_in_block(segment: Any, start):
     """Counts in the block at element `start` of the body."""
-    label = _label_from(part, part.body_start + start)
-    before = comes_before(_keys(part, start), blocks.positions(part.job.parts.vec), label)
-    return _sum_of_counted(part, start, before)
+    label = _label_from(segment, segment.body_start + start)
+    before = comes_before(_keys(segment, start), blocks.positions(segment.walk.vec), label)
+    return _sum_of_counted(segment, start, before)
 
 
-def _keys(part: Any, start):
-    walk, (x_smem,) = part.job.parts.walk, part.refs.x_smem
-    return sort_keys.key32(blocks.load(x_smem.at[pl.ds(part.body.start + start, walk.block_size)], walk.vec))
+def _keys(segment: Any, start):
+    walk, (x_smem,) = segment.walk, segment.refs.x_smem
+    return sort_keys.key32(
+        blocks.load(x_smem.at[pl.ds(segment.smem_start + start, walk.block_size)], walk.vec)
+    )
 
 
-def _sum_of_counted(part: Any, start, numbers):
+def _sum_of_counted(segment: Any, start, numbers):
     """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
-    walk = part.job.parts.walk
-    left = part.held - start
-    if walk.length % walk.block_size or part.job.parts.overlaps:
+    walk = segment.walk
+    left = segment.held - start
+    if walk.length % walk.block_size or segment.job.parts.overlaps:
         numbers = jnp.where(blocks.positions(walk.vec) < left, numbers, 0.0)
-    if part.job.mask is not None:
-        keep = part.load_mask(part.body_start + start, left, walk.vec)
+    if segment.job.mask is not None:
+        keep = segment.load_mask(segment.body_start + start, left, walk.vec)
         numbers = jnp.where(keep != 0, numbers, 0.0)
     return normalizers.tree_sum(blocks.split(numbers, walk.vec))
 
 
-def _label_from(part: Any, element) -> Label:
+def _label_from(segment: Any, element) -> Label:
     """Returns the label of the row, with its column counted from an element of the segment."""
-    column, *keys = (gmem[part.place.row] for gmem in part.refs.label_gmem)
-    return Label(column - part.place.start - element, *keys)
+    column, *keys = (gmem[segment.place.row] for gmem in segment.refs.label_gmem)
+    return Label(column - segment.place.start - element, *keys)
 
 
 # --- Inline PTX

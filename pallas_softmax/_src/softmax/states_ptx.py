@@ -3,8 +3,8 @@
 A state is a sum, a normalizer (m, d), or moments (m, d, t) with a place and a count. `normalizers` explains the
 numbers, and `plan.Parts` draws segments. A row is merged in one order, wherever its segments lie:
 
-    keep      the lanes of each warp merge, once for each segment   → a record of the segment: a state of each warp
-    merged    the warps of a segment merge, then all segments       → the state of the row
+    write_record    the lanes of each warp merge, once for each segment   → a record: a state of each warp
+    merged          the warps of a segment merge, then all segments       → the state of the row
 
 So the order depends on the segments only, and not on the number of CTAs that hold them. (In rows that are not aligned
 to 16 bytes, it also follows the address of a segment.)
@@ -65,14 +65,14 @@ def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = 
 
 
 @twin
-def keep(reduction: Any, state, records, segment) -> None:
+def write_record(reduction: Any, state, records, segment) -> None:
     """Writes the record of a segment, given the state of each thread in it: arrays (128,).
 
     `records` refers to shared memory, `words` float32. `segment` is the number of the segment in its CTA.
     """
     fields, scale = reduction.fields, reduction.scale
     numbers = dict(zip(fields, jax.tree.leaves(state))) | _factors(scale) | {"segment": segment}
-    insert_ptx(keep_program(fields, scaled=scale is not None), {"records": records}, numbers)
+    insert_ptx(record_program(fields, scaled=scale is not None), {"records": records}, numbers)
 
 
 @twin
@@ -118,7 +118,7 @@ def add_program(count: int, *, scaled: bool) -> Program:
     return p
 
 
-def keep_program(fields: Fields, *, scaled: bool) -> CtaProgram:
+def record_program(fields: Fields, *, scaled: bool) -> CtaProgram:
     p = CtaProgram()
     state = _combine_lanes(p, scaled, {name: p.operand(name, "f32") for name in fields})
     record = _record(p, fields, p.operand("segment", "s32").bits("u32"))

@@ -3,13 +3,14 @@
 `rows_kernel.py` calls these stages in their order. `plan.Parts` draws segments, and `gpu.layout.Walk` draws steps.
 
     load      copy_in (the body, a step at a time), load_edges
-    reduce    keep: each thread reduces its own elements of the segment, and each warp writes its state to a record
+    reduce    reduce: each thread reduces its own elements of the segment, and each warp writes its state to a record
     merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +21,10 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu import blocks, tiles
 from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.kernel import number_of_row
-from pallas_softmax._src.gpu.layout import aligned_view
-from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow
+from pallas_softmax._src.gpu.kernel import PartPlace, number_of_row
+from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.softmax import label_rank, states_ptx
 from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
 from pallas_softmax._src.softmax.plan import EDGE, Parts
@@ -84,11 +84,31 @@ class Refs(NamedTuple):
     records_smem: Any = None  # the records of this CTA's segments, see `states_ptx`
 
 
-class Part:
-    """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`."""
+class Segment:
+    """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
-    def __init__(self, job: Job, refs: Refs, place: PartPlace, body: StagedRow):
-        self.job, self.refs, self.place, self.body = job, refs, place, body
+    The body passes through shared memory in the steps of `Parts.walk`. Each step uses a slot of shared memory, and the
+    barrier with the slot's number. By default, step i uses slot steps_before + i. If a CTA takes several rows in turns,
+    the slots form a ring: the steps of all rows use them in turn. If a row has more steps than there are slots, its
+    first steps come again after the last one, with the numbers that follow. With 5 slots and 7 steps, the first 2 steps
+    come again as steps 7 and 8:
+
+        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
+        row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
+        row 1, step 1 | ...
+    """
+
+    def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before, *, smem_start=0, freed=None):
+        self.job, self.refs, self.place = job, refs, place
+        self.walk, self.slots, self.again = job.parts.walk, job.parts.slots, job.parts.again
+        self.steps_before: Any = (
+            steps_before  # number of steps that the CTA takes before the first one of these
+        )
+        self.smem_start: Any = (
+            smem_start  # the place of the body in shared memory, if each step has its own slot
+        )
+        # Called as soon as the slot of step i may be filled again.
+        self.freed: Callable[[Any], None] = freed or (lambda i: None)
         self.body_start = job.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
@@ -97,13 +117,82 @@ class Part:
         # The number of the segment's first step in the row. The edges count as one more step.
         self.first_step = place.index * job.parts.all_steps
 
-    # --- Loads
+    # --- The body in shared memory
+
+    def _slot(self, i):
+        number = self.steps_before + i
+        return number if self.slots is None else lax.rem(jnp.int32(number), jnp.int32(self.slots))
+
+    def _in_smem(self, i):
+        return self.walk.step_size * (i if self.slots is None else self._slot(i)) + self.smem_start
+
+    def _in_body(self, i):
+        return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def copy_in(self, i) -> None:
-        """Starts the copies of step i of the body, an int or traced."""
-        start, refs = self.place.first + self.body_start, self.refs
-        for x_gmem, x_smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
-            self.body.copy_in(self.place.in_view(x_gmem), x_smem, arrived, start, i)
+        """Starts the copies of step i, an int or traced, one from each array. The slot's barriers complete then."""
+        walk, start = self.walk, self.place.first + self.body_start
+
+        def copy(size: int, x_gmem, x_smem, arrived) -> None:
+            plgpu.copy_gmem_to_smem(
+                self.place.in_view(x_gmem).at[pl.ds(start + self._in_body(i), size)],
+                x_smem.at[pl.ds(self._in_smem(i), size)],
+                arrived.at[self._slot(i)],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        for refs in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.arrived, strict=True):
+            if walk.full_steps:
+                full = i < walk.full_steps
+                when = full | (i >= walk.steps) if self.again else full
+                pl.when(when)(functools.partial(copy, walk.step_size, *refs))
+            if walk.rest:
+                pl.when(i == walk.full_steps)(functools.partial(copy, walk.rest, *refs))
+
+    def start_copies(self) -> None:
+        for i in range(self.walk.steps):
+            self.copy_in(i)
+
+    def wait(self, i) -> None:
+        """Waits for the copies of step i."""
+        for arrived in self.refs.arrived:
+            plgpu.barrier_wait(arrived.at[self._slot(i)])
+
+    def _sweep(self, take_step: Callable, state, first: int = 0):
+        """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
+
+        It begins with step `first`. The earlier steps come last, when they are in shared memory again.
+        """
+        walk = self.walk
+
+        def take_full(i, state):
+            return take_step(i, walk.step_size, state)
+
+        if walk.full_steps:
+            state = lax.fori_loop(first, walk.full_steps, take_full, state)
+        if walk.rest:
+            state = take_step(walk.full_steps, walk.rest, state)
+        return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
+
+    def _blocks(self, i, size: int) -> Iterator[Any]:
+        for start in range(0, size, self.walk.block_size):
+            yield pl.ds(self._in_smem(i) + start, self.walk.block_size)
+
+    def _load(self, i, size: int) -> Iterator[tuple]:
+        """Yields the blocks of step i in float32, one from each array. After `size` elements they hold anything."""
+        for at in self._blocks(i, size):
+            yield tuple(
+                blocks.load(x_smem.at[at], self.walk.vec).astype(jnp.float32) for x_smem in self.refs.x_smem
+            )
+
+    def _store(self, i, size: int, values: Iterable[jax.Array]) -> None:
+        """Stores blocks in the place of step i of the last array."""
+        x_smem, layout = self.refs.x_smem[-1], blocks.layout(self.walk.vec)
+        values = [block.astype(x_smem.dtype) for block in values]
+        for at, block in zip(self._blocks(i, size), values, strict=True):
+            blocks.store_in_place(x_smem.at[at], block, layout)
+
+    # --- Edges and mask
 
     def load_edges(self) -> None:
         if not self.job.parts.has_edges:
@@ -120,13 +209,9 @@ class Part:
             mask = None if self.job.mask is None else self.load_mask(at, EDGE, 1)
             self.edges.append(_Edge(at, arrays, mask, counted))
 
-    def _load_body(self, i, size: int):
-        """Yields the blocks of step i of the body: a tuple with a block from each array."""
-        return zip(*(self.body.load(x_smem, i, size) for x_smem in self.refs.x_smem), strict=True)
-
     def _load_body_mask(self, i) -> list:
         """Returns the mask of each block of step i of the body, as int8, 0 after its end. Without a mask: Nones."""
-        walk = self.job.parts.walk
+        walk = self.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
@@ -144,27 +229,22 @@ class Part:
         is_whole = mask.array.shape == self.job.arrays[0].shape
         return blocks.load_mask(self.refs.mask_gmem, row, start, held, vec, aligned=vec == 1 or is_whole)
 
-    def wait_for_body(self) -> None:
-        for arrived in self.refs.arrived:
-            for i in range(self.job.parts.walk.steps):
-                plgpu.barrier_wait(arrived.at[i])
-
     # --- Reduction
 
-    def keep(self, number) -> None:
+    def reduce(self, number) -> None:
         """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA."""
-        states_ptx.keep(self.formula.reduction, self._reduce(), self.refs.records_smem, number)
+        states_ptx.write_record(self.formula.reduction, self._of_threads(), self.refs.records_smem, number)
 
-    def _reduce(self):
+    def _of_threads(self):
         """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
         reduction = self.formula.reduction
         lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
             lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
         masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
-        lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
+        lanes, _ = self._sweep(self._absorb_step, (lanes, masks))
         if self.edges:
-            lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.job.parts.walk.steps)
+            lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.walk.steps)
             if self.formula.counts:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
         if self.formula.counts:
@@ -177,33 +257,32 @@ class Part:
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
         lanes, (mask_blocks, *next_masks) = state
-        formula, x_smem = self.formula, self.refs.x_smem
-        ahead = self.job.parts.mask_steps_ahead
-        all_loaded = ahead == self.job.parts.walk.steps
+        formula, ahead = self.formula, self.job.parts.mask_steps_ahead
+        all_loaded = ahead == self.walk.steps
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
-        self._wait(i)
-        xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+        self.wait(i)
+        xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
         if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
-            self.body.store(x_smem[-1], i, size, kept)
+            self._store(i, size, kept)
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
-        terms = [x for term in terms for x in blocks.split(term, self.job.parts.vec)]
+        terms = [x for term in terms for x in blocks.split(term, self.walk.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)
         if formula.counts:
             lanes = lanes._replace(before=label_rank.add_step(self, lanes.before, terms, i, size))
-        if self.body.again:
+        if self.again:
 
-            @pl.when(i < self.body.again)
+            @pl.when(i < self.again)
             def _():
                 plgpu.commit_smem()  # all threads have read the slot
-                self.body.freed(i)
+                self.freed(i)
 
         return lanes, next_masks
 
     def _inside(self, i, size: int) -> list:
         """Returns for each block of step i of the body which elements count here; None where all do."""
-        walk, conditions = self.job.parts.walk, []
+        walk, conditions = self.walk, []
         for start in range(0, size, walk.block_size):
             end, left = start + walk.block_size, self.held - i * walk.step_size - start
             is_cut = end > size or (end == size and self.job.parts.overlaps)
@@ -215,7 +294,7 @@ class Part:
 
         The blocks of step `total.at` are read again. If the last step has fewer blocks, blocks before it are read too.
         """
-        walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
+        walk, (x_smem,) = self.walk, self.refs.x_smem
         thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
         terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
         held = walk.padded_length // walk.block_size
@@ -224,7 +303,7 @@ class Part:
         first = jnp.minimum(step * walk.step_blocks, held - count)
         for block in range(count):
             at = (first + block) * walk.block_size
-            x = blocks.load(x_smem.at[pl.ds(self.body.start + at, walk.block_size)], walk.vec)
+            x = blocks.load(x_smem.at[pl.ds(self.smem_start + at, walk.block_size)], walk.vec)
             left = self.held - at
             mask = None
             if self.job.mask is not None:
@@ -238,10 +317,6 @@ class Part:
         at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
-    def _wait(self, i) -> None:
-        for arrived in self.refs.arrived:
-            plgpu.barrier_wait(arrived.at[self.body.slot(i)])
-
     def _term(self, x, *conditions):
         """Returns the terms to reduce, from a block of each array; neutral where a condition is False."""
         term = self.formula.term(*x)
@@ -252,16 +327,13 @@ class Part:
 
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
-        reduction, count = self.formula.reduction, self.job.parts.count
-
-        def load(first: int, gmem, empty):
-            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
-
-        lanes = [
-            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
-            for first in range(0, count, WARPGROUP)
-        ]
-        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
+        reduction = self.formula.reduction
+        tile = Tile(1, WARPGROUP, 1, -(-self.job.parts.count // WARPGROUP))
+        load = functools.partial(tiles.load, tile=tile, row=self.place.row)
+        states = jax.tree.map(
+            lambda gmem, empty: load(gmem, fill=empty), self.refs.reductions_gmem, reduction.empty
+        )
+        return reduction.combine_lanes(states)
 
     # --- Results
 
@@ -277,42 +349,55 @@ class Part:
     def write(self, total) -> None:
         """Writes the elements of the segment.
 
-        `keep` has made the masked elements neutral in shared memory. For these, the formula gives the masked value, so
-        the mask need not be read again. The exception is a NaN or an infinity in the row's reduction.
+        `reduce` has made the masked elements neutral in shared memory. For these, the formula gives the masked value,
+        so the mask need not be read again. The exception is a NaN or an infinity in the row's reduction.
         """
+        write = functools.partial(self.write_elements, total)
         if self.job.mask is None:
-            self.write_elements(total, read_mask=False)
+            write(read_mask=False)
             return
         leaves = jax.tree.leaves(total)
         finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
-        lax.cond(
-            finite,
-            lambda: self.write_elements(total, read_mask=False),
-            lambda: self.write_elements(total, read_mask=True),
-        )
+        lax.cond(finite, lambda: write(read_mask=False), lambda: write(read_mask=True))
 
     def write_elements(self, total, *, read_mask: bool) -> None:
         """Writes the elements of the segment; `read_mask` says whether to read the mask for the body."""
         formula, refs, place = self.formula, self.refs, self.place
-        constants = formula.constants(total)
-        elements: Any = formula.value
+        constants, elements = formula.constants(total), formula.value
+        y_gmem = place.in_view(*refs.out_gmem)
 
         def value(x, keep):
-            y = elements(*x, *constants)
+            y = elements(*x, *constants)  # pyright: ignore[reportOptionalCall]
             return y if keep is None else jnp.where(keep, y, formula.masked_value)
 
-        def body_values(i, size):
-            if self.body.again:
-                pl.when(i >= self.job.parts.walk.steps)(functools.partial(self._wait, i))
-            mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.job.parts.step_blocks
-            return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+        def values(i, size):
+            if self.again:
+                pl.when(i >= self.walk.steps)(functools.partial(self.wait, i))
+            mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.walk.step_blocks
+            return (value(x, keep) for x, keep in zip(self._load(i, size), _as_conditions(mask_blocks)))
 
-        (out_gmem,) = refs.out_gmem
+        def free_slot(i, in_flight: int) -> None:
+            """Waits until step i has left its slot; `in_flight` later steps may still be leaving theirs."""
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            self.freed(i)
+
+        def write_step(i, size, carry):
+            self._store(i, size, values(i, size))
+            plgpu.commit_smem()
+            source = refs.x_smem[-1].at[pl.ds(self._in_smem(i), size)]
+            plgpu.copy_smem_to_gmem(source, y_gmem.at[pl.ds(start + self._in_body(i), size)])
+            if self.slots is not None:
+                pl.when(jnp.int32(i) > self.again)(functools.partial(free_slot, i - 1, 1))
+            return carry
+
         for edge in self.edges:
             block = value(edge.x, edge.keep).astype(self.job.dtype)
-            where = pl.ds(place.first + edge.start, EDGE)
-            blocks.store(place.in_view(out_gmem).at[where], block)
-        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
+            blocks.store(y_gmem.at[pl.ds(place.first + edge.start, EDGE)], block)
+        start = place.first + self.body_start
+        # The last steps come first, since they are still in shared memory; then the steps that come again.
+        self._sweep(write_step, (), self.again)
+        # The CTA may exit as soon as shared memory has been read. The end of the kernel completes the writes.
+        free_slot(self.walk.steps + self.again - 1, 0)
 
 
 class _Edge(NamedTuple):
