@@ -221,27 +221,13 @@ def log_of_sum(d):
     return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
 
 
-def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Sums:
-    """Adds the logits `blocks` to the normalizers of the lanes of a kernel: ⊕ with one rescaling of the sums.
-
-    With a `scale`, which is 1 / temperature, (x - m) scale takes the place of x - m in the sums.
-    """
+def add_logits(normalizer: Normalizer, blocks: Iterable[jax.Array]) -> Normalizer:
+    """Adds the logits `blocks` to the normalizers of the lanes of a kernel: ⊕ with one rescaling of d."""
     blocks = list(blocks)
-    m = normalizer.m
-    for x in blocks:
-        m = jnp.maximum(m, x)
+    m = functools.reduce(jnp.maximum, blocks, normalizer.m)
     s = shift(m)
-    kept = _sums_from(normalizer, s, scale)
-    if isinstance(normalizer, Moments):
-
-        def sums_of(x):
-            below = distance(x, s, scale)
-            e = jnp.exp(below)
-            return e, below * e
-
-        d, t = tree(lambda a, b: (a[0] + b[0], a[1] + b[1]), blocks, sums_of)
-        return Moments(m, kept[0] + d, kept[1] + t)
-    return Normalizer(m, kept[0] + tree_sum(_exp_below(x, s, scale) for x in blocks))
+    (kept,) = _sums_from(normalizer, s)
+    return Normalizer(m, kept + tree_sum(jnp.exp(x - s) for x in blocks))
 
 
 def combine_lanes(
@@ -313,12 +299,12 @@ def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
     return tree(operator.add, list(terms))
 
 
-def tree(join: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
-    """Joins of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
+def tree(join: Callable, terms: Sequence[Any]) -> Any:
+    """Joins the terms in pairs, and the pairs in pairs."""
     if len(terms) == 1:
-        return of(terms[0])
+        return terms[0]
     half = len(terms) // 2
-    return join(tree(join, terms[:half], of), tree(join, terms[half:], of))
+    return join(tree(join, terms[:half]), tree(join, terms[half:]))
 
 
 def _exp_below(x, m, scale):

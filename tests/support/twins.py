@@ -5,6 +5,7 @@ A twin has its function's arguments and, in effect, its results. It may leave ou
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -284,6 +285,12 @@ def _store_numbers(gmem, at, end, values):
     lax.fori_loop(0, len(at), store, None)
 
 
+def _add_logits(moments, xs, scale=None):
+    one, zero = jnp.ones_like(moments.m), jnp.zeros_like(moments.m)
+    states = [moments, *(normalizers.Moments(x, one, zero) for x in xs)]
+    return normalizers.tree(functools.partial(normalizers.combine, scale=scale), states)
+
+
 def _write_record(reduction, state, records, number):
     """Writes one state for the segment, in place of one for each warp."""
     leaves = jax.tree.leaves(reduction.combine_lanes(state))
@@ -312,7 +319,7 @@ TWINS = {
     "tiles.load_smem": lambda ref, tile: ref[...],
     "window_arrival.fill_head_and_tail": _fill_head_and_tail,
     "window_arrival.mask_step": _mask_step,
-    "states_ptx.add_logits": normalizers.add_logits,
+    "states_ptx.add_logits": _add_logits,
     "states_ptx.write_record": _write_record,
     "states_ptx.merged": _merged,
     "label_rank.add_step": _add_counts,

@@ -1,6 +1,7 @@
 """The math of the softmax kernels, in jax.numpy on float32 numbers: how rows are reduced, and what outputs follow."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Reduction(NamedTuple):
     neutral: float  # an element that leaves every state unchanged
     fields: tuple[str, ...]  # the leaves of a state, as `states_ptx` calls them
     scale: Any = None  # the `Scale` of a temperature
+    # (state, state) -> the merged state, if a second launch writes elements; this is the reduction's operator
+    combine: Callable[[Any, Any], Any] | None = None
 
 
 ONLINE = Reduction(
@@ -38,6 +41,7 @@ ONLINE = Reduction(
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
     fields=("m", "d"),
+    combine=normalizers.combine,
 )
 SUM = Reduction(
     states=lambda x: x,
@@ -46,6 +50,7 @@ SUM = Reduction(
     empty=0.0,
     neutral=0.0,
     fields=("d",),
+    combine=operator.add,
 )
 
 

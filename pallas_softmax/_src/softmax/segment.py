@@ -21,10 +21,10 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import blocks, tiles
+from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import PartPlace, number_of_row
-from pallas_softmax._src.gpu.layout import Tile, aligned_view
+from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.softmax import label_rank, states_ptx
 from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
 from pallas_softmax._src.softmax.plan import EDGE, Parts
@@ -327,13 +327,17 @@ class Segment:
 
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
-        reduction = self.formula.reduction
-        tile = Tile(1, WARPGROUP, 1, -(-self.job.parts.count // WARPGROUP))
-        load = functools.partial(tiles.load, tile=tile, row=self.place.row)
-        states = jax.tree.map(
-            lambda gmem, empty: load(gmem, fill=empty), self.refs.reductions_gmem, reduction.empty
-        )
-        return reduction.combine_lanes(states)
+        reduction, count = self.formula.reduction, self.job.parts.count
+        assert reduction.combine is not None
+
+        def load(first: int, gmem, empty):
+            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
+
+        lanes = [
+            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
+            for first in range(0, count, WARPGROUP)
+        ]
+        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
 
