@@ -9,11 +9,10 @@ import numpy as np
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import OPERATIONS, describe
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.softmax import columns_kernel, columns_plan, mosaic_gpu
+from pallas_softmax._src.softmax import columns_plan, mosaic_gpu
 from pallas_softmax._src.softmax import plan as softmax_plan
 from pallas_softmax._src.softmax.columns_plan import Strips
-from pallas_softmax._src.softmax.formulas import FORMULAS
-from pallas_softmax._src.softmax.plan import Parts, approximate
+from pallas_softmax._src.softmax.plan import Parts
 from tests.support import bounds, cases
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.plans import HOPPER
@@ -52,14 +51,7 @@ def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
 
 def columns_results(name, arrays, plan, interpret=INTERPRET):
     """Returns everything that the kernel of columns returns for arrays (outer, vocab, inner)."""
-    with interpreted(interpret):
-        return columns_kernel.launch(
-            FORMULAS[name],
-            [jnp.asarray(a) for a in arrays],
-            plan,
-            name=name,
-            approximate=approximate(arrays[-1].dtype),
-        )
+    return softmax_results(name, arrays, None, (1,), mosaic_gpu.Columns(arrays[0].shape, plan), interpret)
 
 
 def columns_rows(name, arrays, plan, interpret=INTERPRET):
