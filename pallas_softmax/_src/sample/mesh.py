@@ -10,13 +10,15 @@ results of `xla.cutoff` and so on: logits and mask are this device's shard, all 
 run_shard(operation, arrays, static) returns the operation's results on this device's shard.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
 from pallas_softmax._src.masks import at, logits_of, positions
-from pallas_softmax._src.normalizers import Normalizer, reduce_split, split_if_few
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample import rows
 from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.xla import Best, cutoff_among, draw_by_mass, sample_among, unless_complete
@@ -120,25 +122,14 @@ def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
         parts = Normalizer(normalizers.to_float(tops, (-1,)), d)
         _, total = normalizers.combine_parts(parts, Temperature.of(temperature))
         top = normalizers.largest(tops)
-        greedy, shards = rows.is_greedy(rows.as_float(top), temperature), split_if_few((noise, index, x))
-
-        def rank(noise, index, x):
-            perturbed = rows.tempered(rows.as_float(x), rows.as_float(top), temperature) + noise
-            perturbed = jnp.where(index == rows.NOWHERE, -jnp.inf, perturbed)
-            return jnp.where(greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
-
-        ranks = [rank(*shard) for shard in shards]
-        best = reduce_split(jnp.maximum, ranks)
-        firsts = [jnp.where(rank == best, index, rows.NOWHERE) for rank, (_, index, _) in zip(ranks, shards)]
-        index = reduce_split(jnp.minimum, firsts)
-
-        def drawn(numbers):  # an index is of one shard only
-            lowest = lowest_value(numbers[0].dtype)
-            of_index = [jnp.where(first == index, a, lowest) for first, a in zip(firsts, numbers)]
-            return normalizers.largest(jnp.concatenate(of_index, -1))
-
-        noise, _, x = zip(*shards)
-        return drawn(noise), index, drawn(x), top, total
+        perturbed = rows.tempered(rows.as_float(x), rows.as_float(top), temperature) + noise
+        perturbed = jnp.where(index == rows.NOWHERE, -jnp.inf, perturbed)
+        greedy = rows.is_greedy(rows.as_float(top), temperature)
+        rank = jnp.where(greedy, sort_keys.wide_key(x), sort_keys.key(perturbed))
+        # elementwise, so that XLA for GPUs fuses it
+        shards = zip(*(jnp.split(a, a.shape[-1], -1) for a in (rank, index, noise, x)))
+        _, index, noise, x = functools.reduce(rows.first_of, shards)
+        return noise, index, x, top, total
 
     _, index, x, top, total = merge_over(mesh_axes, merge, (noise, index, x, x, d), temperature)
     m, x = jnp.split(normalizers.to_float(jnp.concatenate([top, x], -1), (-1,)), 2, -1)

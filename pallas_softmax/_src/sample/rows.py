@@ -161,9 +161,9 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
         last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
         goal = mass_goal(top_p, sum_of(kept(mass)))
-        last = _first_of(last, _last_entry(key, kept(mass), goal))
+        last = first_of(last, _last_entry(key, kept(mass), goal))
     if min_p is not None:
-        last = _first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
+        last = first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
     kept_total = sum_of(kept(mass))
     key, index = _first_entries_if_greedy(last, logits, where, totals)
     return cutoff_of(key, index, kept_total, totals)
@@ -225,7 +225,8 @@ def _on_cpu_if(condition, function, other, like, *operands):
     return lax.platform_dependent(*operands, cpu=if_needed, default=varying(function))
 
 
-def _first_of(a, b):
+def first_of(a, b):
+    """Returns the tuple (key, index, ..) of the greater key; if they tie, of the lower index."""
     is_a = (a[0] > b[0]) | (a[0] == b[0]) & (a[1] < b[1])
     return tuple(jnp.where(is_a, *both) for both in zip(a, b))
 
