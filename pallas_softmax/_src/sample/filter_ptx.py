@@ -188,11 +188,8 @@ def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     equal = p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
     own = p.over_lanes("add", equal)
-    p.store(p.record_of_warp(p.warp), own, when=p.first_lane)
-    p.barrier()
-    (each,) = p.from_warps(["u32"], [0])
-    before, _ = p.before(each)
-    rest = p.var(number - p.shuffle(before, "idx", p.warp))  # the number among the elements of this warp
+    lower, _ = p.lower_warps(own, p.word(SCRATCH.warps))
+    rest = p.var(number - lower)  # the number among the elements of this warp
     with p.when((rest.bits("s32") > 0) & (rest <= own)):
         at = p.var(p.first_vector)
         with p.repeat() as again:

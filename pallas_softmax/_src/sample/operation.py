@@ -1,7 +1,7 @@
 """The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import mesh, xla
+from pallas_softmax._src.sample import mesh, rows, xla
 
 
 def _mosaic_gpu() -> dict[str, Kernel]:
@@ -14,11 +14,10 @@ CUTOFF = RowOperation(
     name="filter_cutoff",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
     results=PER_ROW,
-    plain=xla.cutoff,
+    plain=rows.cutoff,
     kernels={"mosaic_gpu": _mosaic_gpu},
     on_mesh=mesh.cutoff_on_mesh,
     divided_by_xla=False,
-    vmap_adds_rows=True,
 )
 SAMPLE = RowOperation(
     name="sample",
@@ -34,7 +33,6 @@ SAMPLE = RowOperation(
     saved=(("logits", "temperature", "indices", "log_probs"), "where"),
     on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
-    vmap_adds_rows=True,
 )
 DRAW_BY_MASS = RowOperation(  # for `verify`
     name="draw_by_mass",

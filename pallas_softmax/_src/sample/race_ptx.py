@@ -72,35 +72,6 @@ class Noise:
         return [(high + key0, low + key1) for low, high in map(p.split, counters)]
 
 
-class Segment(Noise):
-    """A stretch of a row with the same upper half of all counters: nearly always the whole row.
-
-    `first` and `end` are indices in the row.
-    """
-
-    def __init__(self, p: ClusterProgram, stride: int, vocab: int):
-        super().__init__(p, stride)
-        self._vocab = vocab
-        low, _ = p.split(self.start)
-        self._keyed_low = low + self.schedule[0][1]
-        self._keyed_high, self.first, self.end = (p.fresh("u32") for _ in range(3))
-
-    def start_at(self, first: Value | int) -> None:
-        """Sets `first`, and `end` as far as the upper half of the counters stays."""
-        p, stride = self.p, self.stride
-        p.set(self.first, first)
-        low, high = p.split(p.multiply_add_wide(self.first, stride, self.start))
-        p.set(self._keyed_high, high + self.schedule[0][0])
-        room = p.op("not", "u32", low)  # how much the lower half may grow
-        room = room if stride == 1 else p.op("div", "u32", room, stride)
-        last = p.op("sub", "u32", self._vocab - 1, self.first)
-        p.set(self.end, self.first + 1 + p.min(room, last))
-
-    def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
-        scaled = [i.bits("u32") if self.stride == 1 else i.bits("u32") * self.stride for i in numbers]
-        return [(self._keyed_high, i + self._keyed_low) for i in scaled]
-
-
 class Race:
     """The race: the thresholds of the warp, and the best sum of the thread, with its index and its element."""
 

@@ -139,17 +139,13 @@ class ClusterProgram(CtaProgram):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
-            words = self.from_warps([value.kind for value in values], neutral)
+            each, exists = self.record_of_warp(self.lane), self.lane < self.warps
+            words = [
+                self.load(each, value.kind, offset=4 * i, when=exists, default=default)
+                for i, (value, default) in enumerate(zip(values, neutral))
+            ]
             for i, value in enumerate(over_warp(words)):
                 self.store(at, value, offset=4 * i, when=self.first_lane)
-
-    def from_warps(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns the record of each warp, in the lane with its number; `neutral` in the other lanes."""
-        at, exists = self.record_of_warp(self.lane), self.lane < self.warps
-        return [
-            self.load(at, kind, offset=4 * i, when=exists, default=default)
-            for i, (kind, default) in enumerate(zip(kinds, neutral))
-        ]
 
     # --- Results
 
@@ -315,8 +311,8 @@ def arrive(p: PartProgram) -> tuple[Value, Value, Value]:
     p.sweep(add)
     m, d = normalizer.m, normalizer.d
     # how many elements of each CTA must reach its bound
-    share_of_cta = _divided(p, p.top_k + (p.ctas - 1), p.ctas)
-    share_of_warp = _divided(p, share_of_cta + (p.warps - 1), p.warps)
+    share_of_cta = p.op("div", "u32", p.top_k + (p.ctas - 1), p.ctas)
+    share_of_warp = p.op("div", "u32", share_of_cta + (p.warps - 1), p.warps)
     rank_in_cta = p.select(share_of_warp > 1, p.warps, share_of_cta)
     ranks = iter([(share_of_warp, LANES), (rank_in_cta, 1 << (p.warps - 1).bit_length())])
 
@@ -347,16 +343,11 @@ def bound_of_best(p: PartProgram) -> Value:
     largest = p.var(LEAST_FINITE, "f32")
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
-    share_of_warp = _divided(p, p.top_k + (p.warps - 1), p.warps)
+    share_of_warp = p.op("div", "u32", p.top_k + (p.warps - 1), p.warps)
     bound = _value_of_rank(p, largest, share_of_warp, LANES)
     (bound,) = p.over_each_cta(["min"], [bound], [INF], p.word(SCRATCH.counted))
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
-
-
-def _divided(p: PartProgram, number: Value, by: int) -> Value:
-    """Returns a small number // by."""
-    return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
 def _value_of_rank(p: PartProgram, value: Value, rank: Value, count: int) -> Value:

@@ -11,7 +11,7 @@ for each lane. With four shares, and two warps in a CTA:
 
 A warp takes all of its steps in one share, then in the next. A lane has a normalizer in each share. They form two
 chains: the even shares, combined in order, and the odd ones. Then both chains are combined. So the order of a row's
-sums does not depend on the number of CTAs, in a row with one `Segment` of noise.
+sums does not depend on the number of CTAs.
 
 A warp does this with each step:
 
@@ -46,7 +46,7 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
 from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, Segment, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, LEAST_FINITE, ClusterProgram, row_operands
 
 _NAN = float("nan")
@@ -98,11 +98,10 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    segment = Segment(p, stride, plan.vocab)
-    race = Race(p, segment)
+    race = Race(p, Noise(p, stride))
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
-        _take_steps(p, race, segment)
+        _take_steps(p, race)
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
         lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
@@ -137,17 +136,17 @@ class StreamProgram(ClusterProgram):
         self.vec, row = ACCESS_BYTES // itemsize, self.operand("row", "u32")
         # A position counts from the start of the row's first vector: the element with index 0 has position `lead`.
         self.lead = row * (vocab % self.vec) & (self.vec - 1)
+        self.end = self.lead + vocab
         start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
         self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
 
-    def load_step(self, position: Value, segment: Segment) -> list[Value]:
-        """Returns the lane's elements of a step as floats; -inf outside of the segment."""
+    def load_step(self, position: Value) -> list[Value]:
+        """Returns the lane's elements of a step as floats; -inf outside of the row."""
         p, vec, vectors = self, self.vec, self.plan.vectors
         out = [p.fresh("f32") for _ in range(vec * vectors)]
         at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
-        first, end = segment.first + p.lead, segment.end + p.lead
         first_of_warp = position - p.lane * vec
-        whole = (first_of_warp >= first) & (first_of_warp + LANES * vec * vectors <= end)
+        whole = (first_of_warp >= p.lead) & (first_of_warp + LANES * vec * vectors <= p.end)
         with p.when(whole):
             words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
             for i, vector in enumerate(words):
@@ -158,7 +157,7 @@ class StreamProgram(ClusterProgram):
             kind = "s16" if p.elements.halves else "s32"
             for i, register in enumerate(out):
                 here = position + p.offset(i)
-                exists = (here >= first) & (here < end)
+                exists = (here >= p.lead) & (here < p.end)
                 offset = p.offset(i) * p.elements.itemsize
                 bits = p.load(at, kind, offset=offset, when=exists, default=0)
                 bits = p.convert(bits, "s32") if p.elements.halves else bits
@@ -212,11 +211,10 @@ def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
     return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
 
-def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
+def _take_steps(p: StreamProgram, race: Race) -> None:
     """Takes the steps of the warp. Leaves (m, d) of each lane in shared memory, and its best sum in `race`.
 
-    The outer loop has a turn for each segment of noise, nearly always one. The inner loop has a turn for each step, and
-    one more without a step, which enters what the lists still hold.
+    The loop has a turn for each step, and one more without a step, which enters what the lists still hold.
     """
     plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
@@ -228,43 +226,38 @@ def _take_steps(p: StreamProgram, race: Race, segment: Segment) -> None:
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
 
     def start_share(share: Value) -> None:
-        first = (share * p.warps + p.warp) * size + (segment.first + p.lead & 2**32 - turn)
-        p.set(at, p.select(share < plan.shares, first, segment.end + p.lead))
+        p.set(at, p.select(share < plan.shares, (share * p.warps + p.warp) * size, p.end))
 
     race.start(-INF)
     for register in (race.threshold, race.low):  # no finite entry takes part
         p.set(register, INF, when=p.greedy)
-    segment.start_at(0)
-    with p.loop() as leave_row:
-        start_share(p.cta)
-        with p.loop() as leave:
-            p.set(more, at < segment.end + p.lead)
-            with p.when(more):
-                position = at + p.lane * p.vec
-                elements = p.load_step(position, segment)
-                top, index = p.reduce("max.NaN", elements), position - p.lead
-                with p.when(~first_visit):
-                    with p.when(p.greedy):
-                        _keep_first(p, race, elements, index)
-                    normalizer.raise_to(top)
-                    normalizer.add(elements)
-                    race.catch_up()
-                    p.increase(at, turn)
-                    with p.when(at >= segment.end + p.lead):
-                        share = at >> log2(size * p.warps) & plan.shares - 1
-                        slot = p.normalizer_at(share >> log2(plan.ctas) & plan.slots - 1)
-                        before = p.load_vector(slot, "f32", 2)
-                        p.store(slot, *row_ptx.join(p, before, [normalizer.m, normalizer.d]))
-                        normalizer.clear()
-                        start_share(share + plan.ctas)
-                low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
-                for i, x in enumerate(elements):
-                    list_.append(x, index + p.offset(i), x >= low)
-            list_.enter(race, keeps_some=more & ~first_visit, more=more)
-            p.set(first_visit, False)
-            leave(~more)
-        leave_row(segment.end >= p.plan.vocab)
-        segment.start_at(segment.end)
+    start_share(p.cta)
+    with p.loop() as leave:
+        p.set(more, at < p.end)
+        with p.when(more):
+            position = at + p.lane * p.vec
+            elements = p.load_step(position)
+            top, index = p.reduce("max.NaN", elements), position - p.lead
+            with p.when(~first_visit):
+                with p.when(p.greedy):
+                    _keep_first(p, race, elements, index)
+                normalizer.raise_to(top)
+                normalizer.add(elements)
+                race.catch_up()
+                p.increase(at, turn)
+                with p.when(at >= p.end):
+                    share = at >> log2(size * p.warps) & plan.shares - 1
+                    slot = p.normalizer_at(share >> log2(plan.ctas) & plan.slots - 1)
+                    before = p.load_vector(slot, "f32", 2)
+                    p.store(slot, *row_ptx.join(p, before, [normalizer.m, normalizer.d]))
+                    normalizer.clear()
+                    start_share(share + plan.ctas)
+            low = p.select(first_visit, p.max(top, LEAST_FINITE), race.low)
+            for i, x in enumerate(elements):
+                list_.append(x, index + p.offset(i), x >= low)
+        list_.enter(race, keeps_some=more & ~first_visit, more=more)
+        p.set(first_visit, False)
+        leave(~more)
 
 
 def _normalizer_of_row(p: StreamProgram) -> list[Value]:
