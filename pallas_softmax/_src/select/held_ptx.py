@@ -6,14 +6,13 @@
     ties      if more than k elements are within the limit: counts of ties in each vector find the vector with the last
               tie that wins
     list      each thread has a bit for each of its elements. A prefix sum over the threads says where its winners go
-    write     the list, four winners of a thread at once
+    write     the list, as after a stream
 
 A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
 of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no
 search.
 """
 
-import math
 from collections.abc import Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
@@ -23,7 +22,6 @@ from pallas_softmax._src.select.list_ptx import ENTRY_BYTES
 from pallas_softmax._src.select.plan import SelectPlan
 from pallas_softmax._src.select.stream_ptx import SelectProgram
 
-_UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 # Distances of the first round, at most: 8 binades.
 _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
@@ -195,62 +193,3 @@ class HeldRowProgram(SelectProgram):
         with self.when(self.ties > 0):
             self.first_ties(words, winners)
         self.list_winners(words, winners)
-        self.listed = self.var(self.n)  # before `fill_list`
-        with self.when(self.n < self.plan.k):
-            self.fill_list()
-
-    def fill_list(self) -> None:
-        """Fills the list up to k entries, with the lowest indices that it lacks."""
-        k = self.plan.k
-        with self.each(self.n + self.thread, k, self.plan.threads) as number:
-            self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
-        with self.when(self.n.differs(self.length)):
-            with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
-                index = self.load(self.entry(number), "u32", offset=4)
-                bit = self.var(1, "u32") << (index & (LANES - 1))
-                self.add_to(self.at(self.histogram.address, index >> 5, 4), bit)
-            self.barrier()
-            words = self.histogram.own()
-            before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
-            lower, _ = self.scan_warps(upto)
-            number = self.var(self.n + lower + before)
-            index = self.var(self.thread * (LANES * self.histogram.each))
-            for word in words:
-                with self.each(0, LANES) as bit:
-                    lacks = (word >> bit & 1).equals(0) & (number < k)
-                    self.store(self.entry(number), index, offset=4, when=lacks)
-                    self.increase(number, 1, when=lacks)
-                    self.increase(index, 1)
-        self.set(self.n, k)
-        self.barrier()
-
-    def elements(self, keys: list[Value]) -> list[Value]:
-        kind = "s16x2" if self.element.halves else "s32"
-        return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
-
-    def write_list(self) -> None:
-        if self.plan.sorted:
-            put = self.result_writer()
-            with self.each(self.listed + self.thread, self.plan.k, self.plan.threads) as number:
-                word, index = self.load_vector(self.entry(number), "s32", 2)
-                put(number, self.key_of(word), index)
-            self.set(self.n, self.listed)
-            self.rank(put)
-            return
-        k, itemsize = self.plan.k, self.element.itemsize
-        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
-        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
-        width = math.gcd(k, 4)  # entries of a thread at once
-        with self.each(self.thread * width, k, self.plan.threads * width) as number:
-            entries = self.load_vector(self.entry(number), "s32", 2 * width)
-            words = entries[::2]
-            if self.element.halves and width > 1:
-                pairs = zip(words[::2], words[1::2])
-                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
-            elif self.element.halves:
-                (word,) = self.elements(words)
-                bits = [self.convert(word.bits("u32") >> 16, "u16")]
-            else:
-                bits = self.elements(words)
-            self.store(values + self.multiply_wide(number, itemsize), *bits)
-            self.store(indices + self.multiply_wide(number, 4), *entries[1::2])
