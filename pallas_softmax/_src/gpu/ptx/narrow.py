@@ -22,7 +22,12 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 
 class KeyRange:
-    """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned."""
+    """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned.
+
+    In a round of `narrow`, a bucket has 2^shift keys.
+    """
+
+    shift: Value
 
     def __init__(self, p: CtaProgram, high: Value, low: Value):
         self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
@@ -51,10 +56,9 @@ def narrow(
         leave(keys.extent.equals(0))
         if stop is not None:
             leave(stop())
-        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket,
-        # so a bucket has 2^shift keys.
+        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket.
         log2_buckets = buckets.bit_length() - 1
-        shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+        keys.shift = shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
 
         def bucket_of(key):
             distance = keys.distance(key)
