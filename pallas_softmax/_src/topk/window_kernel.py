@@ -30,7 +30,6 @@ blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -53,7 +52,8 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.window_arrival import WindowPart
-from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
+from pallas_softmax._src.normalizers import Normalizer, Scale
+from pallas_softmax._src.softmax import states_ptx
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
@@ -189,11 +189,11 @@ def _add_step(
 
     new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
-    new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
+    new_d = d * 2^((m - s) a) + sum of 2^((x - s) a)
 
-    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. log2_scale is
-    log2(e) / temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`),
-    elements with the lowest key count as -inf.
+    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. a is log2(e) /
+    temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`), elements with the
+    lowest key count as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -215,21 +215,12 @@ def _add_step(
         insert_ptx(p, refs, {"step": step})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    first = {"first": scale.first} if isinstance(scale, Scale) else {}
-    factor, *again = scale[1:] if isinstance(scale, Scale) else (scale,)
-    factors = {"log2_scale": factor * LOG2_E} | dict(zip(["again"], again))
     p.set(new_m, p.max(p.reduce("max", largest), m))
-
-    def in_range(x):  # so that x - s does not overflow
-        return x * p.operand("first", "f32") if first else x
-
-    s = in_range(p.select(new_m.equals(-math.inf), 0.0, new_m))
+    scaled = isinstance(scale, Scale)
+    s = states_ptx.shift(p, scaled, new_m)
 
     def exponential(x):
-        x = in_range(x) - s
-        for factor in p.operands("f32", *factors):
-            x = x * factor
-        return p.exp2(x)
+        return p.exp2(states_ptx.octaves(p, scaled, x, s))
 
     terms = []
     for b, words in enumerate(vectors):
@@ -237,7 +228,7 @@ def _add_step(
             terms.append(exponential(x))
     rescale = exponential(m)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
-    numbers = {"m": lane.m, "d": lane.d, "step": step, **first, **factors}
+    numbers = {"m": lane.m, "d": lane.d, "step": step, **states_ptx.factors(scale)}
     return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
 
