@@ -179,17 +179,14 @@ def _sort_winners(ranked, keys, indices, inside, k):
     ranked[padded : padded + k] = indices[:k]
 
 
-def _best_indices(tile, vocab, k, key, lanes=None):
+def _search_rows(tile, vocab, k, elements, lanes=None):
+    in_16_bits = elements.dtype.itemsize == 2
+    if in_16_bits:  # the keys of float16 are the same
+        elements = sort_keys.key32(lax.bitcast_convert_type(elements, jnp.bfloat16))
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
-    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
-    return jnp.pad(best[:, :k], ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
-
-
-def _best_words(tile, vocab, k, bits):
-    key = sort_keys.key32(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
-    words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-    best = ~lax.sort(~words)[:, :k]
-    return jnp.pad(best, ((0, 0), (0, merged_tile(tile, k).shape[1] - k)))
+    key, best = lax.sort((~elements[:, :vocab], columns), num_keys=2)
+    padding = (0, 0), (0, merged_tile(tile, k).shape[1] - k)
+    return jnp.pad(best[:, :k], padding), jnp.pad(~key[:, :k], padding) if in_16_bits else None
 
 
 def _select(plan, fill, refs, numbers):
@@ -328,8 +325,7 @@ TWINS = {
     "window_kernel._add_step": _add_step,
     "window_kernel._find_winners": _find_winners,
     "merge_kernel._rank": _rank_lists,
-    "merging.best_indices": _best_indices,
-    "merging.best_words": _best_words,
+    "merging.search_rows": _search_rows,
     "kernel._select": _select,
     "stream_kernel._draw": _draw,
     "mosaic_gpu._run_program": _run_program,

@@ -178,7 +178,7 @@ def crowded(v, k, dtype):
         "-inf after one number": np.where(at == v - 1, 0.0, -np.inf),
         "k - 1 numbers, the rest -NaN": np.where(at < k - 1, 1.0, cases.NEG_NAN),
     }, {
-        # distinct, but the best are in few groups: bisection over keys
+        # distinct, but the best are in few groups: no bound is the usual one
         "sorted by lane": -lane * 64.0 - at // 512,
         "sorted by lane, rising": lane * 64.0 + at // 512,
         "ascending": at - v / 2,

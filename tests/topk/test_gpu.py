@@ -224,7 +224,7 @@ CROWDED_ROWS += [(25000, F32, 300), (50257, BF16, 5), (50257, F32, 1024)]
 @with_kernels(("v", "dtype", "k"), CROWDED_ROWS, ids=str)
 @side_by_side
 def test_more_candidates_than_room(implementation, v, dtype, k, many):
-    """Mosaic takes its exact path: bisection over the keys, and ties in the order of their indices."""
+    """Mosaic takes its exact path: histograms of all keys, and ties in the order of their indices."""
     rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}
     x = np.stack([*rows.values()]).astype(dtype)
     assert_topk(topk(implementation, jnp.tile(x, (10 if many else 1, 1)), k), x, k, list(rows))

@@ -24,7 +24,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.layout import Tile, log2
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
-from pallas_softmax._src.gpu.ptx.networks import LOWEST
+from pallas_softmax._src.gpu.ptx.networks import LOWEST, best
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
@@ -124,44 +124,20 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
 
 def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
-    best = _best(p, keys, count)
+    best_keys = best(p, keys, min(count, len(keys)))
     distance = 1
     while distance < lanes:
-        others = [p.shuffle(key, "bfly", distance) for key in best]
-        best = _best_of_lists(p, best, others, count)
+        others = [p.shuffle(key, "bfly", distance) for key in best_keys]
+        best_keys = best(p, best_keys + others, min(count, 2 * len(others)), run=len(others))
         distance *= 2
 
     def flip(bits: Value) -> Value:
         return flip_negative_at_once(p, bits, bits.sign())
 
-    total = flip(best[0]).bits("f32")
-    for key in best[1:]:
+    total = flip(best_keys[0]).bits("f32")
+    for key in best_keys[1:]:
         total = total + flip(key).bits("f32")
     return flip(total.bits("s32"))
-
-
-def _best(p: Program, keys: list[Value], count: int) -> list[Value]:
-    if len(keys) == 1:
-        return keys
-    half = len(keys) // 2
-    return _best_of_lists(p, _best(p, keys[:half], count), _best(p, keys[half:], count), count)
-
-
-def _best_of_lists(p: Program, a: list[Value], b: list[Value], count: int) -> list[Value]:
-    """Returns the `count` largest keys of two lists, each in order.
-
-    Key n of the union, counted from 0, is the largest of key n of a list, and of the lesser of a_i and b_j with
-    i + j = n - 1.
-    """
-    ranks = range(1, min(count, len(a) + len(b)))
-    lesser = [
-        [p.min(a[i], b[n - 1 - i]) for i in range(n) if i < len(a) and n - 1 - i < len(b)] for n in ranks
-    ]
-    best = [p.max(a[0], b[0])]
-    for n, keys in zip(ranks, lesser):
-        others = [part[n] for part in (a, b) if n < len(part)]
-        best.append(p.reduce("max", [*keys, *others][::-1]))
-    return best
 
 
 def _count_better(

@@ -6,24 +6,23 @@
     ties      if more than k elements are within the limit: counts of ties in each vector find the vector with the last
               tie that wins
     list      each thread has a bit for each of its elements. A prefix sum over the threads says where its winners go
-    write     the list, four winners of a thread at once
+    write     the list, as after a stream
 
 A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
 of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no
 search.
 """
 
-import math
 from collections.abc import Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import log2
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, find_rank
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.select.list_ptx import ENTRY_BYTES
 from pallas_softmax._src.select.plan import SelectPlan
 from pallas_softmax._src.select.stream_ptx import SelectProgram
 
-_UPPER_HALVES = 0x7632  # bytes of `prmt`: the upper halves of two words
 # Distances of the first round, at most: 8 binades.
 _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 
@@ -33,13 +32,12 @@ class HeldRowProgram(SelectProgram):
 
     def __init__(self, plan: SelectPlan, dtype, fill: int | None):
         super().__init__(plan, dtype, False, fill)
-        self.highest_distance = self.element.all_ones
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> log2(plan.threads)
         # The shuffle hides a constant. ptxas would compute addresses ahead, in registers that other CTAs need.
         self.used = self.shuffle(used, "idx", 0)
         self.thread_first = self.warp * (self.used * LANES) + self.lane
-        self.limit, self.ties = self.var(self.highest_distance, "u32"), self.var(0, "u32")
+        self.limit, self.ties = self.var(self.element.all_ones, "u32"), self.var(0, "u32")
         self.pair = "u16x2" if self.element.halves else "u32"
 
     def vectors_of(self, words: list[Value]) -> Iterator[tuple[list[Value], Value]]:
@@ -69,13 +67,8 @@ class HeldRowProgram(SelectProgram):
         return words
 
     def search(self, words: list[Value]) -> None:
-        """Sets the limit and the number of ties, so that k elements win. The row has more than k elements.
-
-        A round counts the elements in buckets of 2^shift distances from `low` on. Elements beyond the buckets are
-        counted in words of their lanes, which nothing reads. The distance from `low` of a better element wraps around,
-        and is greater than all others. So no such element counts before the rank.
-        """
-        highest, halves, pair = self.highest_distance, self.element.halves, self.pair
+        """Sets the limit and the number of ties, so that k elements win. The row has more than k elements."""
+        k, halves, pair = self.plan.k, self.element.halves, self.pair
         # The range of some elements decides on the first buckets.
         best = self.reduce("min", [word.bits(pair) for word in words]).bits("u32")
         worst = self.reduce("max", [word.bits(pair) for word in words[::4]]).bits("u32")
@@ -83,60 +76,52 @@ class HeldRowProgram(SelectProgram):
             best, worst = self.min(best & 0xFFFF, best >> 16), self.max(worst & 0xFFFF, worst >> 16)
         of_warp = [self.over_lanes("min", best), self.over_lanes("max", worst)]
         bests, worsts = self.of_warps(of_warp, self.scratch + self.plan.extremes, lane=0)
-        low = self.var(self.reduce("min", bests))
-        extent = self.var(self.reduce("max", worsts) - low)
+        high = self.highest - self.reduce("min", bests).bits("s32")
+        low = self.highest - self.reduce("max", worsts).bits("s32")
+        found, is_first = KeyRange(self, high, low), self.var(True, "pred")
         # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
-        self.update(extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * self.plan.k // 4)
-        log2_buckets = log2(self.plan.buckets)
+        self.update(found.extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * k // 4)
 
-        def shift_of(extent):
-            return self.max(self.highest_bit(extent | 1).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+        def count(bucket_of):
+            self.count_buckets(words, found, is_first)
+            self.set(is_first, False)
 
-        shift, rank, few = self.var(shift_of(extent)), self.var(self.plan.k, "u32"), self.var(False, "pred")
         with self.loop() as leave:
-            self.count_buckets(words, low, shift, few, extent)
-            bucket, rest, inside, total = self.histogram.pick(rank)
-            with self.block() as done:
-                with self.when(total < rank):  # at most in the first round
-                    self.update(rank, "sub", total)
-                    self.increase(low, self.var(self.plan.buckets, "u32") << shift)
-                    self.set(shift, shift_of(highest - low))
-                    done()
-                self.set(rank, rest)
-                self.increase(low, bucket << shift)
-                all_win = inside.equals(rank)
-                leave(all_win | shift.equals(0))
-                self.set(extent, (self.var(1, "u32") << shift) - 1)
-                self.set(few, inside < LANES)
-                self.set(shift, self.max((shift - log2_buckets).bits("s32"), 0).bits("u32"))
-        with self.when(all_win):
-            self.set(rank, 0)
-            self.increase(low, self.var(1, "u32") << shift)
-        self.set(self.limit, low)
-        self.set(self.ties, self.select(low.differs(highest), rank, 0))  # the lowest key never wins
+            above, reach = find_rank(self.histogram, found, k, k, count)
+            leave(reach.differs(0))
+            self.set(found.high, high)
+            self.set(found.extent, (high - self.lowest).bits("u32"))
+        all_win = reach.equals(k)
+        last = self.select(all_win, found.least() - 1, found.high)
+        self.set(self.limit, (self.highest - last).bits("u32"))
+        has_ties = ~all_win & last.differs(self.lowest)  # the lowest key never wins
+        self.set(self.ties, self.select(has_ties, k - above, 0))
 
-    def count_buckets(self, words: list[Value], low: Value, shift: Value, few: Value, extent: Value) -> None:
-        """Counts one round of `search`.
+    def count_buckets(self, words: list[Value], keys: KeyRange, is_first: Value) -> None:
+        """Counts one round of `search`, all elements in buckets of 2^shift distances.
 
-        If `few` elements are left to divide, it skips each vector that has none within `extent` of `low`.
+        Elements beyond the buckets are counted in words of their lanes, which nothing reads. The distance from the
+        range of a better element wraps around, and is greater than all others. So no such element counts before the
+        rank. Later rounds have few elements to divide. They skip each vector that has none in the range.
         """
-        minus, others = (0 - low) & self.highest_distance, self.lane + self.plan.buckets
-        minus = (minus | minus << 16 if self.element.halves else minus).bits(self.pair)
+        pair, others = self.pair, self.lane + self.plan.buckets
+        minus = (keys.high - self.highest).bits("u32")
+        if self.element.halves:
+            minus = minus & 0xFFFF | minus << 16
         for skips in (True, False):
-            with self.when(few if skips else ~few):
+            with self.when(~is_first if skips else is_first):
                 for own, _ in self.vectors_of(words):
                     with self.block() as done:
-                        far = [self.op("add", self.pair, word.bits(self.pair), minus) for word in own]
+                        far = [self.op("add", pair, word.bits(pair), minus.bits(pair)) for word in own]
                         if skips:
                             least = self.reduce("min", far).bits("u32")
                             if self.element.halves:
                                 least = self.min(least & 0xFFFF, least >> 16)
-                            done(least > extent)
+                            done(least > keys.extent)
                         for x in far:
                             x = x.bits("u32")
                             for distance in (x & 0xFFFF, x >> 16) if self.element.halves else (x,):
-                                self.histogram.count(self.min(distance >> shift, others))
-        self.barrier()
+                                self.histogram.count(self.min(distance >> keys.shift, others))
 
     def bits_of(self, words: list[Value], relation: str) -> list[Value]:
         """Returns a bit for each of the thread's elements: whether its distance is "lt" or "le" the limit."""
@@ -195,62 +180,3 @@ class HeldRowProgram(SelectProgram):
         with self.when(self.ties > 0):
             self.first_ties(words, winners)
         self.list_winners(words, winners)
-        self.listed = self.var(self.n)  # before `fill_list`
-        with self.when(self.n < self.plan.k):
-            self.fill_list()
-
-    def fill_list(self) -> None:
-        """Fills the list up to k entries, with the lowest indices that it lacks."""
-        k = self.plan.k
-        with self.each(self.n + self.thread, k, self.plan.threads) as number:
-            self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
-        with self.when(self.n.differs(self.length)):
-            with self.each(self.thread, self.n, self.plan.threads) as number:  # a bit for each listed element
-                index = self.load(self.entry(number), "u32", offset=4)
-                bit = self.var(1, "u32") << (index & (LANES - 1))
-                self.add_to(self.at(self.histogram.address, index >> 5, 4), bit)
-            self.barrier()
-            words = self.histogram.own()
-            before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
-            lower, _ = self.scan_warps(upto)
-            number = self.var(self.n + lower + before)
-            index = self.var(self.thread * (LANES * self.histogram.each))
-            for word in words:
-                with self.each(0, LANES) as bit:
-                    lacks = (word >> bit & 1).equals(0) & (number < k)
-                    self.store(self.entry(number), index, offset=4, when=lacks)
-                    self.increase(number, 1, when=lacks)
-                    self.increase(index, 1)
-        self.set(self.n, k)
-        self.barrier()
-
-    def elements(self, keys: list[Value]) -> list[Value]:
-        kind = "s16x2" if self.element.halves else "s32"
-        return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
-
-    def write_list(self) -> None:
-        if self.plan.sorted:
-            put = self.result_writer()
-            with self.each(self.listed + self.thread, self.plan.k, self.plan.threads) as number:
-                word, index = self.load_vector(self.entry(number), "s32", 2)
-                put(number, self.key_of(word), index)
-            self.set(self.n, self.listed)
-            self.rank(put)
-            return
-        k, itemsize = self.plan.k, self.element.itemsize
-        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
-        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
-        width = math.gcd(k, 4)  # entries of a thread at once
-        with self.each(self.thread * width, k, self.plan.threads * width) as number:
-            entries = self.load_vector(self.entry(number), "s32", 2 * width)
-            words = entries[::2]
-            if self.element.halves and width > 1:
-                pairs = zip(words[::2], words[1::2])
-                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
-            elif self.element.halves:
-                (word,) = self.elements(words)
-                bits = [self.convert(word.bits("u32") >> 16, "u16")]
-            else:
-                bits = self.elements(words)
-            self.store(values + self.multiply_wide(number, itemsize), *bits)
-            self.store(indices + self.multiply_wide(number, 4), *entries[1::2])

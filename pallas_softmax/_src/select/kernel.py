@@ -35,7 +35,7 @@ def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None
     if plan.in_registers:
         held = HeldRowProgram(plan, dtype, fill)
         held.select_row()
-        held.write_list()
+        held.write_results()
         return held
     p = SelectProgram(plan, dtype, masked, fill)
     if not masked:

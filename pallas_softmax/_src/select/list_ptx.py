@@ -72,21 +72,6 @@ class ListProgram(CtaProgram):
                     own = number + (first + i) * self.unit
                     see(self.key(words[2 * i], own), own)
 
-    def missing(self, number: Value) -> Value:
-        """Returns index `number`, from 0, of the ascending indices that the list lacks.
-
-        Before entry i, which has some index, the list lacks index - i of them.
-        """
-        low, high = self.var(0, "u32"), self.var(self.n)
-        with self.loop() as leave:
-            leave(low.equals(high))
-            middle = low + high >> 1
-            lacks = self.load(self.entry(middle), "u32", offset=4) - middle
-            beyond = lacks > number
-            self.set(high, middle, when=beyond)
-            self.set(low, middle + 1, when=~beyond)
-        return number + low
-
     def scan_warps(self, upto: Value) -> tuple[Value, Value]:
         sums = self.lower_warps(upto, self.sums)
         self.update(self.sums, "xor", _TOGGLE)  # another warp may still read these

@@ -25,6 +25,7 @@ result is exact for every row; rows in unusual orders take more time.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
@@ -35,7 +36,8 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.select.list_ptx import ENTRY_BYTES, ListProgram
 from pallas_softmax._src.select.plan import SelectPlan
 
-_LOWER_TO_UPPER = 0x1044  # bytes of `prmt`: the lower half of a word above zeros
+# Bytes of `prmt`: the lower half of a word above zeros; the upper halves of two words.
+_LOWER_TO_UPPER, _UPPER_HALVES = 0x1044, 0x7632
 _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which device memory reads at once
 
 
@@ -303,26 +305,79 @@ class SelectProgram(ListProgram):
         return word >> 16 if self.element.halves else word
 
     def write_results(self) -> None:
+        """Writes the k best of the list. Fillings follow if the list has fewer entries."""
         k, put = self.plan.k, self.result_writer()
         with self.block() as done:
-            with self.when(self.n > k):
-                if self.plan.sorted:
-                    self.compact_list()
-                else:
-                    self.compact(lambda to, word, index, when: put(to, self.key_of(word), index, when))
-                    done()
-            with self.each(self.n + self.thread, k, self.plan.threads) as number:
-                fill = self.key_of(self.var(self.fill_word, "s32"))
-                put(number, fill, self.missing(number - self.n))
-            if self.plan.sorted:
-                self.rank(put)
+            if not self.plan.in_registers:  # those are at most k
+                with self.when(self.n > k):
+                    if self.plan.sorted:
+                        self.compact_list()
+                    else:
+                        self.compact(lambda to, word, index, when: put(to, self.key_of(word), index, when))
+                        done()
+            listed = self.var(self.n)
+            with self.when(self.n < k):
+                self.fill_list()
+            if not self.plan.sorted:
+                self.write_list()
                 done()
-            with self.each(self.thread, self.n, self.plan.threads) as number:
+            with self.each(listed + self.thread, k, self.plan.threads) as number:
                 word, index = self.load_vector(self.entry(number), "s32", 2)
                 put(number, self.key_of(word), index)
+            self.set(self.n, listed)
+            self.rank(put)
+
+    def fill_list(self) -> None:
+        """Fills the list up to k entries with the lowest indices that it lacks."""
+        k = self.plan.k
+        with self.each(self.n + self.thread, k, self.plan.threads) as number:
+            self.store(self.entry(number), self.var(self.fill_word, "s32"), number)  # right if all are listed
+        with self.when(self.n.differs(self.length)):
+            with self.each(self.thread, self.n, self.plan.threads) as number:
+                index = self.load(self.entry(number), "u32", offset=4)
+                bit = self.var(1, "u32") << (index & (LANES - 1))
+                self.add_to(self.at(self.histogram.address, index >> 5, 4), bit, when=index < k)
+            self.barrier()  # now the histogram has a bit for each listed index below k
+            words = self.histogram.own()
+            before, upto = self.scan(self.reduce("add", [LANES - self.count_ones(word) for word in words]))
+            lower, _ = self.scan_warps(upto)
+            number = self.var(self.n + lower + before)
+            index = self.var(self.thread * (LANES * self.histogram.each))
+            for word in words:
+                with self.each(0, LANES) as bit:
+                    lacks = (word >> bit & 1).equals(0) & (number < k)
+                    self.store(self.entry(number), index, offset=4, when=lacks)
+                    self.increase(number, 1, when=lacks)
+                    self.increase(index, 1)
+        self.set(self.n, k)
+        self.barrier()
+
+    def write_list(self) -> None:
+        """Writes the list, four entries of a thread at once."""
+        k, itemsize = self.plan.k, self.element.itemsize
+        values = self.operand("values", "u64") + self.multiply_wide(self.row, k * itemsize)
+        indices = self.operand("indices", "u64") + self.multiply_wide(self.row, k * 4)
+        width = math.gcd(k, 4)
+        with self.each(self.thread * width, k, self.plan.threads * width) as number:
+            entries = self.load_vector(self.entry(number), "s32", 2 * width)
+            words = entries[::2]
+            if self.element.halves and width > 1:
+                pairs = zip(words[::2], words[1::2])
+                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
+            elif self.element.halves:
+                (word,) = self.elements(words)
+                bits = [self.convert(word.bits("u32") >> 16, "u16")]
+            else:
+                bits = self.elements(words)
+            self.store(values + self.multiply_wide(number, itemsize), *bits)
+            self.store(indices + self.multiply_wide(number, 4), *entries[1::2])
+
+    def elements(self, keys: list[Value]) -> list[Value]:
+        kind = "s16x2" if self.element.halves else "s32"
+        return [key ^ (key.bits(kind).sign().bits("s32") & self.element.flip) for key in keys]
 
     def rank(self, put: Callable[..., None]) -> None:
-        self.barrier()  # `missing` reads the list
+        self.barrier()  # all have read the list
         with self.each(self.thread, self.plan.ranked, self.plan.threads) as number:
             candidate = self.var(0, "u64")
             with self.when(number < self.n):

@@ -61,7 +61,7 @@ def add_logits(moments: Moments, xs: Sequence[jax.Array], scale: Scale | None = 
     numbers = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
     results = {f"new_{name}": "f32" for name in Moments._fields}
     program = add_program(len(xs), scaled=scale is not None)
-    return Moments(*insert_ptx(program, {}, numbers | _factors(scale), results))
+    return Moments(*insert_ptx(program, {}, numbers | factors(scale), results))
 
 
 @twin
@@ -71,7 +71,7 @@ def write_record(reduction: Any, state, records, segment) -> None:
     `records` refers to shared memory, `words` float32. `segment` is the number of the segment in its CTA.
     """
     fields, scale = reduction.fields, reduction.scale
-    numbers = dict(zip(fields, jax.tree.leaves(state))) | _factors(scale) | {"segment": segment}
+    numbers = dict(zip(fields, jax.tree.leaves(state))) | factors(scale) | {"segment": segment}
     insert_ptx(record_program(fields, scaled=scale is not None), {"records": records}, numbers)
 
 
@@ -84,14 +84,14 @@ def merged(reduction: Any, records, segments: int, ctas: int) -> Any:
     """
     results = {f"new_{name}": "f32" for name in reduction.fields}
     program = merge_program(reduction.fields, segments, ctas, scaled=reduction.scale is not None)
-    leaves = insert_ptx(program, {"records": records}, _factors(reduction.scale), results, uniform=True)
+    leaves = insert_ptx(program, {"records": records}, factors(reduction.scale), results, uniform=True)
     return jax.tree.unflatten(jax.tree.structure(reduction.empty), leaves)
 
 
-def _factors(scale: Scale | None) -> dict[str, Any]:
-    """Returns the operands with the product log2(e) / temperature."""
-    if scale is None:
-        return {"a": LOG2_E}
+def factors(scale: Any) -> dict[str, Any]:
+    """Returns the operands with the product log2(e) / temperature; `scale` is 1 / temperature, and None is 1."""
+    if not isinstance(scale, Scale):
+        return {"a": LOG2_E if scale is None else scale * LOG2_E}
     return {"first": scale.first, "a": scale.factor * LOG2_E, "again": scale.again}
 
 
@@ -105,11 +105,11 @@ def add_program(count: int, *, scaled: bool) -> Program:
     xs = p.operands("f32", *(f"x{i}" for i in range(count)))
     new_m, new_d, new_t = p.operands("f32", "new_m", "new_d", "new_t")
     p.set(new_m, p.reduce("max.NaN", [old["m"], *xs]))
-    kept, shift = _relative_to(p, scaled, old, new_m), _shift(p, scaled, new_m)
+    kept, from_m = _relative_to(p, scaled, old, new_m), shift(p, scaled, new_m)
     # Four sums of d and four of t: an addition need not wait for the one before, and fewer rounding errors add up.
     ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in ("d", "t"))
     for i, x in enumerate(xs):
-        u = _distance(p, scaled, x, shift)
+        u = _distance(p, scaled, x, from_m)
         e = p.exp2(u)
         p.increase(ds[i % 4], e)
         p.set(ts[i % 4], p.multiply_add(u, e, ts[i % 4]))
@@ -183,7 +183,7 @@ def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None)
     rest = {name: value for name, value in state.items() if name != "m"}
     if m is None:
         return rest
-    u = _distance(p, scaled, state["m"], _shift(p, scaled, m))
+    u = _distance(p, scaled, state["m"], shift(p, scaled, m))
     factor = p.exp2(u)
     if "t" in rest:
         rest["t"] = p.multiply_add(u * _LN_2, rest["d"], rest["t"]) * factor
@@ -194,7 +194,7 @@ def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None)
     return rest
 
 
-def _shift(p: Program, scaled: bool, m: Value) -> Value:
+def shift(p: Program, scaled: bool, m: Value) -> Value:
     """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
     return _in_range(p, scaled, p.select(m.equals(float("-inf")), 0.0, m))
 
@@ -203,9 +203,14 @@ def _in_range(p: Program, scaled: bool, x: Value) -> Value:
     return x * p.operand("first", "f32") if scaled else x
 
 
-def _distance(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
-    """Returns u = (x <first> - shift) <a> <again>, at least FAR; without a temperature, (x - shift) <a>. NaN stays."""
+def octaves(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
+    """Returns (x <first> - shift) <a> <again>; unless `scaled`, (x - shift) <a>."""
     u = _in_range(p, scaled, x) - shift
     for factor in p.operands("f32", *(("a", "again") if scaled else ("a",))):
         u = u * factor
-    return p.op("max.NaN", "f32", u, FAR)
+    return u
+
+
+def _distance(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
+    """Returns u: the octaves, at least FAR. NaN stays."""
+    return p.op("max.NaN", "f32", octaves(p, scaled, x, shift), FAR)

@@ -105,13 +105,17 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tu
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
-    if scale_gmem.shape[0] > 1:
-        row_scale = tiles.load(scale_gmem, plan, row)
-    else:
-        row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
+    row_scale = _per_row(scale_gmem, plan, row)
     row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
     return *map(broadcast, total), row_scale
+
+
+def _per_row(gmem, tile: Tile, row):
+    """Returns one number per row, spread over a tile, of an array with one for each row or one for all."""
+    if gmem.shape[0] > 1:
+        return tiles.load(gmem, tile, row)
+    return tiles.broadcast(jnp.full((tile.rows,), gmem[0]), tile)
 
 
 # --- The backward
@@ -150,25 +154,20 @@ def topk_grad(
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
 
-    def load_per_row(gmem):
-        if gmem.shape[0] == 1 < x_gmem.shape[0]:
-            return tiles.broadcast(jnp.full((plan.rows,), gmem[0]), winners)
-        return tiles.load(gmem, winners, row)
-
     def spread(per_winner):
         return tiles.spread(per_winner, winners, plan)
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
     index = tiles.load(indices_gmem, winners, row, 0)
     g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
-    m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
+    m, d, scale = (_per_row(gmem, winners, row) for gmem in (m_gmem, d_gmem, scale_gmem))
     x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
 
     # the winners
     scaled_won = (x_won - m) * scale
     p_won = jnp.exp(scaled_won) / d
     direct = g if log else g * p_won  # the winners' own term, g p
-    rest = load_per_row(g_d_gmem) * d - tiles.broadcast(jnp.sum(direct, 1), winners)  # r
+    rest = _per_row(g_d_gmem, winners, row) * d - tiles.broadcast(jnp.sum(direct, 1), winners)  # r
     dx_won = (direct + p_won * rest) * scale
     # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
     slope_won = tiles.broadcast(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1), winners)

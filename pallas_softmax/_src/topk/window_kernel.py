@@ -13,8 +13,7 @@ of 4. A group has elements of one thread only; here the groups are drawn side by
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
-another bound. There are two kinds of failure:
+Random logits have few more than k candidates. The candidate count reveals failure. There are two kinds of failure:
 
   * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
     concentrated in a few groups.
@@ -22,15 +21,8 @@ another bound. There are two kinds of failure:
     element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
-The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
-holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
-
-    key     low                 middle                high
-             |--------------------|--------------------|         at least k elements reach low,
-             >= k elements        how many?            < k       fewer than k reach high + 1
-
-If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
-candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
+Then histograms of all elements find the k-th best key. The candidates are the elements above it, fewer than k, and its
+ties with the lowest indices, to make k.
 
 If rows have several parts, `merge_kernel.py` merges winners and normalizers. `layout.Window` has a drawing of windows,
 blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
@@ -38,7 +30,6 @@ blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -50,7 +41,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Window, aligned_view
@@ -60,11 +51,11 @@ from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.ranking import CandidateList
-from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window_arrival import WindowPart
-from pallas_softmax._src.normalizers import LOG2_E, Normalizer, Scale
+from pallas_softmax._src.normalizers import Normalizer, Scale
+from pallas_softmax._src.softmax import states_ptx
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel
-from pallas_softmax._src.topk.candidates_ptx import SCRATCH_BYTE, WindowProgram
+from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
     REDUCTION_BYTES,
@@ -198,11 +189,11 @@ def _add_step(
 
     new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
-    new_d = d * 2^((m - s) log2_scale) + sum of 2^((x - s) log2_scale)
+    new_d = d * 2^((m - s) a) + sum of 2^((x - s) a)
 
-    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. log2_scale is
-    log2(e) / temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`),
-    elements with the lowest key count as -inf.
+    `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. a is log2(e) /
+    temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`), elements with the
+    lowest key count as -inf.
     """
     element, p = Elements(memory.x.dtype), Program()
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
@@ -224,21 +215,12 @@ def _add_step(
         insert_ptx(p, refs, {"step": step})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
-    first = {"first": scale.first} if isinstance(scale, Scale) else {}
-    factor, *again = scale[1:] if isinstance(scale, Scale) else (scale,)
-    factors = {"log2_scale": factor * LOG2_E} | dict(zip(["again"], again))
     p.set(new_m, p.max(p.reduce("max", largest), m))
-
-    def in_range(x):  # so that x - s does not overflow
-        return x * p.operand("first", "f32") if first else x
-
-    s = in_range(p.select(new_m.equals(-math.inf), 0.0, new_m))
+    scaled = isinstance(scale, Scale)
+    s = states_ptx.shift(p, scaled, new_m)
 
     def exponential(x):
-        x = in_range(x) - s
-        for factor in p.operands("f32", *factors):
-            x = x * factor
-        return p.exp2(x)
+        return p.exp2(states_ptx.octaves(p, scaled, x, s))
 
     terms = []
     for b, words in enumerate(vectors):
@@ -246,7 +228,7 @@ def _add_step(
             terms.append(exponential(x))
     rescale = exponential(m)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
-    numbers = {"m": lane.m, "d": lane.d, "step": step, **first, **factors}
+    numbers = {"m": lane.m, "d": lane.d, "step": step, **states_ptx.factors(scale)}
     return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
 
@@ -271,14 +253,16 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     the last array of `ordering_words`.
     """
     p = WindowProgram(window, dtype, k)
-    lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
-    all_keys = p.var(lowest, "s32"), p.var(~lowest, "s32")
-    bound, highest = candidates_ptx.find_bound(p, bound_at) if window.groups >= bound_at else all_keys
+    if window.groups >= bound_at:
+        bound = candidates_ptx.find_bound(p, bound_at)
+    else:
+        bound = p.var(sort_keys.lowest_key(dtype), "s32")
     candidates_ptx.collect(p, bound)
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
-        _find_exactly(p, bound, highest, n)
+        candidates_ptx.collect_exactly(p, bound)
+        p.set(n, k)
     if window.compact:  # the list replaces the row
         words, bucket_words, _ = ordering_words(k)
         buckets = p.x + 4 * words
@@ -293,79 +277,3 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         candidates_ptx.expand_positions(p, listed)
     listed.rank()
     return p
-
-
-def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
-    """Collects again with an exact bound, and sets `n`."""
-    bound, reach, exceed = _exact_bound(p, failed, highest)
-    all_fit = p.var(reach <= p.capacity)
-    ranking.clear(p, p.candidates, p.list_bytes, p.counts)
-    with p.when(all_fit | (exceed > 0)):
-        candidates_ptx.collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
-    with p.when(~all_fit):
-        candidates_ptx.collect_ties(p, bound, exceed)
-    p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
-
-
-def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
-    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
-
-    Most failures are ties at the bound that failed, so it is tried first. If fewer than k elements reach it, there are
-    NaNs, or masked elements, which have the lowest key. If at least k exceed it, bisection finds a higher bound.
-    """
-    nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
-    bound, high, turn = p.var(failed), p.var(highest), p.var(0, "u32")
-    with p.loop() as leave:
-        reach, exceed = _count(p, bound, turn)
-        p.increase(turn, 1)
-        leave(reach >= p.k)
-        p.set(high, bound - 1)
-        p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
-    with p.loop() as leave:
-        leave((reach <= p.capacity) | (exceed < p.k))
-        gap = (high - bound).bits("u32")  # it may exceed 2^31
-        middle = bound + ((gap >> 1) + (gap & 1)).bits("s32")
-        reach_middle, exceed_middle = _count(p, middle, turn)
-        enough = reach_middle >= p.k
-        for register, found in ((bound, middle), (reach, reach_middle), (exceed, exceed_middle)):
-            p.set(register, found, when=enough)
-        p.set(high, middle - 1, when=~enough)
-        p.increase(turn, 1)
-    return bound, reach, exceed
-
-
-def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
-    """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
-
-    Skips a group if its largest key is below the bound.
-    """
-    window, element = p.window, p.element
-    reach, exceed = p.var(0, "s32"), p.var(0, "s32")
-    address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
-    blocks_left = p.var(window.blocks, "u32")
-    with p.repeat() as next_group:
-        largest = p.load(group, "s32")
-        blocks = p.min(blocks_left, window.group_blocks)
-        p.update(blocks_left, "sub", blocks)
-        with p.block() as counted:
-            with p.when(largest < bound):
-                p.set(address, p.at(address, blocks, p.block_bytes))
-                counted()
-            with p.repeat() as next_block:
-                for key in element.keys(element.vector(p, address)):
-                    p.increase(reach, 1, when=key >= bound)
-                    p.increase(exceed, 1, when=key > bound)
-                p.increase(address, p.block_bytes)
-                p.update(blocks, "sub", 1)
-                next_block(blocks.differs(0))
-        p.increase(group, 4 * WARPGROUP)
-        next_group(blocks_left.differs(0))
-    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
-    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
-    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
-    # Positions outside the part hold -inf, and are counted as well.
-    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
-    outside_reach = p.select(bound <= neg_inf, around, 0)
-    outside_exceed = p.select(bound < neg_inf, around, 0)
-    return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed

@@ -71,29 +71,17 @@ def search_input(x) -> tuple[Any, int]:
     return sort_keys.key32(x), sort_keys.lowest_key(x.dtype)
 
 
+@twin
 def search_rows(tile: Tile, vocab: int, k: int, elements, lanes: float | None = None) -> tuple[Any, Any]:
     """Returns the indices of the k best of each row of `vocab` elements, and their keys if these have 16 bits.
 
     They are tiles of `merged_tile`. `elements` are as of `search_input`, and may have columns beyond the row.
     `list_length` documents `lanes`.
     """
-    if elements.dtype.itemsize == 4:
-        return best_indices(tile, vocab, k, elements, lanes), None
-    word = best_words(tile, vocab, k, elements)
-    key = word >> 16
-    return ~word & _HALF_ONES, key
-
-
-@twin
-def best_indices(tile: Tile, vocab: int, k: int, key, lanes: float | None):
-    program = search_program(tile, vocab, k, lanes)
-    return insert_in_tile(program, key, "i32", {"winner": merged_tile(tile, k)})[0]
-
-
-@twin
-def best_words(tile: Tile, vocab: int, k: int, bits):
-    program = search_words_program(tile, vocab, k)
-    return insert_in_tile(program, bits, "i32", {"winner": merged_tile(tile, k)})[0]
+    in_16_bits = elements.dtype.itemsize == 2
+    program = (search_words_program if in_16_bits else search_program)(tile, vocab, k, lanes)
+    (winner,) = insert_in_tile(program, elements, "i32", {"winner": merged_tile(tile, k)})
+    return (~winner & _HALF_ONES, winner >> 16) if in_16_bits else (winner, None)
 
 
 def search_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
@@ -172,11 +160,11 @@ def _mend(p: TileProgram, row: int, last_winner: tuple[Value, int], winners, pai
         p.set(winners[last_winner[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def search_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
+def search_words_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
     """Returns the program for 16-bit elements. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
     p = TileProgram(tile, vocab)
     complements = _complements(p, p.first_column)
-    size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)
+    size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2, lanes=lanes)
     length = k if length >= k - 1 else length  # a list of k is never too short
     for row in range(p.rows):
         words = _packed_keys(p, row, p.first_column, complements)

@@ -22,7 +22,12 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 
 class KeyRange:
-    """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned."""
+    """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned.
+
+    In a round of `narrow`, a bucket has 2^shift keys.
+    """
+
+    shift: Value
 
     def __init__(self, p: CtaProgram, high: Value, low: Value):
         self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
@@ -51,10 +56,9 @@ def narrow(
         leave(keys.extent.equals(0))
         if stop is not None:
             leave(stop())
-        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket,
-        # so a bucket has 2^shift keys.
+        # Distances up to `extent` have highest_bit + 1 bits. The upper log2(buckets) bits are the number of the bucket.
         log2_buckets = buckets.bit_length() - 1
-        shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
+        keys.shift = shift = p.max(p.highest_bit(keys.extent).bits("s32") - (log2_buckets - 1), 0).bits("u32")
 
         def bucket_of(key):
             distance = keys.distance(key)
@@ -144,10 +148,11 @@ def find_rank(
     """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
 
     count(bucket_of) counts the items, see `narrow`; none is above the first range. Lower ones may count in the last
-    bucket of the range or after it. There are at least `rank` items.
+    bucket of the range or after it.
 
     Returns how many items are above the range, and how many reach it: too many if lower ones are counted, until the
-    range is a single key; and 2^32 - 1 if it was one from the start.
+    range is a single key; and 2^32 - 1 if it was one from the start. If the items are fewer than `rank`, the second
+    number is 0, and the range of no use.
     """
     p = histogram.p
     rank, above, reach = p.var(rank, "u32"), p.var(0, "u32"), p.var(2**32 - 1, "u32")
@@ -155,9 +160,10 @@ def find_rank(
     def one_round(bucket_of):
         count(bucket_of)
         p.barrier()
-        bucket, rest, inside, _ = histogram.pick(rank - above)
+        left = rank - above
+        bucket, rest, inside, total = histogram.pick(left)
         p.set(above, rank - rest)
-        p.set(reach, above + inside)
+        p.set(reach, p.select(total < left, 0, above + inside))
         return bucket
 
     narrow(p, keys, histogram.each * p.warps * LANES, one_round, stop=lambda: reach <= enough)

@@ -6,12 +6,13 @@ from pallas_softmax._src.gpu.ptx.values import Value
 LOWEST = -(2**31)  # pads the results: the least int32
 
 
-def best(p: Program, words: list[Value], count: int) -> list[Value]:
+def best(p: Program, words: list[Value], count: int, run: int = 1) -> list[Value]:
     """Returns the `count` largest words, the largest first, padded with LOWEST.
 
-    A comparison computes its minimum and its maximum only if a result depends on them.
+    The words may be in order already, the largest first, within each `run` of them; then these runs are only merged. A
+    comparison computes its minimum and its maximum only if a result depends on them.
     """
-    comparisons, positions = network(len(words), count)
+    comparisons, positions = network(len(words), count, run)
     out, needed, steps = list(words), set(positions), []
     for i, j in reversed(comparisons):
         if {i, j} & needed:
@@ -38,7 +39,7 @@ def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
     return out
 
 
-def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
+def network(n: int, count: int, run: int = 1) -> tuple[list[tuple[int, int]], list[int]]:
     """Returns the comparisons that find the best `count` of n elements, and their final positions, the best first.
 
     A comparison (i, j) leaves the larger element in position i. This is Batcher's odd-even merge sort (Knuth, volume 3,
@@ -63,9 +64,9 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
 
     def best_of(positions: list[int]) -> list[int]:
         """Returns where the best of these positions are after the comparisons, the best first."""
-        half = (len(positions) + 1) // 2
-        if half == len(positions):
+        if len(positions) <= run:
             return positions
+        half = (len(positions) + 1) // 2
         return merge_sorted(best_of(positions[:half]), best_of(positions[half:]))[:count]
 
     return comparisons, best_of(list(range(n)))
