@@ -412,20 +412,6 @@ def test_columns_that_the_bias_masks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transpose_w", [False, True])
-def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
-    """The CPU takes the path for large V. The last block of columns overlaps the block before."""
-    monkeypatch.setattr(xla_projection, "_PRODUCT_BYTES", 8 * 4 * 30)
-    jax.clear_caches()
-    x, w, labels, _ = arrays(40, 8, 103, "float32", transpose_w=transpose_w)
-    static = {"transpose_w": transpose_w, "workspace_bytes": workspace(103, 8)}
-    dw = jax.grad(lambda w: ps.linear_cross_entropy(x, w, labels, **static))(w)
-    _, _, _, want, *_ = losses_and_gradients(x, w, labels, np.full(40, 1 / 40), transpose_w=transpose_w)
-    np.testing.assert_allclose(dw, want, rtol=1e-4, atol=1e-6)
-    jax.clear_caches()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "name", "values"),
     [
@@ -489,7 +475,7 @@ def test_a_mean_with_extreme_weights(token_weights):
 
 @pytest.mark.slow
 def test_export_of_any_depth():
-    """The depth may be symbolic. The number of columns may not: a chunk takes some of the columns."""
+    """The depth may be symbolic. The number of columns may not."""
     n, d, v = jax.export.symbolic_shape("n, d, v")
     x, labels = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((n,), "int32")
     loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=1)

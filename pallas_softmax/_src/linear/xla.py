@@ -7,17 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.linear.chunks import Chunk, over_chunks
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
 from pallas_softmax._src.linear.projection import ChunkFunctions, dot
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
-
-# On the CPU, x.T @ dz is stored before it is added to the total. At most this many bytes are stored at a time.
-_PRODUCT_BYTES = 32 * 2**20
-
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head):
     """Returns the logits z of some rows, in the dtype of the arithmetic; all readers see the same roundings."""
@@ -74,34 +69,9 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    def product(x, dz):
-        return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
-
-    def directly(total, x, dz):
-        return total + product(x, dz)
-
-    def by_columns(total, x, dz):  # some columns at a time, because XLA for CPUs does not add in place
-        along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
-        depth = x.shape[1]
-        if not isinstance(depth, int):  # a symbolic dimension of jax.export
-            return directly(total, x, dz)
-        width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
-
-        def step(columns: Chunk, total):
-            if columns.start is None:
-                return directly(total, x, dz)
-            part = lax.dynamic_slice_in_dim(total, columns.start, width, along)
-            new = lax.broadcasted_iota(jnp.int32, (1, width), 1) >= columns.seen
-            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, columns.start, width, 1), 0)
-            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), columns.start, along)
-
-        return over_chunks(vocab, width, step, total)
-
-    if total is None:
-        return product(x, dz)
-    if not x.size or not total.size:
-        return total
-    return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
+    a, b = (dz, x) if head.transpose_w else (x, dz)
+    product = dot(a, b, (0, 0), head)
+    return product if total is None else total + product
 
 
 def product(x, dz, *, head: Head):
