@@ -257,7 +257,7 @@ def test_the_forward_may_round_float32_logits_differently():
         for name in ("projection", "projection_grad")
     )
     order, tokens = np.random.default_rng(2).permutation(depth), Tokens(labels)
-    dx, *_ = gradient(x, w, None, tokens, weights, forward(x[:, order], w[order], None, tokens))
+    _, dx, *_ = gradient(x, w, None, tokens, weights, forward(x[:, order], w[order], None, tokens))
     theirs = jax.jit(jax.grad(lambda x: jnp.sum(weights * plain(x, w, labels))))(x)
     _, size, want, *_ = losses_and_gradients(x, w, labels, weights)
     of_plain = rounded_errors(theirs, want)
@@ -514,9 +514,7 @@ def test_explain_and_named_implementations():
     ):
         forward, gradient = ps.explain(f, *shapes[:2], *others, implementation="xla")
         assert str(forward).startswith(f"{f.__name__} bfloat16[16, 8] @ [8, 100]: xla")
-        assert (forward.call.op, gradient.call.op) == ("projection", "projection_with_grad")
-    _, gradient = ps.explain(ps.linear_logsumexp, *shapes[:2])
-    assert gradient.call.op == "projection_grad"
+        assert (forward.call.op, gradient.call.op) == ("projection", "projection_grad")
 
 
 def test_x_must_not_differ_along_axis_name():

@@ -126,7 +126,7 @@ def test_one_column():
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
     run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.OPERATIONS.items()}
     found = run["projection"](x, w, bias, Tokens(labels))
-    together, *_ = run["projection_with_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
+    together, *_ = run["projection_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
     for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
         np.testing.assert_array_equal(m, label_logit)

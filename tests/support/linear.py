@@ -357,17 +357,17 @@ def assert_log_probs(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows
 def run_all(operations, static, *arrays, together=True):
     """Returns the statistics and the gradients of the operations of an implementation.
 
-    `together` adds the results of `projection_with_grad`. Labels are arguments: XLA would take seconds to sort
-    constant ones.
+    `together` adds the results of `projection_grad` without known statistics. Labels are arguments: XLA would take
+    seconds to sort constant ones.
     """
 
     @jit
     def run(x, w, b, tokens, weights):
         found = operations["projection"](x, w, b, tokens, **static)
-        known = operations["projection_grad"](x, w, b, tokens, weights, found, **static)
+        _, *known = operations["projection_grad"](x, w, b, tokens, weights, found, **static)
         if not together:
             return [found], [known]
-        again, *gradients = operations["projection_with_grad"](x, w, b, tokens, weights, **static)
+        again, *gradients = operations["projection_grad"](x, w, b, tokens, weights, **static)
         return [found, again], [known, gradients]
 
     return run(*arrays)
@@ -424,7 +424,7 @@ def operation_stats(operations, arguments, labels, t, g, *, transpose_w, workspa
     held = arguments["x"], arguments["w"], arguments.get("bias"), Tokens(labels, t)
     found = operations["projection"](*held, **static)
     weights = jnp.stack([-g[0], g[1], g[2]], -1)
-    gradients = operations["projection_grad"](*held, weights, found, **static)
+    _, *gradients = operations["projection_grad"](*held, weights, found, **static)
     log_probs, lse = -projection.losses(found, held[-1], None), normalizers.log_of(found.normalizer)
     stats = log_probs, normalizers.entropy(found.moments), lse, found.argmax
     return stats, dict(zip(("x", "w", "bias"), gradients))

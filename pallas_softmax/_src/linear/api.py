@@ -14,7 +14,6 @@ from pallas_softmax._src.linear import checks, derivatives
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Options
 from pallas_softmax._src.linear.losses import Columns, Tokens
-from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.stats.api import TokenStats
@@ -361,7 +360,7 @@ def linear_token_stats(
 
 def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
     """Returns the weighted loss of each token, and its logsumexp."""
-    static, arrays = checks.checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
+    static, arrays = checks.checked_call(x, w, bias, where, token_weights, tokens, options)
     x, w, bias, weights, tokens = arrays
     labels, one_label = tokens.labels, False
     if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
@@ -386,7 +385,7 @@ def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
 
 @at_once("options")
 def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenStats:
-    static, arrays = checks.checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
+    static, arrays = checks.checked_call(x, w, bias, where, None, tokens, options)
     x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
@@ -398,15 +397,13 @@ def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenSt
 @at_once("options", "reduction")
 def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
     """Returns the weighted sum of the losses, or for "mean" their weighted mean; and the logsumexp of each token."""
-    static, arrays = checks.checked_call(
-        x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD
-    )
+    static, arrays = checks.checked_call(x, w, bias, where, token_weights, tokens, options)
     x, w, bias, weights, tokens = arrays
     if weights is None:
         weights = tokens.zero_if_left_out(jnp.ones(x.shape[:-1], widen(x).dtype))
     if reduction == "mean":
         weights = formulas.shares(weights)
-    if x.dtype == jnp.float16:
+    if x.dtype == jnp.float16:  # see `derivatives.total`
         losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
         losses = formulas.weighted_sum(differentiable_if_finite(losses), weights)
         total = differentiable_if_finite(losses)

@@ -138,13 +138,11 @@ class Checked(NamedTuple):
         return widen(self.x).dtype
 
 
-def checked_call(
-    x, w, bias, where, token_weights, tokens: Tokens, options: Options, gradient: Operation
-) -> tuple[Static, tuple]:
+def checked_call(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> tuple[Static, tuple]:
     """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
 
-    The arguments are as users pass them; `gradient` is the operation that computes the gradients. With a teacher,
-    `Columns` take the place of bias. Tokens with weight 0 are left out, as if `where` were False there.
+    The arguments are as users pass them. With a teacher, `Columns` take the place of bias. Tokens with weight 0 are
+    left out, as if `where` were False there.
     """
     name, columns = options.function, bias
     given = checked_projection(x, w, bias_of(bias), options)
@@ -174,10 +172,7 @@ def checked_call(
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
-    # PROJECTION_WITH_GRAD would round gradients to float16 before the backward multiplies them by the cotangent. So
-    # they could overflow or become 0.
-    gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
-    static = Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
+    static = Static(name, chosen(PROJECTION), chosen(PROJECTION_GRAD), head, workspace_bytes, vocab)
     return static, (x, w, bias, weights, tokens)
 
 

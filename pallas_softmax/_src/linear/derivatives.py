@@ -2,7 +2,7 @@
 
 per_token    The forward saves the statistics of each token. The backward computes the logits again.
 total        The forward already computes the gradients of a weighted sum. The backward multiplies them by the
-             cotangent of the sum, one number.
+             cotangent of the sum, one number. In float16, gradients that are rounded before could overflow or become 0.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def _per_token_backward(static: Static, saved: _Saved, cotangents):
         each = [g[..., None] for g in vary_together(-dlog_prob, dentropy, dlogsumexp)]
         weights = jnp.concatenate(each, -1)
     arrays = (*saved.arguments, weights, saved.statistics)
-    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
+    _, dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
     dprobs = static.label_cotangents(saved.statistics, saved.arguments[3], weights)
     return static.cotangents(dx, dw, dbias, dprobs)
 

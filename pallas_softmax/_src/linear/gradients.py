@@ -1,9 +1,8 @@
 """The operations of a projection and its softmax, built from the functions of an implementation on some rows.
 
-    projection             the statistics of each row                                 1 matrix product
-    projection_grad        the gradients of x, w and bias, from known statistics      3 products
-    projection_with_grad   both at once, for losses with known weights                3 products, or 4
-    projection_sample      a draw from each row (`draws.py`)                          1 product
+    projection          the statistics of each row                                      1 matrix product
+    projection_grad     the gradients of x, w and bias, and the statistics if unknown   3 products, or 4
+    projection_sample   a draw from each row (`draws.py`)                               1 product
 
 Rows are taken in chunks (`chunks.py`):
 
@@ -14,7 +13,7 @@ Rows are taken in chunks (`chunks.py`):
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-With a teacher, the first three take 2, 4 and 4 products, because its logits are another one (`divergence.py`).
+With a teacher, the first two take 2 and 4 products, because its logits are another one (`divergence.py`).
 
 In bfloat16 on a GPU, one chunk may hold all rows, so that dw is written once: see `gradient_rows`.
 """
@@ -47,7 +46,7 @@ _LARGEST = 2.0**10
 
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
-    operations = projection, projection_grad, projection_with_grad, projection_sample
+    operations = projection, projection_grad, projection_sample
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
@@ -74,28 +73,30 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) 
     return found.merged(layer.mesh_axes, layer.vocab)
 
 
-def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics, **static):
-    """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
+def projection_grad(
+    functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics=None, **static
+):
+    """Returns the statistics of whole rows (except rows of weight 0), and the gradients dx, dw and dbias.
 
-    dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
+    They are the gradients of sum(weights * losses), in the dtypes of x, w and bias. dx is the gradient of whole rows.
+    dw and dbias are the gradients of this device's columns.
 
     Args:
       functions, x, w, bias, tokens, static: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
         (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
         `losses.coefficients`.
-      statistics: the result of `projection`. Only gradients of 16-bit x use it.
+      statistics: the result of `projection`, or None. Only gradients of 16-bit x use it.
     """
     # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
-
-
-def projection_with_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, **static):
-    """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
+    layer = Projection(functions, w, bias, **static)
+    rows = _Rows(x, layer.with_own_labels(tokens, x), weights, known)
+    gradients = functools.partial(_gradients_of_rows, layer)
+    per_row, together = chunks.on_kept_rows(gradients, tokens.kept, rows, _no_results(layer, rows))
+    return *per_row, *together
 
 
 class _Rows(NamedTuple):
@@ -105,14 +106,6 @@ class _Rows(NamedTuple):
     tokens: Tokens  # with labels as columns of this device
     weights: jax.Array  # (n,) or (n, K); divided by the scale once it is known
     known: Statistics | None  # of whole rows; None if the gradient computes them
-
-
-def _gradients(layer: Projection, rows: _Rows):
-    """Returns the statistics of whole rows, known or computed, and dx, dw and dbias."""
-    rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
-    gradients = functools.partial(_gradients_of_rows, layer)
-    per_row, together = chunks.on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
-    return *per_row, *together
 
 
 def _gradients_of_rows(layer: Projection, rows: _Rows):

@@ -42,7 +42,7 @@ from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.losses import Head, bias_of, token_losses, weighted_sum
-from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
+from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 
 _ONE_DERIVATIVE = (
     "linear_cross_entropy, linear_kl_divergence, linear_log_probs, linear_logsumexp and linear_token_stats have first"
@@ -79,7 +79,11 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
         x, w, bias, *per_token = arrays
         x_batched, w_batched, bias_batched, *per_token_batched = in_batched
         slices = static.get("slices", ())
-        if slices or choice.call.operation in GRADIENTS or any(jax.tree.leaves((w_batched, bias_batched))):
+        if (
+            slices
+            or choice.call.operation is PROJECTION_GRAD
+            or any(jax.tree.leaves((w_batched, bias_batched)))
+        ):
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
@@ -183,21 +187,21 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_unlisted(call, choice.requested)
     keywords = {**keywords, "mesh_axes": layout.columns}
-    if op not in GRADIENTS:
+    if op is not PROJECTION_GRAD:  # numbers of each token only
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
     keywords |= {"partial_dw": bool(layout.tokens), "partial_dx": any(layout.dx)}
-    *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
+    statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
     finite: Any = True  # whether the weighted sum of all losses is finite. If not, its gradients are 0
-    if statistics:  # otherwise, these are the gradients of one loss per token: there is no sum
+    _, _, _, tokens, weights, *known = flat
+    if not known:  # otherwise, these are the gradients of one loss per token: there is no sum
         vocab = call.vocab * lax.axis_size(layout.columns)
-        tokens, weights = flat[3:5]
-        total = weighted_sum(token_losses(call.function, statistics[0], tokens, vocab), weights)
+        total = weighted_sum(token_losses(call.function, statistics, tokens, vocab), weights)
         finite = jnp.isfinite(lax.psum(total, layout.tokens))
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
         if finite is not True:  # the loop does not read finite gradients
             gradients = changed_if(~finite, _zeros, gradients)
-        return *statistics, *gradients
+        return statistics, *gradients
 
     # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
     # the pass that rounds.
@@ -214,7 +218,7 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     v = 0 if keywords["head"].transpose_w else 1
     dx = summed(dx, x, layout.columns if any(layout.dx) else (), dict(enumerate(layout.dx)))
     dw = summed(dw, w, layout.tokens, {1 - v: layout.dw, v: layout.dv})
-    return *statistics, dx, dw, summed(dbias, bias_of(bias), layout.tokens, {0: layout.dv})
+    return statistics, dx, dw, summed(dbias, bias_of(bias), layout.tokens, {0: layout.dv})
 
 
 def _zeros(gradients):
@@ -265,7 +269,7 @@ class _DimensionsOfProjection:
 
         columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(bias)]
         own = [(*tokens, "d"), w, *columns, *of_tokens(jax.tree.leaves(per_token))]
-        gradients = (2 if bias_of(bias) is None else 3) if operation in GRADIENTS else 0
+        gradients = (2 if bias_of(bias) is None else 3) if operation is PROJECTION_GRAD else 0
         results = jax.tree.leaves(results)
         of_results = of_tokens(a.ndim - len(slices) for a in results[: len(results) - gradients])
         of_vmaps = tuple(f"s{i}" for i in range(len(slices)))

@@ -223,10 +223,10 @@ def _on_whole_atoms(
     results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
     if name in ("projection", "projection_sample"):
         return jax.tree.map(lambda a: a[:n], results)
-    *statistics, dx, dw, dbias = results
+    statistics, dx, dw, dbias = results
     dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
     dbias = None if dbias is None else dbias[:vocab]
-    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
+    return jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
 
 
 def _kernel(function: Callable) -> Kernel:

@@ -14,6 +14,7 @@ from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
 
+
 def logits(x, w, bias, tokens: Tokens, *, head: Head):
     """Returns the logits z of some rows, in the dtype of the arithmetic; all readers see the same roundings."""
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
