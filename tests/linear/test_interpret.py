@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.linear import mosaic_gpu, product
+from pallas_softmax._src.linear.chunks import Chunk
+from pallas_softmax._src.linear.gradients import _dz_of_chunk, _Rows
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
+from pallas_softmax._src.linear.projection import Projection
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
 
@@ -83,14 +86,14 @@ def test_interpreted_gradient_at_the_label(head, numbers):
     weights = jnp.arange(1, 9) / 8.0
     tokens = linear.tokens_of(labels, **numbers)
 
-    def to_coefficients(found):
-        return found, coefficients(found, weights, tokens, 320)
+    @jax.jit
+    def run(x, w, tokens):
+        layer = Projection(mosaic_gpu.FUNCTIONS, w, None, head, LARGE)
+        return _dz_of_chunk(layer, _Rows(x, tokens, weights, None), Chunk(None, 8, 0), x, weights)
 
-    f = functools.partial(mosaic_gpu.statistics_and_dlogits, head=head)
-    run = jax.jit(f, static_argnums=(4, 5))
-    found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
+    found, e, of_rows = run(x, w, tokens)
     dz = of_rows[:, None] * e.astype(jnp.float32)
-    m, of_exp, of_label, *_ = to_coefficients(found)[1]
+    m, of_exp, of_label, *_ = coefficients(found, weights, tokens, 320)
     slope = 1 - (found.label_logit / head.softcap) ** 2 if head.softcap else 1
     want = (of_exp * jnp.exp(found.label_logit - m) - of_label) * slope
     rows = np.flatnonzero(labels >= 0)

@@ -209,7 +209,7 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
 
 
 def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
-    """Returns (statistics of whole rows, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
+    """Returns the statistics of whole rows, dz and its factor (rows,) of a chunk. The factor is None for 1.
 
     `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
     """
@@ -230,33 +230,30 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
 
     if known is None:
         dz_of = functions.statistics_and_dlogits
-        found, dz, factor = dz_of(*arrays, to_coefficients, layer.largest, head=head)
+        found, coefficients, dz, factor = dz_of(*arrays, to_coefficients, layer.largest, head=head)
     else:
-        dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
-        found, factor = known, None
-    if tokens.several:
-        coefficients = layer.coefficients(found, weights, tokens)
-        at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, head)
-        dz, factor = _put_at_labels(dz, factor, at_labels, tokens.labels, layer.vocab)
+        found, coefficients, factor = known, layer.coefficients(known, weights, tokens), None
+        dz = functions.dlogits(*arrays, coefficients, head=head)
+    at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, head)
+    dz, factor = _put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
     return found, *vary_together(dz, factor, rows.x, w)[:2]
 
 
-def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: int) -> tuple[Any, Any]:
-    """Returns dz, (rows, columns of w), with `at_labels` (rows, K) as the gradients at several labels, and the factors.
+def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int) -> tuple[Any, Any]:
+    """Returns dz, (rows, columns of w), with `at_labels` as the gradients at the labels, and the factors.
 
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
-    columns = jnp.where(formulas.is_column(labels, vocab), labels, dz.shape[1])
-    if factor is None:
-        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
-        rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-        return dz.at[rows, columns].set(at_labels, mode="drop"), None
-    # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
-    apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
-    dz, apart, at_labels, columns, factor = vary_together(dz, apart, at_labels, columns, factor)
-    dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
-    factor = jnp.where(apart, 1, factor)
-    return chunks.set_in_place(dz, columns, at_labels / jnp.where(factor == 0, 1, factor)[:, None]), factor
+    columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
+    if factor is not None and tokens.several:
+        # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
+        apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
+        dz, apart, factor = vary_together(dz, apart, factor)
+        dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
+        factor = jnp.where(apart, 1, factor)
+    if factor is not None:
+        at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)
+    return chunks.set_in_place(dz, columns, at_labels), factor
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:

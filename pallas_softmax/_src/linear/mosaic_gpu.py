@@ -1,7 +1,7 @@
 """Implementation `mosaic_gpu` of a projection and its softmax: `ChunkFunctions` by kernels, for 16-bit floats.
 
     statistics               one product; its epilogue reduces
-    dlogits                  one product; its epilogue writes the gradients
+    logit_gradients          one product; its epilogue writes the gradients
     statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
     logits                   one product; its epilogue reduces, and writes the logits in float32
 
@@ -18,14 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import set_in_place
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label, is_column
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions
 from pallas_softmax._src.linear.several_labels import in_given_order
@@ -60,15 +58,6 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
 
 
-def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
-    if tokens.several:
-        # No row has a label. The kernel needs arrays (rows,).
-        labels = vary_together(jnp.full(tokens.labels.shape[:1], -1, jnp.int32), tokens.labels)[0]
-        tokens = tokens._replace(labels=labels)
-        coefficients = coefficients._replace(label_term=coefficients.exp_factor)
-    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
-
-
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
@@ -79,11 +68,11 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normal
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
     """Returns the statistics, and e and its factors as dz.
 
-    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
-    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
-    e times a number for each row, if one element of e is changed:
+    Except at labels, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after the
+    whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e
+    times a number for each row:
 
-        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
+        dz = factor * e,   factor = exp_factor * exp(r - m)
 
     A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
     row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
@@ -92,18 +81,11 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
     """
     if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
         merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
-        return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
+        return merged, coefficients, logit_gradients(x, w, bias, tokens, coefficients, head=head), None
 
     reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
-    found = _merged_tiles(sums, reference, tokens, head.vocab(w))
-    merged, coefficients = to_coefficients(found)
-    m, exp_factor, *_ = coefficients
-    factor = exp_factor * jnp.exp(reference - m)
-    if tokens.several:
-        return merged, e, factor
-    at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
-    column = jnp.where(is_column(tokens.labels, head.vocab(w)), tokens.labels, e.shape[1])
-    return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
+    merged, coefficients = to_coefficients(_merged_tiles(sums, reference, tokens, head.vocab(w)))
+    return merged, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
 
 def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
@@ -173,7 +155,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 FUNCTIONS = ChunkFunctions(
     statistics,
-    dlogits,
+    logit_gradients,
     statistics_and_dlogits,
     xla_projection.add_product,
     xla_projection.product,

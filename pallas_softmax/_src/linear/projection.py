@@ -19,15 +19,15 @@ class ChunkFunctions(NamedTuple):
     """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
     bias is (V,) or None. Labels are columns of this device (`with_own_labels`). dz, the gradient in the raw logits, has
-    the dtype of x and the shape (rows, columns of w); it is 0 from column V on. With several labels, its elements at
-    the labels may be anything: `gradients._put_at_labels` replaces them.
+    the dtype of x and the shape (rows, columns of w); it is 0 from column V on. Its elements at the labels may be
+    anything: `gradients._put_at_labels` replaces them.
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
       dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz.
-      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
-        maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
+      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, Coefficients, dz,
+        factor). to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a)
+        is the maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
@@ -40,7 +40,7 @@ class ChunkFunctions(NamedTuple):
 
     statistics: Callable[..., Statistics]
     dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, Coefficients, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
     logits: Callable[..., tuple[jax.Array, Normalizer]]

@@ -44,7 +44,7 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
     del largest
     z = logits(x, w, bias, tokens, head=head)
     merged, coefficients = to_coefficients(_reduced(z, tokens, head))
-    return merged, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
+    return merged, coefficients, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
 
 
 def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
@@ -62,9 +62,6 @@ def _gradient(z, tokens: Tokens, coefficients, head: Head):
     coefficients = jax.tree.map(lambda number: number[:, None], coefficients)
     z = jnp.where(coefficients.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
     dz = coefficients.of_exponential(z)
-    if not tokens.several:
-        at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
-        dz = dz - jnp.where(at_label, coefficients.label_term, 0)
     dz = dz if coefficients.constant is None else dz - coefficients.constant
     return times_softcap_slope(dz, z, tokens, head)
 
