@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import _scale
-from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens
 from tests.support import oracle
 from tests.support.covering import first, in_turn, pairs, slow
 from tests.support.linear import (
@@ -257,7 +257,7 @@ def test_the_forward_may_round_float32_logits_differently():
         for name in ("projection", "projection_grad")
     )
     order, tokens = np.random.default_rng(2).permutation(depth), Tokens(labels)
-    _, dx, *_ = gradient(x, w, None, tokens, weights, forward(x[:, order], w[order], None, tokens))
+    _, dx, *_ = gradient(x, w, Columns(), tokens, weights, forward(x[:, order], w[order], Columns(), tokens))
     theirs = jax.jit(jax.grad(lambda x: jnp.sum(weights * plain(x, w, labels))))(x)
     _, size, want, *_ = losses_and_gradients(x, w, labels, weights)
     of_plain = rounded_errors(theirs, want)

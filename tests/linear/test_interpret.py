@@ -10,7 +10,7 @@ import pytest
 from pallas_softmax._src.linear import mosaic_gpu, product
 from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.gradients import _dz_of_chunk, _Rows
-from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, coefficients
 from pallas_softmax._src.linear.projection import Projection
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
@@ -88,7 +88,7 @@ def test_interpreted_gradient_at_the_label(head, numbers):
 
     @jax.jit
     def run(x, w, tokens):
-        layer = Projection(mosaic_gpu.FUNCTIONS, w, None, head, LARGE)
+        layer = Projection(mosaic_gpu.FUNCTIONS, w, Columns(), head, LARGE)
         return _dz_of_chunk(layer, _Rows(x, tokens, weights, None), Chunk(None, 8, 0), x, weights)
 
     found, e, of_rows = run(x, w, tokens)
@@ -109,7 +109,7 @@ def test_interpreted_labels_of_other_shards():
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
     projection = mosaic_gpu.OPERATIONS["projection"]
-    found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
+    found = projection(x, w, Columns(), Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)
 

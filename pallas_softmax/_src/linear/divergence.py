@@ -124,7 +124,7 @@ def logits_and_statistics(
     layer: Projection, x, tokens: Tokens, known: Statistics | None
 ) -> tuple[tuple, Statistics]:
     """Returns z and u of some rows, and the statistics of whole rows, known or computed."""
-    head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
+    head, columns, mesh_axes = layer.head, layer.columns, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)
     u, teacher = layer.functions.logits(*of_teacher, tokens, head=head.teacher)

@@ -31,7 +31,7 @@ from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
-from pallas_softmax._src.linear.losses import Coefficients, Statistics, Tokens, bias_of
+from pallas_softmax._src.linear.losses import Coefficients, Columns, Statistics, Tokens
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.normalizers import log_of, widen
 
@@ -50,21 +50,21 @@ def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
-def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) -> Statistics:
+def projection(functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens, **static) -> Statistics:
     """Returns the statistics of whole rows.
 
     Args:
-      functions, w, bias, static: as for `Projection`.
+      functions, w, columns, static: as for `Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
     """
-    layer = Projection(functions, w, bias, **static)
+    layer = Projection(functions, w, columns, **static)
     tokens, head = layer.with_own_labels(tokens, x), layer.head
 
     def statistics(x, tokens: Tokens) -> Statistics:
         if head.teacher:
             return divergence.logits_and_statistics(layer, x, tokens, None)[1]
-        return functions.statistics(x, w, bias, tokens, head=head)
+        return functions.statistics(x, w, columns.bias, tokens, head=head)
 
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
     # with a teacher, `logits_and_statistics` merges over the mesh
@@ -74,7 +74,7 @@ def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) 
 
 
 def projection_grad(
-    functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics=None, **static
+    functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens, weights, statistics=None, **static
 ):
     """Returns the statistics of whole rows (except rows of weight 0), and the gradients dx, dw and dbias.
 
@@ -82,7 +82,7 @@ def projection_grad(
     dw and dbias are the gradients of this device's columns.
 
     Args:
-      functions, x, w, bias, tokens, static: as for `projection`.
+      functions, x, w, columns, tokens, static: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
         (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
         `losses.coefficients`.
@@ -92,7 +92,7 @@ def projection_grad(
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    layer = Projection(functions, w, bias, **static)
+    layer = Projection(functions, w, columns, **static)
     rows = _Rows(x, layer.with_own_labels(tokens, x), weights, known)
     gradients = functools.partial(_gradients_of_rows, layer)
     per_row, together = chunks.on_kept_rows(gradients, tokens.kept, rows, _no_results(layer, rows))
@@ -111,7 +111,7 @@ class _Rows(NamedTuple):
 def _gradients_of_rows(layer: Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
-    w, bias = layer.w, bias_of(layer.bias)
+    w, bias = layer.w, layer.columns.bias
     size_of_chunk, product = _way_to_dw(layer, x)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
     rows = rows._replace(weights=weights / scale)
@@ -218,7 +218,7 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
     if tokens.temperature is not None:  # out of range, it is NaN
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
         tokens = tokens._replace(temperature=temperature)
-    arrays = (x, w, layer.bias, tokens)
+    arrays = (x, w, layer.columns.bias, tokens)
     known = chunk.slice(rows.known)
     if head.teacher:
         found, dz = divergence.gradient(layer, x, tokens, weights, known)

@@ -50,16 +50,11 @@ class Head:
 
 
 class Columns(NamedTuple):
-    """The arrays of columns, except w, if there is a teacher. They take the place of `bias` in the arguments."""
+    """The arrays of columns, except w. None leaves an array out."""
 
-    bias: Any = None  # (V,) or None
+    bias: Any = None  # (V,)
     teacher_w: Any = None  # (D', V), or (V, D') for head.transpose_w
-    teacher_bias: Any = None  # (V,) or None
-
-
-def bias_of(bias: Any) -> Any:
-    """Returns the bias (V,) or None, given what takes its place: itself or `Columns`."""
-    return bias.bias if isinstance(bias, Columns) else bias
+    teacher_bias: Any = None  # (V,)
 
 
 def is_positive(a: Any) -> Any:

@@ -23,7 +23,7 @@ from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions
 from pallas_softmax._src.linear.several_labels import in_given_order
@@ -168,7 +168,7 @@ FUNCTIONS = ChunkFunctions(
 
 
 def _on_whole_atoms(
-    operation: Callable, name: str, x, w, bias, tokens: Tokens, *per_token, head: Head, **static
+    operation: Callable, name: str, x, w, columns: Columns, tokens: Tokens, *per_token, head: Head, **static
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
@@ -182,7 +182,7 @@ def _on_whole_atoms(
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
-        return operation(x, w, bias, tokens, *per_token, head=head, **static)
+        return operation(x, w, columns, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int, mode: str = "constant"):
         sizes = zip(shape, a.shape)
@@ -194,15 +194,14 @@ def _on_whole_atoms(
     w = whole_w(w, deep)
     tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
+    teacher_w = columns.teacher_w
+    columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
     if head.teacher is not None:
         tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
-        biases = jax.tree.map(lambda a: extended(a, wide), bias._replace(teacher_w=None))
-        bias = biases._replace(teacher_w=whole_w(bias.teacher_w, teacher_deep))
+        columns = columns._replace(teacher_w=whole_w(teacher_w, teacher_deep))
         head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
-    elif bias is not None:
-        bias = extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
-    results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
+    results = operation(extended(x, rows, deep), w, columns, tokens, *per_token, head=head, **static)
     if name in ("projection", "projection_sample"):
         return jax.tree.map(lambda a: a[:n], results)
     statistics, dx, dw, dbias = results

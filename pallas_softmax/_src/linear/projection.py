@@ -11,7 +11,7 @@ from jax import lax
 from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
-from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Coefficients, Columns, Divergence, Head, Statistics, Tokens
 from pallas_softmax._src.normalizers import Normalizer, widen
 
 
@@ -57,7 +57,7 @@ class Projection:
 
     functions: ChunkFunctions
     w: jax.Array  # (D, V), or (V, D) for head.transpose_w; inside `mesh_axes`, a device's columns
-    bias: Any  # (V,), None, or `Columns`
+    columns: Columns  # the same columns as w
     head: Head
     workspace_bytes: int  # the bound on the logits that are stored at a time; see `chunk_rows`
     with_dw: bool = True
