@@ -401,7 +401,8 @@ def _total(x, w, columns, where, token_weights, tokens: Tokens, options: Options
     x, w, columns, weights, tokens = arrays
     if weights is None:
         weights = tokens.zero_if_left_out(jnp.ones(x.shape[:-1], widen(x).dtype))
-    if reduction == "mean":
+        weights = weights / jnp.maximum(jnp.sum(weights), 1) if reduction == "mean" else weights
+    elif reduction == "mean":
         weights = formulas.shares(weights)
     if x.dtype == jnp.float16:  # see `derivatives.total`
         losses, logsumexp = derivatives.per_token(static, x, w, columns, tokens)

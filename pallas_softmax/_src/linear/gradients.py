@@ -31,7 +31,7 @@ from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
-from pallas_softmax._src.linear.losses import Coefficients, Columns, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Columns, Statistics, Tokens
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.normalizers import log_of, widen
 
@@ -70,7 +70,7 @@ def projection(functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens
     # with a teacher, `logits_and_statistics` merges over the mesh
     stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
     found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
-    return found.merged(layer.mesh_axes, layer.vocab)
+    return found if merged else layer.merged(found, x)
 
 
 def projection_grad(
@@ -213,30 +213,19 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
 
     `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
     """
-    functions, head, w = layer.functions, layer.head, layer.w
     tokens = chunk.slice(rows.tokens)
     if tokens.temperature is not None:  # out of range, it is NaN
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
         tokens = tokens._replace(temperature=temperature)
-    arrays = (x, w, layer.columns.bias, tokens)
     known = chunk.slice(rows.known)
-    if head.teacher:
+    if layer.head.teacher:
         found, dz = divergence.gradient(layer, x, tokens, weights, known)
-        return found, vary_together(dz, rows.x, w)[0], None
+        return found, vary_together(dz, rows.x, layer.w)[0], None
 
-    def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
-        found = vary_together(found, rows.x, w)[0].merged(layer.mesh_axes, layer.vocab)
-        return found, layer.coefficients(found, weights, tokens)
-
-    if known is None:
-        dz_of = functions.statistics_and_dlogits
-        found, coefficients, dz, factor = dz_of(*arrays, to_coefficients, layer.largest, head=head)
-    else:
-        found, coefficients, factor = known, layer.coefficients(known, weights, tokens), None
-        dz = functions.dlogits(*arrays, coefficients, head=head)
-    at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, head)
+    found, coefficients, dz, factor = layer.functions.dlogits(layer, x, tokens, weights, known)
+    at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, layer.head)
     dz, factor = _put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
-    return found, *vary_together(dz, factor, rows.x, w)[:2]
+    return found, *vary_together(dz, factor, rows.x, layer.w)[:2]
 
 
 def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int) -> tuple[Any, Any]:

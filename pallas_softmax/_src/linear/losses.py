@@ -137,7 +137,7 @@ class Statistics(NamedTuple):
 
     def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
         """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
-        if not mesh_axes or self.divergence is not None:  # with a teacher, they are of whole rows already
+        if not mesh_axes:
             return self
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab

@@ -136,18 +136,19 @@ def given_specs(*arrays: Any) -> tuple[P, ...] | None:
     return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
 
+_Axes = tuple[str, ...]
+
+
 class _Layout(NamedTuple):
     """The mesh axes of a projection."""
 
-    tokens: tuple[str, ...] = ()  # they divide the tokens
-    columns: tuple[str, ...] = ()  # they divide the columns
+    tokens: _Axes = ()  # they divide the tokens
+    columns: _Axes = ()  # they divide the columns
     dx: tuple[
-        tuple[str, ...], ...
+        _Axes, ...
     ] = ()  # for each dimension of the tokens: the axes of `columns` that divide dx, not x
-    dw: tuple[str, ...] = ()  # they divide D in dw, but not in w
-    dv: tuple[
-        str, ...
-    ] = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
+    dw: _Axes = ()  # they divide D in dw, but not in w
+    dv: _Axes = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
 
 
 _WHOLE = _Layout()

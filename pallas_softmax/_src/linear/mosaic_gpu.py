@@ -1,9 +1,8 @@
 """Implementation `mosaic_gpu` of a projection and its softmax: `ChunkFunctions` by kernels, for 16-bit floats.
 
-    statistics               one product; its epilogue reduces
-    logit_gradients          one product; its epilogue writes the gradients
-    statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
-    logits                   one product; its epilogue reduces, and writes the logits in float32
+    statistics   one product; its epilogue reduces
+    dlogits      one product; its epilogue writes the gradients, or in bfloat16 without label smoothing does both
+    logits       one product; its epilogue reduces, and writes the logits in float32
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
@@ -25,7 +24,7 @@ from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
-from pallas_softmax._src.linear.projection import ChunkFunctions
+from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
@@ -65,8 +64,8 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normal
     return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
 
 
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """Returns the statistics, and e and its factors as dz.
+def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
+    """Returns dz by the kernel of gradients, or if nothing is known yet, e and its factors as dz.
 
     Except at labels, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after the
     whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e
@@ -79,20 +78,25 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 
     float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
-    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
-        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
-        return merged, coefficients, logit_gradients(x, w, bias, tokens, coefficients, head=head), None
+    if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
+        reference, sums, e = _exponentials(layer, x, tokens)
+        found = layer.merged(_merged_tiles(sums, reference, tokens, layer.vocab), x)
+        coefficients = layer.coefficients(found, weights, tokens)
+        return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
-    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
-    merged, coefficients = to_coefficients(_merged_tiles(sums, reference, tokens, head.vocab(w)))
-    return merged, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
+    arrays, head = (x, layer.w, layer.columns.bias, tokens), layer.head
+    found = layer.merged(statistics(*arrays, head=head), x) if known is None else known
+    coefficients = layer.coefficients(found, weights, tokens)
+    return found, coefficients, logit_gradients(*arrays, coefficients, head=head), None
 
 
-def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
+def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
     """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
 
     The reference is the same on all devices that the columns are spread over.
     """
+
+    w, bias, head, largest = layer.w, layer.columns.bias, layer.head, layer.largest
 
     def exponentials(reference) -> Any:
         return reference, *row_sums(x, w, bias, tokens, reference, head=head)
@@ -155,8 +159,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 FUNCTIONS = ChunkFunctions(
     statistics,
-    logit_gradients,
-    statistics_and_dlogits,
+    dlogits,
     xla_projection.add_product,
     xla_projection.product,
     logits,

@@ -23,24 +23,21 @@ class ChunkFunctions(NamedTuple):
     anything: `gradients._put_at_labels` replaces them.
 
     Attributes:
-      statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz.
-      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, Coefficients, dz,
-        factor). to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a)
-        is the maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
+      statistics: (x, w, bias, tokens, *, head) -> Statistics of this device's columns.
+      dlogits: (`Projection`, x, tokens, weights, known) -> (Statistics, Coefficients, dz, factor). The Statistics are
+        of whole rows: `known`, or computed if that is None. The gradient is factor (rows,) times dz, or dz if factor is
+        None.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
         array; or None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on.
-      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` stores for each logit, and the bytes that
-        `dlogits` and `statistics_and_dlogits` store.
+      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and `dlogits` store for each logit.
     """
 
     statistics: Callable[..., Statistics]
-    dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, Coefficients, jax.Array, jax.Array | None]]
+    dlogits: Callable[..., tuple[Statistics, Coefficients, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
     logits: Callable[..., tuple[jax.Array, Normalizer]]
@@ -107,6 +104,10 @@ class Projection:
     def vary(self, results, x, tokens: Tokens, *, merged: bool = True) -> Any:
         """Returns results of rows, cast to vary over the mesh axes that they depend on."""
         return vary_together(results, x, self.w, tokens, but=self.mesh_axes if merged else ())[0]
+
+    def merged(self, found: Statistics, x) -> Statistics:
+        """Returns the statistics of whole rows, merged over `mesh_axes`."""
+        return vary_together(found, x, self.w)[0].merged(self.mesh_axes, self.vocab)
 
     def with_own_labels(self, tokens: Tokens, x) -> Tokens:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
-from pallas_softmax._src.linear.projection import ChunkFunctions, dot
+from pallas_softmax._src.linear.projection import ChunkFunctions, Projection, dot
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
@@ -36,15 +36,11 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
-def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
-
-
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    del largest
-    z = logits(x, w, bias, tokens, head=head)
-    merged, coefficients = to_coefficients(_reduced(z, tokens, head))
-    return merged, coefficients, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
+def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
+    z = logits(x, layer.w, layer.columns.bias, tokens, head=layer.head)
+    found = layer.merged(_reduced(z, tokens, layer.head), x) if known is None else known
+    coefficients = layer.coefficients(found, weights, tokens)
+    return found, coefficients, _gradient(z, tokens, coefficients, layer.head).astype(x.dtype), None
 
 
 def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
@@ -85,7 +81,5 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
-FUNCTIONS = ChunkFunctions(
-    statistics, dlogits, statistics_and_dlogits, add_product, None, logits_and_normalizer, bytes_per_logit
-)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, add_product, None, logits_and_normalizer, bytes_per_logit)
 OPERATIONS = operations_of(FUNCTIONS)
