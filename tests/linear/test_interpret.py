@@ -15,9 +15,8 @@ from pallas_softmax._src.linear.projection import Projection
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
 
-interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="the interpreter of jax 0.10 does not finish these kernels",
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter of jax 0.10 does not finish these kernels"
 )
 
 
@@ -37,8 +36,7 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, opti
     (9, 64, 128, True, "float16", True, 4, LARGE, SOFTCAP | {"label_smoothing": 0.1}),
     (9, 64, 264, True, "bfloat16", True, 4, LARGE, SOFTCAP | {"z_loss": 1e-3}),
     (136, 64, 256, False, "bfloat16", False, 1, 48 * 512, {"z_loss": 0.5}),  # three chunks: n > 2 D
-]
-SEVERAL_LABELS = [
+    # several labels
     (9, 64, 320, False, "bfloat16", False, 1, LARGE, {"k": 3, "temperature": 0.7}),
     (130, 72, 257, True, "bfloat16", True, 40, LARGE, SOFTCAP | {"k": 3}),
     (136, 64, 256, False, "float16", True, 4, 48 * 512, {"k": 3, "temperature": 0.7}),  # chunks of 16 rows
@@ -51,15 +49,12 @@ SEVERAL_LABELS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [*NUMBERS, *(pytest.param(case, marks=interpreted) for case in SEVERAL_LABELS)], ids=parameter_id
-)
+@pytest.mark.parametrize("case", NUMBERS, ids=parameter_id)
 def test_interpreted(case):
     linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
     [
@@ -75,7 +70,6 @@ def test_interpreted_divergence(case):
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
 )
@@ -103,7 +97,6 @@ def test_interpreted_gradient_at_the_label(head, numbers):
 
 
 @pytest.mark.slow
-@interpreted
 def test_interpreted_labels_of_other_shards():
     """A label of V or more is not a column, even if a tile or a padded w has a column there."""
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
@@ -115,7 +108,6 @@ def test_interpreted_labels_of_other_shards():
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
     [
@@ -131,7 +123,6 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(("n", "depth", "vocab", "temperature"), [(9, 64, 320, 0.7), (3, 72, 257, None)])
 def test_interpreted_sample(n, depth, vocab, temperature):
     """The kernel writes the logits before it divides them. Log-probabilities have the bits of `linear_log_probs`."""

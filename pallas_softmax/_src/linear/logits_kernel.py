@@ -191,13 +191,15 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
     return z, column
 
 
-def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
+def _logit_at_label(z, labels_gmem: Any, place: Place, column):
     zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    return lax.cond(
-        _has_labels(labels_gmem, place),
-        lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
-        lambda: zeros,
-    )
+
+    def at_label():
+        own = _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, z)
+        return jnp.sum(jnp.where(column == own, z, 0.0), axis=1)
+
+    has_labels = labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+    return lax.cond(has_labels, at_label, lambda: zeros)
 
 
 @twin
@@ -296,14 +298,6 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
     tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
-
-
-def _has_labels(labels_gmem: Any, place: Place):
-    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
-
-
-def _at_label(labels_gmem: Any, place: Place, column):
-    return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
 
 
 def _inverse_temperature(tokens: Tokens, tiling: Tiling):

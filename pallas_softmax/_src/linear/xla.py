@@ -40,7 +40,11 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     z = logits(x, layer.w, layer.columns.bias, tokens, head=layer.head)
     found = layer.merged(_reduced(z, tokens, layer.head), x) if known is None else known
     coefficients = layer.coefficients(found, weights, tokens)
-    return found, coefficients, _gradient(z, tokens, coefficients, layer.head).astype(x.dtype), None
+    of_row = jax.tree.map(lambda number: number[:, None], coefficients._replace(label_term=None))
+    z = jnp.where(of_row.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
+    dz = of_row.of_exponential(z)
+    dz = dz if of_row.constant is None else dz - of_row.constant
+    return found, coefficients, times_softcap_slope(dz, z, tokens, layer.head).astype(x.dtype), None
 
 
 def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
@@ -52,14 +56,6 @@ def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
     if not head.entropy:
         return found
     return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
-
-
-def _gradient(z, tokens: Tokens, coefficients, head: Head):
-    coefficients = jax.tree.map(lambda number: number[:, None], coefficients)
-    z = jnp.where(coefficients.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
-    dz = coefficients.of_exponential(z)
-    dz = dz if coefficients.constant is None else dz - coefficients.constant
-    return times_softcap_slope(dz, z, tokens, head)
 
 
 def add_product(total, x, dz, *, head: Head):
