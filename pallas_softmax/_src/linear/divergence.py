@@ -91,8 +91,7 @@ def _times_exp(log_a, factor):
 
 def bytes_per_logit(layer: Projection, x) -> int:
     """Returns the bytes of one z and one u. For 0 < beta < 1, plain JAX stores three more arrays."""
-    is_plain = layer.functions.product is None
-    return (5 if is_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
+    return (5 if layer.functions.are_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
 
 
 def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | None):

@@ -51,8 +51,9 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     def nothing(x, _) -> tuple:
         return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
 
-    is_plain = functions.product is None
-    arrays = 2 if is_plain and tokens.temperature is not None else 1  # plain JAX also stores z / temperature
+    arrays = (
+        2 if functions.are_plain and tokens.temperature is not None else 1
+    )  # plain JAX also stores z / temperature
     results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
     return tuple(map(tokens.zero_if_left_out, results))
 

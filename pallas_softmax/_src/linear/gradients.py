@@ -112,17 +112,17 @@ def _gradients_of_rows(layer: Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
     w, bias = layer.w, layer.columns.bias
-    size_of_chunk, product = _way_to_dw(layer, x)
-    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
+    size_of_chunk, written = _way_to_dw(layer, x)
+    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=written is not None)
     rows = rows._replace(weights=weights / scale)
-    step = functools.partial(_add_chunk, layer, rows, product, scale)
+    step = functools.partial(_add_chunk, layer, rows, written, scale)
 
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
     sums: Any = chunks.over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
     *per_row, dw, dbias = sums
 
-    dw = dw * (1 if product else scale)
+    dw = dw if written is not None else dw * scale
     dbias = None if bias is None else dbias * scale
     if not layer.partial_dw:
         dw, dbias = jax.tree.map(lambda a, of: a.astype(of.dtype), (dw, dbias), (w, bias))
@@ -139,23 +139,23 @@ def _no_results(layer: Projection, rows: _Rows) -> tuple[Statistics, jax.Array]:
     return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
 
 
-def _way_to_dw(layer: Projection, x) -> tuple[Any, Callable | None]:
-    """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
+def _way_to_dw(layer: Projection, x) -> tuple[Any, Any]:
+    """Returns the rows of a chunk of a gradient, and the dtype that one product of all rows writes dw in.
 
-    The function is None if chunks are added to a float32 dw.
+    The dtype is None if chunks are added to a float32 dw.
     """
     n = x.shape[0]
-    # For this product, x is multiplied by the scale, which could overflow in float16.
-    product = layer.functions.product if x.dtype == jnp.bfloat16 else None
+    # On a GPU, cuBLAS sums in float32 and rounds as it writes. On a CPU, XLA would copy the operands to float32. For
+    # this product, x is multiplied by the scale, which could overflow in float16.
+    at_once = x.dtype == jnp.bfloat16 and not layer.functions.are_plain
     _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize)
-    dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
+    dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if at_once and layer.with_dw else 0
     if layer.head.teacher and not dw_bytes:  # the workspace holds z, u and dz
         stored = x.dtype.itemsize + divergence.bytes_per_logit(layer, x)
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
-    if product is None or not chunks.is_one_chunk(n, rows):
+    if not at_once or not chunks.is_one_chunk(n, rows):
         return rows, None
-    # `add_product` without a total is the product in float32
-    return rows, functools.partial(layer.functions.add_product, None) if layer.partial_dw else product
+    return rows, jnp.dtype(jnp.float32) if layer.partial_dw else x.dtype
 
 
 def gradient_rows(
@@ -173,7 +173,7 @@ def gradient_rows(
     return chunks.chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
-def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
+def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk, carry):
     """Returns `carry`, the (statistics, dx, dw, dbias) of the chunks before, with this chunk.
 
     The gradient of the logits is dz * factor * scale, with one factor for each row. So
@@ -182,8 +182,8 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
         dw    = (x * factor).T @ dz * scale
         dbias = sum(dz * factor) * scale
 
-    The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. A `product` writes dw only
-    once, already rounded. Then x is multiplied by the scale instead.
+    The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. If one product writes dw in
+    the dtype `written`, x is multiplied by the scale instead.
     """
     statistics, dx, dw, dbias = carry
     weights = chunk.replace_seen(chunk.slice(rows.weights))
@@ -197,10 +197,10 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
         # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors. The
         # barrier has no dz: with jax 0.10 its results vary over the mesh axes of all its operands.
         dx_rows, x = lax.optimization_barrier((dx_rows, x))
-    x_factor = factor * scale if product else factor
+    x_factor = factor if written is None else factor * scale
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
-    head = layer.head
-    dw = product(x, dz, head=head) if product else layer.functions.add_product(dw, x, dz, head=head)
+    of_chunk = layer.dw(x, dz, written)
+    dw = of_chunk if dw is None else dw + of_chunk
     dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
     if dbias is not None:
         dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)

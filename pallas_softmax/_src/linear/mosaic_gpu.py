@@ -157,14 +157,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     return 24 / TILE_N, itemsize
 
 
-FUNCTIONS = ChunkFunctions(
-    statistics,
-    dlogits,
-    xla_projection.add_product,
-    xla_projection.product,
-    logits,
-    bytes_per_logit,
-)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits, bytes_per_logit, are_plain=False)
 
 
 # ---- Arrays of any size

@@ -27,21 +27,17 @@ class ChunkFunctions(NamedTuple):
       dlogits: (`Projection`, x, tokens, weights, known) -> (Statistics, Coefficients, dz, factor). The Statistics are
         of whole rows: `known`, or computed if that is None. The gradient is factor (rows,) times dz, or dz if factor is
         None.
-      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
-        dtype of the arithmetic. A total of None is 0.
-      product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
-        array; or None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on.
       bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and `dlogits` store for each logit.
+      are_plain: whether the functions are plain JAX, for any platform. Others are for a GPU.
     """
 
     statistics: Callable[..., Statistics]
     dlogits: Callable[..., tuple[Statistics, Coefficients, jax.Array, jax.Array | None]]
-    add_product: Callable[..., jax.Array]
-    product: Callable[..., jax.Array] | None
     logits: Callable[..., tuple[jax.Array, Normalizer]]
     bytes_per_logit: Callable[[int], tuple[float, float]]
+    are_plain: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,13 +132,21 @@ class Projection:
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
         return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
 
+    def dw(self, x, dz, dtype=None) -> jax.Array:
+        """Returns x.T @ dz, or its transpose for head.transpose_w, in a dtype; None for the one of the arithmetic."""
+        a, b = (dz, x) if self.head.transpose_w else (x, dz)
+        return dot(a, b, (0, 0), self.head, dtype)
+
     def largest(self, a) -> jax.Array:
         return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
 
 
-def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
-    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
-    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head, dtype=None) -> jax.Array:
+    """Returns the matrix product of a and b, summed along one dimension of each.
+
+    It is in the dtype of the arithmetic, or in another one, rounded as it is written.
+    """
+    to = dtype or (jnp.float64 if a.dtype == jnp.float64 else jnp.float32)
     return lax.dot_general(
         a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
     )

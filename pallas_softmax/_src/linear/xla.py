@@ -58,24 +58,11 @@ def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
     return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
 
 
-def add_product(total, x, dz, *, head: Head):
-    a, b = (dz, x) if head.transpose_w else (x, dz)
-    product = dot(a, b, (0, 0), head)
-    return product if total is None else total + product
-
-
-def product(x, dz, *, head: Head):
-    # for a GPU: cuBLAS sums in float32 and rounds as it writes
-    a, b = (dz, x) if head.transpose_w else (x, dz)
-    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
-
-
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
 
-# No `product`: on the CPU, XLA would copy its operands to float32.
-FUNCTIONS = ChunkFunctions(statistics, dlogits, add_product, None, logits_and_normalizer, bytes_per_logit)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits_and_normalizer, bytes_per_logit, are_plain=True)
 OPERATIONS = operations_of(FUNCTIONS)
