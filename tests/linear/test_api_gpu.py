@@ -71,9 +71,9 @@ def test_many_left_out_tokens(dtype, share, loss):
 @pytest.mark.parametrize("n", [8192, 65536])
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_in_addition_to_dw(name, n):
-    f, _, dw = MEMORY[name]
+    f, _, sums = MEMORY[name]
     memory = jax.jit(f).lower(*of_size(n)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes - dw <= 0.6 * 2**30
+    assert memory.temp_size_in_bytes - sums * 4 * 4096 * 128256 <= 0.6 * 2**30
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
-from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens
 from tests.support import divergence, linear
 from tests.support.covering import parameter_id
 from tests.support.gpu import much_memory, one_process, sanitize
@@ -125,8 +125,8 @@ def test_one_column():
     x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
     run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.OPERATIONS.items()}
-    found = run["projection"](x, w, bias, Tokens(labels))
-    together, *_ = run["projection_with_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
+    found = run["projection"](x, w, Columns(bias), Tokens(labels))
+    together, *_ = run["projection_grad"](x, w, Columns(bias), Tokens(labels), jnp.ones(257))
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
     for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
         np.testing.assert_array_equal(m, label_logit)

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.linear import mosaic_gpu, product
-from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
+from pallas_softmax._src.linear.chunks import Chunk
+from pallas_softmax._src.linear.gradients import _dz_of_chunk, _Rows
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, coefficients
+from pallas_softmax._src.linear.projection import Projection
 from tests.support import divergence, linear, twins
 from tests.support.covering import first_values, parameter_id
 
-interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="the interpreter of jax 0.10 does not finish these kernels",
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter of jax 0.10 does not finish these kernels"
 )
 
 
@@ -34,8 +36,7 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, opti
     (9, 64, 128, True, "float16", True, 4, LARGE, SOFTCAP | {"label_smoothing": 0.1}),
     (9, 64, 264, True, "bfloat16", True, 4, LARGE, SOFTCAP | {"z_loss": 1e-3}),
     (136, 64, 256, False, "bfloat16", False, 1, 48 * 512, {"z_loss": 0.5}),  # three chunks: n > 2 D
-]
-SEVERAL_LABELS = [
+    # several labels
     (9, 64, 320, False, "bfloat16", False, 1, LARGE, {"k": 3, "temperature": 0.7}),
     (130, 72, 257, True, "bfloat16", True, 40, LARGE, SOFTCAP | {"k": 3}),
     (136, 64, 256, False, "float16", True, 4, 48 * 512, {"k": 3, "temperature": 0.7}),  # chunks of 16 rows
@@ -48,15 +49,12 @@ SEVERAL_LABELS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [*NUMBERS, *(pytest.param(case, marks=interpreted) for case in SEVERAL_LABELS)], ids=parameter_id
-)
+@pytest.mark.parametrize("case", NUMBERS, ids=parameter_id)
 def test_interpreted(case):
     linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     "case",  # n, D, V, dtype, dtype of the teacher, beta, transpose_w, workspace in bytes, options
     [
@@ -72,7 +70,6 @@ def test_interpreted_divergence(case):
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
 )
@@ -83,14 +80,14 @@ def test_interpreted_gradient_at_the_label(head, numbers):
     weights = jnp.arange(1, 9) / 8.0
     tokens = linear.tokens_of(labels, **numbers)
 
-    def to_coefficients(found):
-        return found, coefficients(found, weights, tokens, 320)
+    @jax.jit
+    def run(x, w, tokens):
+        layer = Projection(mosaic_gpu.FUNCTIONS, w, Columns(), head, LARGE)
+        return _dz_of_chunk(layer, _Rows(x, tokens, weights, None), Chunk(None, 8, 0), x, weights)
 
-    f = functools.partial(mosaic_gpu.statistics_and_dlogits, head=head)
-    run = jax.jit(f, static_argnums=(4, 5))
-    found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
+    found, e, of_rows = run(x, w, tokens)
     dz = of_rows[:, None] * e.astype(jnp.float32)
-    m, of_exp, of_label, *_ = to_coefficients(found)[1]
+    m, of_exp, of_label, *_ = coefficients(found, weights, tokens, 320)
     slope = 1 - (found.label_logit / head.softcap) ** 2 if head.softcap else 1
     want = (of_exp * jnp.exp(found.label_logit - m) - of_label) * slope
     rows = np.flatnonzero(labels >= 0)
@@ -100,19 +97,17 @@ def test_interpreted_gradient_at_the_label(head, numbers):
 
 
 @pytest.mark.slow
-@interpreted
 def test_interpreted_labels_of_other_shards():
     """A label of V or more is not a column, even if a tile or a padded w has a column there."""
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
     projection = mosaic_gpu.OPERATIONS["projection"]
-    found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
+    found = projection(x, w, Columns(), Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(
     ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
     [
@@ -128,7 +123,6 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize(("n", "depth", "vocab", "temperature"), [(9, 64, 320, 0.7), (3, 72, 257, None)])
 def test_interpreted_sample(n, depth, vocab, temperature):
     """The kernel writes the logits before it divides them. Log-probabilities have the bits of `linear_log_probs`."""

@@ -106,11 +106,14 @@ def test_the_caller_chooses_the_precision_of_float32():
 @pytest.mark.parametrize("n", [8192, 65536])
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_in_addition_to_dw(name, n):
-    """Memory does not grow with n, each chunk has each product once, and unused results are not computed."""
-    f, count, dw = MEMORY[name]
-    program = jax.jit(f).lower(*of_size(n)).compile()
+    """Memory does not grow with n, each chunk has each product once, and unused results are not computed.
+
+    On a CPU, a product of dw is stored before it is added. With D = 256, it is smaller than the logits of a chunk.
+    """
+    f, count, sums = MEMORY[name]
+    program = jax.jit(f).lower(*of_size(n, 256)).compile()
     assert dots(program) == count
-    assert program.memory_analysis().temp_size_in_bytes - dw <= 0.6 * 2**30
+    assert program.memory_analysis().temp_size_in_bytes - sums * 4 * 256 * 128256 <= 0.6 * 2**30
 
 
 @pytest.mark.slow
@@ -118,11 +121,11 @@ def test_memory_in_addition_to_dw(name, n):
 def test_memory_of_a_divergence(beta, reduction):
     """The logits of student and teacher stay within the workspace. A loss per token takes six products."""
     f = functools.partial(ps.linear_kl_divergence, beta=beta, reduction=reduction)
-    shapes = *of_size(8192)[:2], *of_size(8192, 8192)[:2]
+    shapes = *of_size(8192, 256)[:2], *of_size(8192, 8192)[:2]
     program = jax.jit(jax.grad(lambda *arrays: jnp.sum(f(*arrays)), (0, 1))).lower(*shapes).compile()
-    # jax 0.10 drops the barrier between the two passes on a CPU
+    # dw, and a product of dw. jax 0.10 drops the barrier between the two passes on a CPU
     limit = 0.6 if jax.__version_info__ >= (0, 11) else 0.8
-    assert program.memory_analysis().temp_size_in_bytes - 4 * 4096 * 128256 <= limit * 2**30
+    assert program.memory_analysis().temp_size_in_bytes - 2 * 4 * 256 * 128256 <= limit * 2**30
     assert dots(program) == (8 if reduction else 10)  # first chunk and loop
 
 

@@ -16,7 +16,7 @@ from pallas_softmax._src.dispatch.choose import choose_plain
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.linear import xla
 from pallas_softmax._src.linear.chunks import chunk_rows
-from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from tests.support import covering, linear
@@ -270,7 +270,7 @@ def draws_of_padded_columns(operation):
 
     def on_shard(x, w, tokens):
         w = jnp.pad(w, ((0, 0), (0, 4)), constant_values=9.0)
-        return xla.OPERATIONS["projection_sample"](x, w, None, tokens, **static)
+        return xla.OPERATIONS["projection_sample"](x, w, Columns(), tokens, **static)
 
     specs = P(), P(None, "model"), P()
     run = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"model"})

@@ -14,7 +14,6 @@ from pallas_softmax._src.linear import checks, derivatives
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Options
 from pallas_softmax._src.linear.losses import Columns, Tokens
-from pallas_softmax._src.linear.operation import PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.masks import differentiable_if_finite
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.stats.api import TokenStats
@@ -68,7 +67,7 @@ def linear_logsumexp(
     name = "linear_logsumexp"
     tokens = checks.known_tokens(name, None, temperature=temperature)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _losses(x, w, bias, where, None, tokens, options)[0]
+    return _losses(x, w, Columns(bias), where, None, tokens, options)[0]
 
 
 @overload
@@ -181,7 +180,7 @@ def linear_cross_entropy(
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
     tokens = checks.known_tokens(name, known_labels(name, labels), label_probs, **numbers)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    arrays = (x, w, bias, where, checks.known_weights(name, "token_weights", token_weights), tokens)
+    arrays = (x, w, Columns(bias), where, checks.known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
     return losses if return_logsumexp else losses[0]
 
@@ -308,7 +307,7 @@ def linear_log_probs(
     name = "linear_log_probs"
     tokens = checks.known_tokens(name, known_labels(name, labels), temperature=temperature)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _log_probs(x, w, bias, where, tokens, options)
+    return _log_probs(x, w, Columns(bias), where, tokens, options)
 
 
 def linear_token_stats(
@@ -353,21 +352,21 @@ def linear_token_stats(
     labels = None if labels is None else known_labels(name, labels)
     tokens = checks.known_tokens(name, labels, temperature=temperature)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _token_stats(x, w, bias, where, tokens, options)
+    return _token_stats(x, w, Columns(bias), where, tokens, options)
 
 
 # ---- The program of each function
 
 
-def _weighted_losses(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
+def _weighted_losses(x, w, columns, where, token_weights, tokens: Tokens, options: Options) -> Any:
     """Returns the weighted loss of each token, and its logsumexp."""
-    static, arrays = checks.checked_call(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
-    x, w, bias, weights, tokens = arrays
+    static, arrays = checks.checked_call(x, w, columns, where, token_weights, tokens, options)
+    x, w, columns, weights, tokens = arrays
     labels, one_label = tokens.labels, False
     if tokens.label_probs is None and labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
         # kernels sort several labels
         tokens, one_label = tokens._replace(labels=labels[..., 0]), True
-    losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+    losses, logsumexp = derivatives.per_token(static, x, w, columns, tokens)
     losses = tokens.zero_if_left_out(differentiable_if_finite(losses[..., None] if one_label else losses))
     losses = losses if weights is None else formulas.product(losses, weights)
     return losses, tokens.zero_if_left_out(jax.lax.stop_gradient(logsumexp))
@@ -377,39 +376,38 @@ _losses = at_once("options")(_weighted_losses)
 
 
 @at_once("options")
-def _log_probs(x, w, bias, where, tokens: Tokens, options: Options):
-    losses, _ = _weighted_losses(x, w, bias, where, None, tokens, options)
+def _log_probs(x, w, columns, where, tokens: Tokens, options: Options):
+    losses, _ = _weighted_losses(x, w, columns, where, None, tokens, options)
     if jnp.shape(tokens.labels)[-1:] == (0,) and losses.ndim == jnp.ndim(x):
         losses = losses[..., :0]
     return 0 - losses  # not -losses: tokens left out get 0, not -0
 
 
 @at_once("options")
-def _token_stats(x, w, bias, where, tokens: Tokens, options: Options) -> TokenStats:
-    static, arrays = checks.checked_call(x, w, bias, where, None, tokens, options, PROJECTION_GRAD)
-    x, w, bias, _, tokens = arrays
+def _token_stats(x, w, columns, where, tokens: Tokens, options: Options) -> TokenStats:
+    static, arrays = checks.checked_call(x, w, columns, where, None, tokens, options)
+    x, w, columns, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
-    *floats, bits = derivatives.per_token(static, x, w, bias, tokens)
-    log_probs, entropy, logsumexp = (tokens.zero_if_left_out(differentiable_if_finite(a)) for a in floats)
+    *floats, bits = derivatives.per_token(static, x, w, columns, tokens)
+    losses, entropy, logsumexp = (tokens.zero_if_left_out(differentiable_if_finite(a)) for a in floats)
     argmax = tokens.zero_if_left_out(jax.lax.bitcast_convert_type(bits, jnp.int32))
-    return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
+    return TokenStats(None if tokens.labels is None else 0 - losses, entropy, logsumexp, argmax)
 
 
 @at_once("options", "reduction")
-def _total(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
+def _total(x, w, columns, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
     """Returns the weighted sum of the losses, or for "mean" their weighted mean; and the logsumexp of each token."""
-    static, arrays = checks.checked_call(
-        x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD
-    )
-    x, w, bias, weights, tokens = arrays
+    static, arrays = checks.checked_call(x, w, columns, where, token_weights, tokens, options)
+    x, w, columns, weights, tokens = arrays
     if weights is None:
         weights = tokens.zero_if_left_out(jnp.ones(x.shape[:-1], widen(x).dtype))
-    if reduction == "mean":
+        weights = weights / jnp.maximum(jnp.sum(weights), 1) if reduction == "mean" else weights
+    elif reduction == "mean":
         weights = formulas.shares(weights)
-    if x.dtype == jnp.float16:
-        losses, logsumexp = derivatives.per_token(static, x, w, bias, tokens)
+    if x.dtype == jnp.float16:  # see `derivatives.total`
+        losses, logsumexp = derivatives.per_token(static, x, w, columns, tokens)
         losses = formulas.weighted_sum(differentiable_if_finite(losses), weights)
         total = differentiable_if_finite(losses)
     else:
-        total, logsumexp = derivatives.total(static, x, w, bias, tokens, weights)
+        total, logsumexp = derivatives.total(static, x, w, columns, tokens, weights)
     return total, jnp.where(weights == 0, 0, jax.lax.stop_gradient(logsumexp))

@@ -17,7 +17,7 @@ from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.derivatives import Static
-from pallas_softmax._src.linear.losses import Columns, Head, Tokens, bias_of, like_labels
+from pallas_softmax._src.linear.losses import Columns, Head, Tokens, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
@@ -123,7 +123,7 @@ class Checked(NamedTuple):
 
     x: jax.Array
     w: jax.Array
-    bias: jax.Array | None
+    columns: Columns
     head: Head
     workspace_bytes: int
     mesh_axes: tuple[str, ...]
@@ -139,18 +139,17 @@ class Checked(NamedTuple):
 
 
 def checked_call(
-    x, w, bias, where, token_weights, tokens: Tokens, options: Options, gradient: Operation
+    x, w, columns: Columns, where, token_weights, tokens: Tokens, options: Options
 ) -> tuple[Static, tuple]:
-    """Returns the static part of a call and its arrays (x, w, bias, weights, tokens), checked and sharded alike.
+    """Returns the static part of a call and its arrays (x, w, columns, weights, tokens), checked and sharded alike.
 
-    The arguments are as users pass them; `gradient` is the operation that computes the gradients. With a teacher,
-    `Columns` take the place of bias. Tokens with weight 0 are left out, as if `where` were False there.
+    The arguments are as users pass them. Tokens with weight 0 are left out, as if `where` were False there.
     """
-    name, columns = options.function, bias
-    given = checked_projection(x, w, bias_of(bias), options)
-    x, w, bias, head, workspace_bytes, mesh_axes, vocab = given
-    if isinstance(columns, Columns):
-        bias, tokens, head = _with_teacher(given, columns, tokens, options)
+    name = options.function
+    given = checked_projection(x, w, columns, options)
+    x, w, columns, head, workspace_bytes, mesh_axes, vocab = given
+    if tokens.teacher_x is not None:
+        columns, tokens, head = _with_teacher(given, tokens, options)
     where = kept_tokens(name, where, given.batch)
     weights = token_weights
     if weights is not None:
@@ -162,27 +161,24 @@ def checked_call(
     tokens = checked_tokens(name, tokens, where, given)
     per_token = tokens._replace(kept=None)._asdict()
     check_replicated(options, mesh_axes, x=x, where=where, token_weights=weights, **per_token)
-    x, w, bias, weights, tokens = lay_out((x, w, bias, weights, tokens), head, mesh_axes)
+    x, w, columns, weights, tokens = lay_out((x, w, columns, weights, tokens), head, mesh_axes)
     reason = (
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
         " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
-    variables = (x, w, bias, weights, tokens.label_probs)
-    x, w, bias, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
+    variables = (x, w, columns, weights, tokens.label_probs)
+    x, w, columns, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
 
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
-    # PROJECTION_WITH_GRAD would round gradients to float16 before the backward multiplies them by the cotangent. So
-    # they could overflow or become 0.
-    gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
-    static = Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
-    return static, (x, w, bias, weights, tokens)
+    static = Static(name, chosen(PROJECTION), chosen(PROJECTION_GRAD), head, workspace_bytes, vocab)
+    return static, (x, w, columns, weights, tokens)
 
 
-def _with_teacher(student: Checked, columns: Columns, tokens: Tokens, options: Options):
-    arrays = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
+def _with_teacher(student: Checked, tokens: Tokens, options: Options):
+    arrays = tokens.teacher_x, student.columns.teacher_w, Columns(student.columns.teacher_bias)
     of_teacher = options._replace(softcap=options.teacher_softcap)
     teacher = checked_projection(*arrays, of_teacher, "teacher_")
     if (teacher.batch, teacher.vocab) != (student.batch, student.vocab):
@@ -190,17 +186,18 @@ def _with_teacher(student: Checked, columns: Columns, tokens: Tokens, options: O
             f"{options.function}: the teacher must have the tokens and columns of the student,"
             f" {student.batch} and V={student.vocab}, got {teacher.batch} and V={teacher.vocab}"
         )
-    teacher_x, *arrays = jax.lax.stop_gradient(teacher[:3])
+    teacher_x, teacher_w, of_teacher = jax.lax.stop_gradient(teacher[:3])
     head = dataclasses.replace(student.head, beta=options.beta, teacher=teacher.head)
-    return Columns(student.bias, *arrays), tokens._replace(teacher_x=teacher_x), head
+    columns = Columns(student.columns.bias, teacher_w, of_teacher.bias)
+    return columns, tokens._replace(teacher_x=teacher_x), head
 
 
-def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checked:
+def checked_projection(x, w, columns: Columns, options: Options, prefix: str = "") -> Checked:
     """Returns the checked arguments. `prefix` begins the names of x, w and bias in messages."""
     name = options.function
     x_name, w_name, bias_name = (prefix + argument for argument in ("x", "w", "bias"))
     x, w = arguments.array(name, x_name, x), arguments.array(name, w_name, w)
-    bias = None if bias is None else arguments.array(name, bias_name, bias)
+    bias = None if columns.bias is None else arguments.array(name, bias_name, columns.bias)
     for argument, a in (x_name, x), (w_name, w), (bias_name, bias):
         if a is not None and a.dtype.name not in _FLOATS:
             raise TypeError(f"{name}: {argument} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
@@ -227,7 +224,8 @@ def checked_projection(x, w, bias, options: Options, prefix: str = "") -> Checke
     if workspace_bytes <= 0:
         raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
-    return Checked(x, w, bias, head, workspace_bytes, mesh_axes, vocab * jax.lax.axis_size(mesh_axes))
+    whole_vocab = vocab * jax.lax.axis_size(mesh_axes)
+    return Checked(x, w, columns._replace(bias=bias), head, workspace_bytes, mesh_axes, whole_vocab)
 
 
 def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> None:
@@ -240,8 +238,8 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
 
 def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
     """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
-    x, w, bias, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
-    return x, *vary_together(w, bias, over=mesh_axes), *per_token
+    x, w, columns, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
+    return x, *vary_together(w, columns, over=mesh_axes), *per_token
 
 
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:

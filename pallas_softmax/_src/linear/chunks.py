@@ -48,7 +48,7 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: f
 
 
 class Chunk(NamedTuple):
-    """Some consecutive rows (in `xla.add_product`, columns)."""
+    """Some consecutive rows."""
 
     start: Any  # the first row; None if the chunk is all rows
     rows: int

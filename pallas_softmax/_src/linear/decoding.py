@@ -18,7 +18,7 @@ from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear import checks, xla
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Checked, Options
-from pallas_softmax._src.linear.losses import Tokens
+from pallas_softmax._src.linear.losses import Columns, Tokens
 from pallas_softmax._src.linear.mesh import as_tokens, describe
 from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
 from pallas_softmax._src.linear.projection import Projection
@@ -81,7 +81,7 @@ def linear_topk(
 @at_once("k", "log", "options")
 def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> TopK:
     name = options.function
-    given = checks.checked_projection(x, w, bias, options)
+    given = checks.checked_projection(x, w, Columns(bias), options)
     k = arguments.winners(name, k, given.vocab)
     log = arguments.static_bool(name, "log", log)
     where = checks.kept_tokens(name, where, given.batch)
@@ -93,15 +93,19 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     return _run_on_constants(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log)
 
 
-def _projection_topk(x, w, bias, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> TopK:
+def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> TopK:
     """Returns the winners of whole rows, (n, k), by the choice of top-k for the user's call.
 
     The tokens have a temperature, and no labels. The other arguments are as for `gradients.projection`.
     """
-    layer, dtype = Projection(xla.FUNCTIONS, w, bias, **static), widen(x).dtype
+    layer, dtype = Projection(xla.FUNCTIONS, w, columns, **static), widen(x).dtype
 
     def winners(x, tokens: Tokens) -> tuple:
-        arrays = xla.logits(x, w, bias, Tokens(None), head=layer.head), None, tokens.temperature[:, None]
+        arrays = (
+            xla.logits(x, w, columns.bias, Tokens(None), head=layer.head),
+            None,
+            tokens.temperature[:, None],
+        )
         return tuple(mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, layer.mesh_axes)[0])
 
     def nothing(x, _) -> tuple:
@@ -179,7 +183,7 @@ def linear_sample(
 @at_once("mode", "options")
 def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, options: Options) -> Sample:
     name = options.function
-    given = checks.checked_projection(x, w, bias, options)
+    given = checks.checked_projection(x, w, Columns(bias), options)
     shape, axis = (*given.batch, given.vocab), len(given.batch)
     where = checks.kept_tokens(name, where, given.batch)
     numbers: dict = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -215,12 +219,12 @@ def _choice_for_logits(operation: Operation, given: Checked, options: Options, k
 
 def _run_on_constants(operation: Operation, given: Checked, tokens: Tokens, options: Options, **static):
     """Runs an operation of a projection on constants: to differentiate in them raises an error."""
-    x, w, bias, head, workspace_bytes, mesh_axes, _ = given
+    x, w, columns, head, workspace_bytes, mesh_axes, _ = given
     reason = (
         f"{options.function}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices"
         " as labels to pallas_softmax.linear_log_probs, which has one"
     )
-    arrays = checks.lay_out(constant((x, w, bias, tokens), reason), head, mesh_axes)
+    arrays = checks.lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
     call = describe(operation, x, w, head, mesh_axes, function=options.function)
     choice = choose(call, options.implementation) if operation.kernels else choose_plain(call)
     return as_tokens(choice, *arrays, head=head, workspace_bytes=workspace_bytes, **static)

@@ -2,7 +2,7 @@
 
 per_token    The forward saves the statistics of each token. The backward computes the logits again.
 total        The forward already computes the gradients of a weighted sum. The backward multiplies them by the
-             cotangent of the sum, one number.
+             cotangent of the sum, one number. In float16, gradients that are rounded before could overflow or become 0.
 """
 
 import dataclasses
@@ -50,10 +50,9 @@ class Static(NamedTuple):
         return jax.tree.map(lambda a: share_cotangent(a, self.mesh_axes), cotangent)
 
     def cotangents(self, dx, dw, dbias, dprobs) -> tuple:
-        """Returns the cotangents of x, w, bias and tokens. A teacher has none."""
-        dbias = dbias if self.head.teacher is None else Columns(dbias)
+        """Returns the cotangents of x, w, columns and tokens. A teacher has none."""
         dtokens = None if dprobs is None else Tokens(None, label_probs=self.share(dprobs))
-        return self.share(dx), dw, dbias, dtokens
+        return self.share(dx), dw, Columns(dbias), dtokens
 
     def label_cotangents(self, statistics: Statistics, tokens: Tokens, weights) -> jax.Array | None:
         """Returns the gradient of sum(weights * losses) in label_probs, if there are any; 0 where it is not finite."""
@@ -69,25 +68,21 @@ class Static(NamedTuple):
 
 
 @_differentiable
-def per_token(static: Static, x, w, bias, tokens: Tokens) -> Any:
-    """Returns the loss of each token and its logsumexp, or its statistics if the projection has `Head.entropy`.
+def per_token(static: Static, x, w, columns: Columns, tokens: Tokens) -> Any:
+    """Returns the loss of each token, and its logsumexp, which has no derivative.
 
-    The statistics are log-probs (0 without labels), entropies, logsumexp and argmax. The argmax has the bits of its
-    int32 in a float32. Without an entropy, the logsumexp has no derivative.
+    If the projection has `Head.entropy`, it returns the loss, the entropy, the logsumexp, all with derivatives, and the
+    argmax: a float32 with the bits of the int32.
     """
-    return _values(static, static.run(static.forward, x, w, bias, tokens), tokens)
+    return _values(static, static.run(static.forward, x, w, columns, tokens), tokens)
 
 
 def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
-    logsumexp = formulas.logsumexp(statistics, tokens)
-    if not static.head.entropy:
-        return static.losses(statistics, tokens), logsumexp
-    entropy = normalizers.entropy(statistics.moments)
-    assert statistics.argmax is not None
+    losses, logsumexp = static.losses(statistics, tokens), formulas.logsumexp(statistics, tokens)
+    if statistics.argmax is None:
+        return losses, logsumexp
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
-    without_labels = tokens.labels is None
-    log_probs = jnp.zeros_like(entropy) if without_labels else 0 - static.losses(statistics, tokens)
-    return log_probs, entropy, logsumexp, bits
+    return losses, normalizers.entropy(statistics.moments), logsumexp, bits
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +93,7 @@ class _Saved:
     arguments: tuple
     statistics: Statistics
     with_dw: bool = dataclasses.field(metadata={"static": True})
-    given: Any = dataclasses.field(metadata={"static": True})  # the `given_specs` of x, w and bias
+    given: Any = dataclasses.field(metadata={"static": True})  # the `given_specs` of x, w and columns
 
 
 def _per_token_forward(static: Static, *primals):
@@ -110,19 +105,16 @@ def _per_token_forward(static: Static, *primals):
 
 
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
+    *of_floats, _ = cotangents  # the last result has no derivative
     if static.head.entropy:
         zeros = jnp.zeros_like(saved.statistics.moments.t)
-        cotangents = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
-    else:
-        cotangents, _ = cotangents
-    weights = sum_cotangents(cotangents, static.mesh_axes)
-    if static.head.entropy:
-        dlog_prob, dentropy, dlogsumexp = weights
+        of_floats = [zeros if isinstance(g, SymbolicZero) else g for g in of_floats]
+    weights, *others = sum_cotangents(of_floats, static.mesh_axes)
+    if others:
         # not jnp.stack: JAX cannot batch it along Explicit axes
-        each = [g[..., None] for g in vary_together(-dlog_prob, dentropy, dlogsumexp)]
-        weights = jnp.concatenate(each, -1)
+        weights = jnp.concatenate([g[..., None] for g in vary_together(weights, *others)], -1)
     arrays = (*saved.arguments, weights, saved.statistics)
-    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
+    _, dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=saved.with_dw, given=saved.given)
     dprobs = static.label_cotangents(saved.statistics, saved.arguments[3], weights)
     return static.cotangents(dx, dw, dbias, dprobs)
 
@@ -134,20 +126,21 @@ per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 
 @_differentiable
-def total(static: Static, x, w, bias, tokens: Tokens, weights):
+def total(static: Static, x, w, columns: Columns, tokens: Tokens, weights):
     """Returns the sum of weights * losses, and the logsumexp of each token, which has no derivative.
 
     A loss of weight 0 may be NaN; the gradient in its weight is 0. A cotangent of 0 gives gradients of 0, even where 0
     times the saved gradient is NaN. The derivatives of a sum that is not finite are 0.
     """
-    statistics = static.run(static.forward, x, w, bias, tokens)
+    statistics = static.run(static.forward, x, w, columns, tokens)
     value = formulas.weighted_sum(static.losses(statistics, tokens), weights)
     return value, formulas.logsumexp(statistics, tokens)
 
 
 def _total_forward(static: Static, *primals):
-    (x, w, bias, tokens, weights), with_dw = _arrays(static, *primals)
-    statistics, *gradients = static.run(static.gradient, x, w, bias, tokens, weights, with_dw=with_dw)
+    arrays, with_dw = _arrays(static, *primals)
+    tokens, weights = arrays[3:]
+    statistics, *gradients = static.run(static.gradient, *arrays, with_dw=with_dw)
     losses = static.losses(statistics, tokens)
     dweights = jnp.where(weights == 0, 0, losses) if primals[4].perturbed else None
     probs = primals[3].label_probs

@@ -91,8 +91,7 @@ def _times_exp(log_a, factor):
 
 def bytes_per_logit(layer: Projection, x) -> int:
     """Returns the bytes of one z and one u. For 0 < beta < 1, plain JAX stores three more arrays."""
-    is_plain = layer.functions.product is None
-    return (5 if is_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
+    return (5 if layer.functions.are_plain and 0 < layer.head.beta < 1 else 2) * widen(x).dtype.itemsize
 
 
 def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | None):
@@ -124,7 +123,7 @@ def logits_and_statistics(
     layer: Projection, x, tokens: Tokens, known: Statistics | None
 ) -> tuple[tuple, Statistics]:
     """Returns z and u of some rows, and the statistics of whole rows, known or computed."""
-    head, columns, mesh_axes = layer.head, layer.bias, layer.mesh_axes
+    head, columns, mesh_axes = layer.head, layer.columns, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias
     z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)
     u, teacher = layer.functions.logits(*of_teacher, tokens, head=head.teacher)

@@ -22,18 +22,20 @@ from pallas_softmax._src.sample.rows import Cutoff, drawn_results
 from pallas_softmax._src.sample.xla import draw
 
 
-def projection_sample(functions, x, w, bias, tokens: Tokens, *, sampler: Choice, **static) -> tuple:
+def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choice, **static) -> tuple:
     """Returns the three results of `linear_sample`, each (n,).
 
     `tokens` have the temperature as `sample` takes it, and the draw. `sampler` is the choice of the operation SAMPLE,
     or of CUTOFF if the noise is given element by element. The other arguments are as for `gradients.projection`.
     """
-    layer = Projection(functions, w, bias, **static)
+    layer = Projection(functions, w, columns, **static)
     dtype, vocab, mesh_axes = widen(x).dtype, layer.vocab, layer.mesh_axes
     first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
 
     def drawn(x, tokens: Tokens) -> tuple:
-        z, normalizer = functions.logits(x, w, bias, layer.with_own_labels(tokens, x), head=layer.head)
+        z, normalizer = functions.logits(
+            x, w, columns.bias, layer.with_own_labels(tokens, x), head=layer.head
+        )
         indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
         # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
         label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
@@ -49,8 +51,9 @@ def projection_sample(functions, x, w, bias, tokens: Tokens, *, sampler: Choice,
     def nothing(x, _) -> tuple:
         return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
 
-    is_plain = functions.product is None
-    arrays = 2 if is_plain and tokens.temperature is not None else 1  # plain JAX also stores z / temperature
+    arrays = (
+        2 if functions.are_plain and tokens.temperature is not None else 1
+    )  # plain JAX also stores z / temperature
     results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
     return tuple(map(tokens.zero_if_left_out, results))
 

@@ -1,9 +1,8 @@
 """The operations of a projection and its softmax, built from the functions of an implementation on some rows.
 
-    projection             the statistics of each row                                 1 matrix product
-    projection_grad        the gradients of x, w and bias, from known statistics      3 products
-    projection_with_grad   both at once, for losses with known weights                3 products, or 4
-    projection_sample      a draw from each row (`draws.py`)                          1 product
+    projection          the statistics of each row                                      1 matrix product
+    projection_grad     the gradients of x, w and bias, and the statistics if unknown   3 products, or 4
+    projection_sample   a draw from each row (`draws.py`)                               1 product
 
 Rows are taken in chunks (`chunks.py`):
 
@@ -14,7 +13,7 @@ Rows are taken in chunks (`chunks.py`):
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-With a teacher, the first three take 2, 4 and 4 products, because its logits are another one (`divergence.py`).
+With a teacher, the first two take 2 and 4 products, because its logits are another one (`divergence.py`).
 
 In bfloat16 on a GPU, one chunk may hold all rows, so that dw is written once: see `gradient_rows`.
 """
@@ -32,7 +31,7 @@ from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
-from pallas_softmax._src.linear.losses import Coefficients, Statistics, Tokens, bias_of
+from pallas_softmax._src.linear.losses import Columns, Statistics, Tokens
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.normalizers import log_of, widen
 
@@ -47,55 +46,57 @@ _LARGEST = 2.0**10
 
 
 def operations_of(functions: ChunkFunctions) -> dict[str, Callable]:
-    operations = projection, projection_grad, projection_with_grad, projection_sample
+    operations = projection, projection_grad, projection_sample
     return {operation.__name__: functools.partial(operation, functions) for operation in operations}
 
 
-def projection(functions: ChunkFunctions, x, w, bias, tokens: Tokens, **static) -> Statistics:
+def projection(functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens, **static) -> Statistics:
     """Returns the statistics of whole rows.
 
     Args:
-      functions, w, bias, static: as for `Projection`.
+      functions, w, columns, static: as for `Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
     """
-    layer = Projection(functions, w, bias, **static)
+    layer = Projection(functions, w, columns, **static)
     tokens, head = layer.with_own_labels(tokens, x), layer.head
 
     def statistics(x, tokens: Tokens) -> Statistics:
         if head.teacher:
             return divergence.logits_and_statistics(layer, x, tokens, None)[1]
-        return functions.statistics(x, w, bias, tokens, head=head)
+        return functions.statistics(x, w, columns.bias, tokens, head=head)
 
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
     # with a teacher, `logits_and_statistics` merges over the mesh
     stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
     found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
-    return found.merged(layer.mesh_axes, layer.vocab)
+    return found if merged else layer.merged(found, x)
 
 
-def projection_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, statistics, **static):
-    """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
+def projection_grad(
+    functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens, weights, statistics=None, **static
+):
+    """Returns the statistics of whole rows (except rows of weight 0), and the gradients dx, dw and dbias.
 
-    dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
+    They are the gradients of sum(weights * losses), in the dtypes of x, w and bias. dx is the gradient of whole rows.
+    dw and dbias are the gradients of this device's columns.
 
     Args:
-      functions, x, w, bias, tokens, static: as for `projection`.
+      functions, x, w, columns, tokens, static: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
         (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
         `losses.coefficients`.
-      statistics: the result of `projection`. Only gradients of 16-bit x use it.
+      statistics: the result of `projection`, or None. Only gradients of 16-bit x use it.
     """
     # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, known))[1:]
-
-
-def projection_with_grad(functions: ChunkFunctions, x, w, bias, tokens: Tokens, weights, **static):
-    """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(Projection(functions, w, bias, **static), _Rows(x, tokens, weights, None))
+    layer = Projection(functions, w, columns, **static)
+    rows = _Rows(x, layer.with_own_labels(tokens, x), weights, known)
+    gradients = functools.partial(_gradients_of_rows, layer)
+    per_row, together = chunks.on_kept_rows(gradients, tokens.kept, rows, _no_results(layer, rows))
+    return *per_row, *together
 
 
 class _Rows(NamedTuple):
@@ -107,29 +108,21 @@ class _Rows(NamedTuple):
     known: Statistics | None  # of whole rows; None if the gradient computes them
 
 
-def _gradients(layer: Projection, rows: _Rows):
-    """Returns the statistics of whole rows, known or computed, and dx, dw and dbias."""
-    rows = rows._replace(tokens=layer.with_own_labels(rows.tokens, rows.x))
-    gradients = functools.partial(_gradients_of_rows, layer)
-    per_row, together = chunks.on_kept_rows(gradients, rows.tokens.kept, rows, _no_results(layer, rows))
-    return *per_row, *together
-
-
 def _gradients_of_rows(layer: Projection, rows: _Rows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
-    w, bias = layer.w, bias_of(layer.bias)
-    size_of_chunk, product = _way_to_dw(layer, x)
-    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
+    w, bias = layer.w, layer.columns.bias
+    size_of_chunk, written = _way_to_dw(layer, x)
+    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=written is not None)
     rows = rows._replace(weights=weights / scale)
-    step = functools.partial(_add_chunk, layer, rows, product, scale)
+    step = functools.partial(_add_chunk, layer, rows, written, scale)
 
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
     sums: Any = chunks.over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
     *per_row, dw, dbias = sums
 
-    dw = dw * (1 if product else scale)
+    dw = dw if written is not None else dw * scale
     dbias = None if bias is None else dbias * scale
     if not layer.partial_dw:
         dw, dbias = jax.tree.map(lambda a, of: a.astype(of.dtype), (dw, dbias), (w, bias))
@@ -146,23 +139,23 @@ def _no_results(layer: Projection, rows: _Rows) -> tuple[Statistics, jax.Array]:
     return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
 
 
-def _way_to_dw(layer: Projection, x) -> tuple[Any, Callable | None]:
-    """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
+def _way_to_dw(layer: Projection, x) -> tuple[Any, Any]:
+    """Returns the rows of a chunk of a gradient, and the dtype that one product of all rows writes dw in.
 
-    The function is None if chunks are added to a float32 dw.
+    The dtype is None if chunks are added to a float32 dw.
     """
     n = x.shape[0]
-    # For this product, x is multiplied by the scale, which could overflow in float16.
-    product = layer.functions.product if x.dtype == jnp.bfloat16 else None
+    # On a GPU, cuBLAS sums in float32 and rounds as it writes. On a CPU, XLA would copy the operands to float32. For
+    # this product, x is multiplied by the scale, which could overflow in float16.
+    at_once = x.dtype == jnp.bfloat16 and not layer.functions.are_plain
     _, stored = layer.functions.bytes_per_logit(x.dtype.itemsize)
-    dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if product and layer.with_dw else 0
+    dw_bytes = min(4 * layer.w.size, stored * _MOST_LOGITS) if at_once and layer.with_dw else 0
     if layer.head.teacher and not dw_bytes:  # the workspace holds z, u and dz
         stored = x.dtype.itemsize + divergence.bytes_per_logit(layer, x)
     rows = gradient_rows(n, layer.vocab, stored, layer.workspace_bytes, dw_bytes)
-    if product is None or not chunks.is_one_chunk(n, rows):
+    if not at_once or not chunks.is_one_chunk(n, rows):
         return rows, None
-    # `add_product` without a total is the product in float32
-    return rows, functools.partial(layer.functions.add_product, None) if layer.partial_dw else product
+    return rows, jnp.dtype(jnp.float32) if layer.partial_dw else x.dtype
 
 
 def gradient_rows(
@@ -180,7 +173,7 @@ def gradient_rows(
     return chunks.chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
-def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, chunk: Chunk, carry):
+def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk, carry):
     """Returns `carry`, the (statistics, dx, dw, dbias) of the chunks before, with this chunk.
 
     The gradient of the logits is dz * factor * scale, with one factor for each row. So
@@ -189,8 +182,8 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
         dw    = (x * factor).T @ dz * scale
         dbias = sum(dz * factor) * scale
 
-    The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. A `product` writes dw only
-    once, already rounded. Then x is multiplied by the scale instead.
+    The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. If one product writes dw in
+    the dtype `written`, x is multiplied by the scale instead.
     """
     statistics, dx, dw, dbias = carry
     weights = chunk.replace_seen(chunk.slice(rows.weights))
@@ -204,10 +197,10 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
         # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors. The
         # barrier has no dz: with jax 0.10 its results vary over the mesh axes of all its operands.
         dx_rows, x = lax.optimization_barrier((dx_rows, x))
-    x_factor = factor * scale if product else factor
+    x_factor = factor if written is None else factor * scale
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
-    head = layer.head
-    dw = product(x, dz, head=head) if product else layer.functions.add_product(dw, x, dz, head=head)
+    of_chunk = layer.dw(x, dz, written)
+    dw = of_chunk if dw is None else dw + of_chunk
     dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
     if dbias is not None:
         dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
@@ -216,54 +209,40 @@ def _add_chunk(layer: Projection, rows: _Rows, product: Callable | None, scale, 
 
 
 def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
-    """Returns (statistics of whole rows, dz, factor) of a chunk, as `ChunkFunctions.statistics_and_dlogits` does.
+    """Returns the statistics of whole rows, dz and its factor (rows,) of a chunk. The factor is None for 1.
 
     `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
     """
-    functions, head, w = layer.functions, layer.head, layer.w
     tokens = chunk.slice(rows.tokens)
     if tokens.temperature is not None:  # out of range, it is NaN
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
         tokens = tokens._replace(temperature=temperature)
-    arrays = (x, w, layer.bias, tokens)
     known = chunk.slice(rows.known)
-    if head.teacher:
+    if layer.head.teacher:
         found, dz = divergence.gradient(layer, x, tokens, weights, known)
-        return found, vary_together(dz, rows.x, w)[0], None
+        return found, vary_together(dz, rows.x, layer.w)[0], None
 
-    def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
-        found = vary_together(found, rows.x, w)[0].merged(layer.mesh_axes, layer.vocab)
-        return found, layer.coefficients(found, weights, tokens)
-
-    if known is None:
-        dz_of = functions.statistics_and_dlogits
-        found, dz, factor = dz_of(*arrays, to_coefficients, layer.largest, head=head)
-    else:
-        dz = functions.dlogits(*arrays, layer.coefficients(known, weights, tokens), head=head)
-        found, factor = known, None
-    if tokens.several:
-        coefficients = layer.coefficients(found, weights, tokens)
-        at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, head)
-        dz, factor = _put_at_labels(dz, factor, at_labels, tokens.labels, layer.vocab)
-    return found, *vary_together(dz, factor, rows.x, w)[:2]
+    found, coefficients, dz, factor = layer.functions.dlogits(layer, x, tokens, weights, known)
+    at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, layer.head)
+    dz, factor = _put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
+    return found, *vary_together(dz, factor, rows.x, layer.w)[:2]
 
 
-def _put_at_labels(dz, factor, at_labels: jax.Array, labels: jax.Array, vocab: int) -> tuple[Any, Any]:
-    """Returns dz, (rows, columns of w), with `at_labels` (rows, K) as the gradients at several labels, and the factors.
+def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int) -> tuple[Any, Any]:
+    """Returns dz, (rows, columns of w), with `at_labels` as the gradients at the labels, and the factors.
 
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
-    columns = jnp.where(formulas.is_column(labels, vocab), labels, dz.shape[1])
-    if factor is None:
-        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
-        rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-        return dz.at[rows, columns].set(at_labels, mode="drop"), None
-    # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
-    apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
-    dz, apart, at_labels, columns, factor = vary_together(dz, apart, at_labels, columns, factor)
-    dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
-    factor = jnp.where(apart, 1, factor)
-    return chunks.set_in_place(dz, columns, at_labels / jnp.where(factor == 0, 1, factor)[:, None]), factor
+    columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
+    if factor is not None and tokens.several:
+        # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
+        apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
+        dz, apart, factor = vary_together(dz, apart, factor)
+        dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
+        factor = jnp.where(apart, 1, factor)
+    if factor is not None:
+        at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)
+    return chunks.set_in_place(dz, columns, at_labels), factor
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:

@@ -89,11 +89,6 @@ def write_gradients(
     dz = coefficients.of_exponential(z)
     if coefficients.constant is not None:
         dz = dz - jnp.where(column < vocab - place.column, coefficients.constant, 0.0)
-    dz = lax.cond(
-        _has_labels(inputs.labels, place),
-        lambda: dz - jnp.where(_at_label(inputs.labels, place, column), coefficients.label_term, 0.0),
-        lambda: dz,
-    )
     store(place, dz * _softcap_slope(z, place, inputs, head), dz_gmem)
 
 
@@ -108,10 +103,10 @@ class Labels(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays that both epilogues read: the bias (V,) or None, the labels, and 1 / temperature (rows,) or None."""
+    """Arrays that the epilogues read: the bias (V,), the labels, and 1 / temperature (rows,). Each may be None."""
 
     bias: Any
-    labels: Labels | SeveralLabels
+    labels: Labels | SeveralLabels | None
     inverse_temperature: Any
 
 
@@ -148,7 +143,8 @@ def row_sums(
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
-    """Returns the gradients that `Coefficients` describes: (rows, columns of w), 0 from column V on, in x's dtype."""
+    """Returns the gradients that `Coefficients` describes, without the labels' terms, as `ChunkFunctions.dlogits`."""
+    tokens, coefficients = tokens._replace(labels=None), coefficients._replace(label_term=None)
     dz = jax.ShapeDtypeStruct((len(x), head.width(w)), x.dtype)
     static = {"epilogue": write_gradients, "name": "linear_logit_gradients", "results": (dz,), "stored": dz}
     return traced_once(_launch, x, w, bias, tokens, coefficients, head=head, **static)[0]
@@ -195,13 +191,15 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
     return z, column
 
 
-def _logit_at_label(z, labels_gmem: Labels, place: Place, column):
+def _logit_at_label(z, labels_gmem: Any, place: Place, column):
     zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    return lax.cond(
-        _has_labels(labels_gmem, place),
-        lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column), z, 0.0), axis=1),
-        lambda: zeros,
-    )
+
+    def at_label():
+        own = _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, z)
+        return jnp.sum(jnp.where(column == own, z, 0.0), axis=1)
+
+    has_labels = labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+    return lax.cond(has_labels, at_label, lambda: zeros)
 
 
 @twin
@@ -290,22 +288,16 @@ def _softcap_slope(z, place: Place, inputs: Inputs, head: Head):
 # ---- Per-row and per-column numbers
 
 
-def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels | SeveralLabels:
+def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels | SeveralLabels | None:
     labels = tokens.labels
+    if labels is None:
+        return None
     if tokens.several:
         return sorted_labels(labels, columns, vocab, rounded_up(len(labels), tiling.cluster_rows))
     labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
     tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
-
-
-def _has_labels(labels_gmem: Any, place: Place):
-    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
-
-
-def _at_label(labels_gmem: Any, place: Place, column):
-    return column == _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, column)
 
 
 def _inverse_temperature(tokens: Tokens, tiling: Tiling):

@@ -50,16 +50,11 @@ class Head:
 
 
 class Columns(NamedTuple):
-    """The arrays of columns, except w, if there is a teacher. They take the place of `bias` in the arguments."""
+    """The arrays of columns, except w. None leaves an array out."""
 
-    bias: Any = None  # (V,) or None
+    bias: Any = None  # (V,)
     teacher_w: Any = None  # (D', V), or (V, D') for head.transpose_w
-    teacher_bias: Any = None  # (V,) or None
-
-
-def bias_of(bias: Any) -> Any:
-    """Returns the bias (V,) or None, given what takes its place: itself or `Columns`."""
-    return bias.bias if isinstance(bias, Columns) else bias
+    teacher_bias: Any = None  # (V,)
 
 
 def is_positive(a: Any) -> Any:
@@ -142,7 +137,7 @@ class Statistics(NamedTuple):
 
     def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
         """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
-        if not mesh_axes or self.divergence is not None:  # with a teacher, they are of whole rows already
+        if not mesh_axes:
             return self
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
@@ -325,23 +320,25 @@ def times_softcap_slope(dz, z, tokens: Tokens, head: Head):
     """Returns dz times the derivative of the softcap at the logits z; 0 where z is -inf."""
     if head.softcap is None:
         return dz
-    capped = z if tokens.temperature is None else z * tokens.divisor[:, None]
+    capped = z if tokens.temperature is None else z * like_labels(tokens.divisor, z)
     tanh = jnp.maximum(capped / head.softcap, -1)
     return dz * (1 - tanh) * (1 + tanh)
 
 
 def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
-    """Returns the gradient in the raw logit at each label, without label smoothing. Equal labels share it."""
-    m, exp_factor, label_term, *_ = coefficients
-    temperature: Any = 1 if tokens.temperature is None else like_labels(tokens.divisor, label_logit)
+    """Returns the gradient in the raw logit at each label. Equal labels share it."""
     if tokens.several:
-        m, exp_factor = m[:, None], exp_factor[:, None]
-        label_term = _sums_of_equal(tokens.labels, label_term)
-    gradient = exp_factor * jnp.exp(label_logit - m) - label_term
-    if head.softcap is not None:
-        tanh = label_logit * temperature / head.softcap
-        gradient = gradient * (1 - tanh) * (1 + tanh)
-    return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN
+        coefficients = coefficients._replace(
+            label_term=_sums_of_equal(tokens.labels, coefficients.label_term)
+        )
+    of_row = jax.tree.map(lambda a: like_labels(a, label_logit), coefficients)
+    z = jnp.minimum(
+        label_logit, of_row.m
+    )  # it is 0 for a label that is no column, and exp(0 - m) may be infinite
+    gradient = of_row.of_exponential(z) - of_row.label_term
+    gradient = gradient if of_row.constant is None else gradient - of_row.constant
+    gradient = times_softcap_slope(gradient, z, tokens, head)
+    return jnp.where(of_row.m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN
 
 
 def _sums_of_equal(labels: jax.Array, terms: jax.Array) -> jax.Array:

@@ -41,8 +41,8 @@ from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.jax_internals import stage_constants
 from pallas_softmax._src.linear.chunks import changed_if
-from pallas_softmax._src.linear.losses import Head, bias_of, token_losses, weighted_sum
-from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
+from pallas_softmax._src.linear.losses import Head, token_losses, weighted_sum
+from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 
 _ONE_DERIVATIVE = (
     "linear_cross_entropy, linear_kl_divergence, linear_log_probs, linear_logsumexp and linear_token_stats have first"
@@ -51,7 +51,7 @@ _ONE_DERIVATIVE = (
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs an operation of a projection on x, w, bias, and arrays with one number per token.
+    """Runs an operation of a projection on x, w, columns, and arrays with one number per token.
 
     If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
     slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
@@ -76,10 +76,14 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 
     @call.def_vmap
     def _(axis_size, in_batched, *arrays):
-        x, w, bias, *per_token = arrays
-        x_batched, w_batched, bias_batched, *per_token_batched = in_batched
+        x, w, columns, *per_token = arrays
+        x_batched, w_batched, columns_batched, *per_token_batched = in_batched
         slices = static.get("slices", ())
-        if slices or choice.call.operation in GRADIENTS or any(jax.tree.leaves((w_batched, bias_batched))):
+        if (
+            slices
+            or choice.call.operation is PROJECTION_GRAD
+            or any(jax.tree.leaves((w_batched, columns_batched)))
+        ):
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
@@ -88,7 +92,7 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
                 [x, *per_token],
                 [x_batched, *per_token_batched],
             )
-            out = call(x, w, bias, *per_token)
+            out = call(x, w, columns, *per_token)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*arrays)
@@ -132,18 +136,19 @@ def given_specs(*arrays: Any) -> tuple[P, ...] | None:
     return None if explicit_mesh(leaves) is None else tuple(jax.typeof(a).sharding.spec for a in leaves)
 
 
+_Axes = tuple[str, ...]
+
+
 class _Layout(NamedTuple):
     """The mesh axes of a projection."""
 
-    tokens: tuple[str, ...] = ()  # they divide the tokens
-    columns: tuple[str, ...] = ()  # they divide the columns
+    tokens: _Axes = ()  # they divide the tokens
+    columns: _Axes = ()  # they divide the columns
     dx: tuple[
-        tuple[str, ...], ...
+        _Axes, ...
     ] = ()  # for each dimension of the tokens: the axes of `columns` that divide dx, not x
-    dw: tuple[str, ...] = ()  # they divide D in dw, but not in w
-    dv: tuple[
-        str, ...
-    ] = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
+    dw: _Axes = ()  # they divide D in dw, but not in w
+    dv: _Axes = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
 
 
 _WHOLE = _Layout()
@@ -169,7 +174,7 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
 def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes."""
-    x, w, bias, *per_token = arrays
+    x, w, columns, *per_token = arrays
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
 
@@ -179,25 +184,25 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     def unflattened(a):
         return a.reshape(*batch, *a.shape[1:])
 
-    flat = (flattened(x), w, bias, *jax.tree.map(flattened, per_token))
+    flat = (flattened(x), w, columns, *jax.tree.map(flattened, per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_unlisted(call, choice.requested)
     keywords = {**keywords, "mesh_axes": layout.columns}
-    if op not in GRADIENTS:
+    if op is not PROJECTION_GRAD:  # numbers of each token only
         return jax.tree.map(unflattened, by_platform(on_shard, flat, keywords))
     keywords |= {"partial_dw": bool(layout.tokens), "partial_dx": any(layout.dx)}
-    *statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
+    statistics, dx, dw, dbias = by_platform(on_shard, flat, keywords)
     finite: Any = True  # whether the weighted sum of all losses is finite. If not, its gradients are 0
-    if statistics:  # otherwise, these are the gradients of one loss per token: there is no sum
+    _, _, _, tokens, weights, *known = flat
+    if not known:  # otherwise, these are the gradients of one loss per token: there is no sum
         vocab = call.vocab * lax.axis_size(layout.columns)
-        tokens, weights = flat[3:5]
-        total = weighted_sum(token_losses(call.function, statistics[0], tokens, vocab), weights)
+        total = weighted_sum(token_losses(call.function, statistics, tokens, vocab), weights)
         finite = jnp.isfinite(lax.psum(total, layout.tokens))
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
         if finite is not True:  # the loop does not read finite gradients
             gradients = changed_if(~finite, _zeros, gradients)
-        return *statistics, *gradients
+        return statistics, *gradients
 
     # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
     # the pass that rounds.
@@ -214,7 +219,7 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     v = 0 if keywords["head"].transpose_w else 1
     dx = summed(dx, x, layout.columns if any(layout.dx) else (), dict(enumerate(layout.dx)))
     dw = summed(dw, w, layout.tokens, {1 - v: layout.dw, v: layout.dv})
-    return *statistics, dx, dw, summed(dbias, bias_of(bias), layout.tokens, {0: layout.dv})
+    return statistics, dx, dw, summed(dbias, columns.bias, layout.tokens, {0: layout.dv})
 
 
 def _zeros(gradients):
@@ -255,7 +260,7 @@ class _DimensionsOfProjection:
         leaves, tree = jax.tree.flatten(arrays)
         vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
         ranks = [a.ndim - len(of) for a, of in zip(leaves, vmaps)]
-        rank, _, bias, *per_token = tree.unflatten(ranks)
+        rank, _, columns, *per_token = tree.unflatten(ranks)
         tokens = tuple(f"b{i}" for i in range(rank - 1))
         # "e" is D of w, "k" is D' of the teacher's w
         w, teacher_w = (("v", d) if keywords["head"].transpose_w else (d, "v") for d in "ek")
@@ -263,9 +268,9 @@ class _DimensionsOfProjection:
         def of_tokens(ranks) -> list[tuple[str, ...]]:
             return [(*tokens, "k") if n == rank else tokens for n in ranks]
 
-        columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(bias)]
-        own = [(*tokens, "d"), w, *columns, *of_tokens(jax.tree.leaves(per_token))]
-        gradients = (2 if bias_of(bias) is None else 3) if operation in GRADIENTS else 0
+        of_columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(columns)]
+        own = [(*tokens, "d"), w, *of_columns, *of_tokens(jax.tree.leaves(per_token))]
+        gradients = (2 if columns.bias is None else 3) if operation is PROJECTION_GRAD else 0
         results = jax.tree.leaves(results)
         of_results = of_tokens(a.ndim - len(slices) for a in results[: len(results) - gradients])
         of_vmaps = tuple(f"s{i}" for i in range(len(slices)))

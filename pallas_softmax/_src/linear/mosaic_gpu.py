@@ -1,9 +1,8 @@
 """Implementation `mosaic_gpu` of a projection and its softmax: `ChunkFunctions` by kernels, for 16-bit floats.
 
-    statistics               one product; its epilogue reduces
-    dlogits                  one product; its epilogue writes the gradients
-    statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
-    logits                   one product; its epilogue reduces, and writes the logits in float32
+    statistics   one product; its epilogue reduces
+    dlogits      one product; its epilogue writes the gradients, or in bfloat16 without label smoothing does both
+    logits       one product; its epilogue reduces, and writes the logits in float32
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
@@ -18,16 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import set_in_place
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label, is_column
+from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
-from pallas_softmax._src.linear.projection import ChunkFunctions
+from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
@@ -60,15 +57,6 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
 
 
-def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head) -> jax.Array:
-    if tokens.several:
-        # No row has a label. The kernel needs arrays (rows,).
-        labels = vary_together(jnp.full(tokens.labels.shape[:1], -1, jnp.int32), tokens.labels)[0]
-        tokens = tokens._replace(labels=labels)
-        coefficients = coefficients._replace(label_term=coefficients.exp_factor)
-    return logit_gradients(x, w, bias, tokens, coefficients, head=head)
-
-
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
@@ -76,41 +64,39 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normal
     return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
 
 
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    """Returns the statistics, and e and its factors as dz.
+def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
+    """Returns dz by the kernel of gradients, or if nothing is known yet, e and its factors as dz.
 
-    Except at the label, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after
-    the whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is
-    e times a number for each row, if one element of e is changed:
+    Except at labels, the gradient of the logits is exp_factor * exp(z - m). m and exp_factor are known only after the
+    whole row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e
+    times a number for each row:
 
-        dz = factor * e,   factor = exp_factor * exp(r - m)          at the label, e = the gradient there / factor
+        dz = factor * e,   factor = exp_factor * exp(r - m)
 
     A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
     row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
 
     float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
-    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
-        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head))
-        return merged, dlogits(x, w, bias, tokens, coefficients, head=head), None
+    if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
+        reference, sums, e = _exponentials(layer, x, tokens)
+        found = layer.merged(_merged_tiles(sums, reference, tokens, layer.vocab), x)
+        coefficients = layer.coefficients(found, weights, tokens)
+        return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
-    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head)
-    found = _merged_tiles(sums, reference, tokens, head.vocab(w))
-    merged, coefficients = to_coefficients(found)
-    m, exp_factor, *_ = coefficients
-    factor = exp_factor * jnp.exp(reference - m)
-    if tokens.several:
-        return merged, e, factor
-    at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
-    column = jnp.where(is_column(tokens.labels, head.vocab(w)), tokens.labels, e.shape[1])
-    return merged, set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
+    arrays, head = (x, layer.w, layer.columns.bias, tokens), layer.head
+    found = layer.merged(statistics(*arrays, head=head), x) if known is None else known
+    coefficients = layer.coefficients(found, weights, tokens)
+    return found, coefficients, logit_gradients(*arrays, coefficients, head=head), None
 
 
-def _exponentials(x, w, bias, tokens, largest, head: Head) -> Any:
+def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
     """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
 
     The reference is the same on all devices that the columns are spread over.
     """
+
+    w, bias, head, largest = layer.w, layer.columns.bias, layer.head, layer.largest
 
     def exponentials(reference) -> Any:
         return reference, *row_sums(x, w, bias, tokens, reference, head=head)
@@ -171,22 +157,14 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     return 24 / TILE_N, itemsize
 
 
-FUNCTIONS = ChunkFunctions(
-    statistics,
-    dlogits,
-    statistics_and_dlogits,
-    xla_projection.add_product,
-    xla_projection.product,
-    logits,
-    bytes_per_logit,
-)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits, bytes_per_logit, are_plain=False)
 
 
 # ---- Arrays of any size
 
 
 def _on_whole_atoms(
-    operation: Callable, name: str, x, w, bias, tokens: Tokens, *per_token, head: Head, **static
+    operation: Callable, name: str, x, w, columns: Columns, tokens: Tokens, *per_token, head: Head, **static
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
@@ -200,7 +178,7 @@ def _on_whole_atoms(
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
-        return operation(x, w, bias, tokens, *per_token, head=head, **static)
+        return operation(x, w, columns, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int, mode: str = "constant"):
         sizes = zip(shape, a.shape)
@@ -212,21 +190,20 @@ def _on_whole_atoms(
     w = whole_w(w, deep)
     tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
+    teacher_w = columns.teacher_w
+    columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
     if head.teacher is not None:
         tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
-        biases = jax.tree.map(lambda a: extended(a, wide), bias._replace(teacher_w=None))
-        bias = biases._replace(teacher_w=whole_w(bias.teacher_w, teacher_deep))
+        columns = columns._replace(teacher_w=whole_w(teacher_w, teacher_deep))
         head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
-    elif bias is not None:
-        bias = extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
-    results = operation(extended(x, rows, deep), w, bias, tokens, *per_token, head=head, **static)
+    results = operation(extended(x, rows, deep), w, columns, tokens, *per_token, head=head, **static)
     if name in ("projection", "projection_sample"):
         return jax.tree.map(lambda a: a[:n], results)
-    *statistics, dx, dw, dbias = results
+    statistics, dx, dw, dbias = results
     dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
     dbias = None if dbias is None else dbias[:vocab]
-    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
+    return jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
 
 
 def _kernel(function: Callable) -> Kernel:

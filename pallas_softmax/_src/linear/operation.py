@@ -20,6 +20,4 @@ def _operation(name: str) -> Operation:
 
 PROJECTION = _operation("projection")
 PROJECTION_GRAD = _operation("projection_grad")
-PROJECTION_WITH_GRAD = _operation("projection_with_grad")
 PROJECTION_SAMPLE = _operation("projection_sample")
-GRADIENTS = (PROJECTION_GRAD, PROJECTION_WITH_GRAD)  # the other operations return numbers of each token only

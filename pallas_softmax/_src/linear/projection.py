@@ -11,7 +11,7 @@ from jax import lax
 from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
-from pallas_softmax._src.linear.losses import Coefficients, Divergence, Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Coefficients, Columns, Divergence, Head, Statistics, Tokens
 from pallas_softmax._src.normalizers import Normalizer, widen
 
 
@@ -19,32 +19,25 @@ class ChunkFunctions(NamedTuple):
     """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
     bias is (V,) or None. Labels are columns of this device (`with_own_labels`). dz, the gradient in the raw logits, has
-    the dtype of x and the shape (rows, columns of w); it is 0 from column V on. With several labels, its elements at
-    the labels may be anything: `gradients._put_at_labels` replaces them.
+    the dtype of x and the shape (rows, columns of w); it is 0 from column V on. Its elements at the labels may be
+    anything: `gradients._put_at_labels` replaces them.
 
     Attributes:
-      statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz.
-      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, factor).
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
-        maximum over the mesh. The gradient is factor (rows,) times dz, or dz if factor is None.
-      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
-        dtype of the arithmetic. A total of None is 0.
-      product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
-        array; or None.
+      statistics: (x, w, bias, tokens, *, head) -> Statistics of this device's columns.
+      dlogits: (`Projection`, x, tokens, weights, known) -> (Statistics, Coefficients, dz, factor). The Statistics are
+        of whole rows: `known`, or computed if that is None. The gradient is factor (rows,) times dz, or dz if factor is
+        None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on.
-      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` stores for each logit, and the bytes that
-        `dlogits` and `statistics_and_dlogits` store.
+      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and `dlogits` store for each logit.
+      are_plain: whether the functions are plain JAX, for any platform. Others are for a GPU.
     """
 
     statistics: Callable[..., Statistics]
-    dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
-    add_product: Callable[..., jax.Array]
-    product: Callable[..., jax.Array] | None
+    dlogits: Callable[..., tuple[Statistics, Coefficients, jax.Array, jax.Array | None]]
     logits: Callable[..., tuple[jax.Array, Normalizer]]
     bytes_per_logit: Callable[[int], tuple[float, float]]
+    are_plain: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +50,7 @@ class Projection:
 
     functions: ChunkFunctions
     w: jax.Array  # (D, V), or (V, D) for head.transpose_w; inside `mesh_axes`, a device's columns
-    bias: Any  # (V,), None, or `Columns`
+    columns: Columns  # the same columns as w
     head: Head
     workspace_bytes: int  # the bound on the logits that are stored at a time; see `chunk_rows`
     with_dw: bool = True
@@ -108,6 +101,10 @@ class Projection:
         """Returns results of rows, cast to vary over the mesh axes that they depend on."""
         return vary_together(results, x, self.w, tokens, but=self.mesh_axes if merged else ())[0]
 
+    def merged(self, found: Statistics, x) -> Statistics:
+        """Returns the statistics of whole rows, merged over `mesh_axes`."""
+        return vary_together(found, x, self.w)[0].merged(self.mesh_axes, self.vocab)
+
     def with_own_labels(self, tokens: Tokens, x) -> Tokens:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
         labels = tokens.labels
@@ -135,13 +132,21 @@ class Projection:
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
         return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
 
+    def dw(self, x, dz, dtype=None) -> jax.Array:
+        """Returns x.T @ dz, or its transpose for head.transpose_w, in a dtype; None for the one of the arithmetic."""
+        a, b = (dz, x) if self.head.transpose_w else (x, dz)
+        return dot(a, b, (0, 0), self.head, dtype)
+
     def largest(self, a) -> jax.Array:
         return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
 
 
-def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
-    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
-    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head, dtype=None) -> jax.Array:
+    """Returns the matrix product of a and b, summed along one dimension of each.
+
+    It is in the dtype of the arithmetic, or in another one, rounded as it is written.
+    """
+    to = dtype or (jnp.float64 if a.dtype == jnp.float64 else jnp.float32)
     return lax.dot_general(
         a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
     )

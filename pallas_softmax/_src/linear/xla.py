@@ -7,16 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.linear.chunks import Chunk, over_chunks
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
-from pallas_softmax._src.linear.projection import ChunkFunctions, dot
+from pallas_softmax._src.linear.projection import ChunkFunctions, Projection, dot
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.normalizers import Moments, Normalizer
 from pallas_softmax._src.stats.xla import first_of_largest
-
-# On the CPU, x.T @ dz is stored before it is added to the total. At most this many bytes are stored at a time.
-_PRODUCT_BYTES = 32 * 2**20
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head):
@@ -40,15 +36,15 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     return _reduced(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
-def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    return _gradient(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
-
-
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
-    del largest
-    z = logits(x, w, bias, tokens, head=head)
-    merged, coefficients = to_coefficients(_reduced(z, tokens, head))
-    return merged, _gradient(z, tokens, coefficients, head).astype(x.dtype), None
+def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
+    z = logits(x, layer.w, layer.columns.bias, tokens, head=layer.head)
+    found = layer.merged(_reduced(z, tokens, layer.head), x) if known is None else known
+    coefficients = layer.coefficients(found, weights, tokens)
+    of_row = jax.tree.map(lambda number: number[:, None], coefficients._replace(label_term=None))
+    z = jnp.where(of_row.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
+    dz = of_row.of_exponential(z)
+    dz = dz if of_row.constant is None else dz - of_row.constant
+    return found, coefficients, times_softcap_slope(dz, z, tokens, layer.head).astype(x.dtype), None
 
 
 def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
@@ -62,62 +58,11 @@ def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
     return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
 
 
-def _gradient(z, tokens: Tokens, coefficients, head: Head):
-    coefficients = jax.tree.map(lambda number: number[:, None], coefficients)
-    z = jnp.where(coefficients.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
-    dz = coefficients.of_exponential(z)
-    if not tokens.several:
-        at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
-        dz = dz - jnp.where(at_label, coefficients.label_term, 0)
-    dz = dz if coefficients.constant is None else dz - coefficients.constant
-    return times_softcap_slope(dz, z, tokens, head)
-
-
-def add_product(total, x, dz, *, head: Head):
-    def product(x, dz):
-        return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
-
-    def directly(total, x, dz):
-        return total + product(x, dz)
-
-    def by_columns(total, x, dz):  # some columns at a time, because XLA for CPUs does not add in place
-        along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
-        depth = x.shape[1]
-        if not isinstance(depth, int):  # a symbolic dimension of jax.export
-            return directly(total, x, dz)
-        width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
-
-        def step(columns: Chunk, total):
-            if columns.start is None:
-                return directly(total, x, dz)
-            part = lax.dynamic_slice_in_dim(total, columns.start, width, along)
-            new = lax.broadcasted_iota(jnp.int32, (1, width), 1) >= columns.seen
-            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, columns.start, width, 1), 0)
-            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), columns.start, along)
-
-        return over_chunks(vocab, width, step, total)
-
-    if total is None:
-        return product(x, dz)
-    if not x.size or not total.size:
-        return total
-    return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
-
-
-def product(x, dz, *, head: Head):
-    # for a GPU: cuBLAS sums in float32 and rounds as it writes
-    a, b = (dz, x) if head.transpose_w else (x, dz)
-    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
-
-
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
 
-# No `product`: on the CPU, XLA would copy its operands to float32.
-FUNCTIONS = ChunkFunctions(
-    statistics, dlogits, statistics_and_dlogits, add_product, None, logits_and_normalizer, bytes_per_logit
-)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits_and_normalizer, bytes_per_logit, are_plain=True)
 OPERATIONS = operations_of(FUNCTIONS)
