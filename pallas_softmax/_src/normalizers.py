@@ -275,7 +275,7 @@ def largest(x: jax.Array) -> jax.Array:
     return sort_keys.from_key(reduce_split(jnp.maximum, keys), x.dtype)
 
 
-_REDUCTIONS = {operator.add: jnp.sum, jnp.maximum: jnp.max}
+_REDUCTIONS = {operator.add: jnp.sum, jnp.maximum: jnp.max, jnp.minimum: jnp.min}
 
 
 def split_if_few(arrays: Any) -> list:
@@ -288,7 +288,7 @@ def split_if_few(arrays: Any) -> list:
 
 
 def reduce_split(join: Callable, parts: Iterable[jax.Array]) -> jax.Array:
-    """Returns the sum or maximum of what `split_if_few` returned, (..., 1). `join` takes two elements."""
+    """Returns the sum, maximum or minimum of what `split_if_few` returned, (..., 1). `join` takes two elements."""
     joined = functools.reduce(join, parts)
     return joined if joined.shape[-1] == 1 else _REDUCTIONS[join](joined, -1, keepdims=True)
 

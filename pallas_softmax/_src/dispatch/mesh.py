@@ -75,7 +75,7 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
         stays_plain = call.objection is not None or call.dtype not in op.kernel_dtypes
     else:
         stays_plain = choice.requested == "xla"
-    if not stays_plain or call.mesh_axes:
+    if not stays_plain or call.mesh_axes or op.vmap_adds_rows:
         return False
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:
         return op.divided_by_xla and choice.requested == "xla"

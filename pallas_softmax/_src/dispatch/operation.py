@@ -98,6 +98,8 @@ class RowOperation(Operation):
     whole_rows: bool = False  # whether rows that a mesh divides are gathered first
     divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
     elementwise_derivatives: bool = False  # the same for the derivatives, even if not `divided_by_xla`
+    # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
+    vmap_adds_rows: bool = False
 
     # The operations of `plain_gradient` and `plain_tangent`
     gradient: "RowOperation | None" = dataclasses.field(init=False, default=None)

@@ -18,6 +18,7 @@ CUTOFF = RowOperation(
     kernels={"mosaic_gpu": _mosaic_gpu},
     on_mesh=mesh.cutoff_on_mesh,
     divided_by_xla=False,
+    vmap_adds_rows=True,
 )
 SAMPLE = RowOperation(
     name="sample",
@@ -33,6 +34,7 @@ SAMPLE = RowOperation(
     saved=(("logits", "temperature", "indices", "log_probs"), "where"),
     on_mesh=mesh.sample_on_mesh,
     divided_by_xla=False,
+    vmap_adds_rows=True,
 )
 DRAW_BY_MASS = RowOperation(  # for `verify`
     name="draw_by_mass",
