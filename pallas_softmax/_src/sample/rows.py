@@ -12,6 +12,7 @@ kept entry is the first one, in the row's order, at which the sum of the measure
 Sorting many short rows is slower ("On a CPU" in benchmarks/results/NOTES.md). `xla.py` explains the arguments.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,7 +98,9 @@ def tempered(x, top, temperature):
 
 def totals_of_rows(logits, where, temperature) -> Totals:
     x = elements(logits, where)
-    m = normalizers.largest(x)
+    m = jnp.max(x, -1, keepdims=True)
+    some_subnormal = jnp.any(jnp.abs(m) < jnp.finfo(m.dtype).tiny)  # a CPU takes them for 0
+    m = _on_cpu_if(some_subnormal, functools.partial(normalizers.largest, x), lambda: m, (x,))
     is_float = jnp.issubdtype(logits.dtype, jnp.floating)
     top = m if is_float else jnp.max(logits_of(as_float(logits), where), -1, keepdims=True)
     below = Temperature.of(temperature).distance(x, normalizers.shift(m))
@@ -160,17 +163,66 @@ def cutoff(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
         goal = mass_goal(top_p, sum_of(kept(mass)))
         last = first_of(last, _last_entry(key, kept(mass), goal))
     if min_p is not None:
-        greatest = jnp.iinfo(key.dtype).max
-        last = first_of(last, (jnp.min(jnp.where(mass >= min_p, key, greatest), -1, keepdims=True), NOWHERE))
+        last = first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
     kept_total = sum_of(kept(mass))
-    best = jnp.max(key, -1, keepdims=True)
-    first = jnp.min(jnp.where(key == best, indices, NOWHERE), -1, keepdims=True)
-    last = (jnp.where(totals.greedy, *both) for both in zip((best, first), last))
-    return cutoff_of(*last, kept_total, totals)
+    key, index = _first_entries_if_greedy(last, logits, where, totals)
+    return cutoff_of(key, index, kept_total, totals)
 
 
 def masses(logits, where, totals: Totals):
     return jnp.exp(totals.divisor.distance(elements(logits, where), totals.m))
+
+
+def _first_entries_if_greedy(last, logits, where, totals: Totals):
+    """Returns `last`, (key, index); in greedy rows, the first entry of the row's order."""
+
+    def first(*last):
+        key = keys(logits, where)
+        best = jnp.max(key, -1, keepdims=True)
+        is_best = (key == best) & (masses(logits, where, totals) == 1)
+        index = jnp.min(jnp.where(is_best, positions(key), NOWHERE), -1, keepdims=True)
+        return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
+
+    # Both branches of a condition return arrays of one shape.
+    last = (jnp.broadcast_to(a, totals.greedy.shape) for a in (last[0], jnp.asarray(last[1], jnp.int32)))
+    some_greedy, like = jnp.any(totals.greedy), (logits, where)
+    return _on_cpu_if(some_greedy, first, lambda *last: last, like, *last)
+
+
+def _least_key(logits, where, min_p, totals: Totals):
+    """Returns the least key of the entries that min_p keeps. A CPU finds the least of floats three times as fast."""
+
+    def least_kept(numbers, above):
+        kept = masses(logits, where, totals) >= min_p
+        return jnp.min(jnp.where(kept, numbers, above), -1, keepdims=True)
+
+    def by_key():
+        key = keys(logits, where)
+        return least_kept(key, jnp.iinfo(key.dtype).max)
+
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        return by_key()
+    least = least_kept(elements(logits, where), jnp.inf)
+    # A CPU takes subnormal numbers for 0, and 0 and -0 are equal.
+    some_zero = jnp.any(jnp.abs(least) < jnp.finfo(least.dtype).tiny)
+    by_value = functools.partial(sort_keys.key, least.astype(logits.dtype))
+    return _on_cpu_if(some_zero, by_key, by_value, (logits, where))
+
+
+def _on_cpu_if(condition, function, other, like, *operands):
+    """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
+
+    `function` computes its arrays of whole rows itself, so that they take no time unless it runs. On a GPU, a condition
+    costs more than it saves.
+    """
+
+    def varying(function):
+        return lambda *operands: vary_together(function(*operands), like)[0]
+
+    def if_needed(*operands):
+        return lax.cond(condition, varying(function), varying(other), *operands)
+
+    return lax.platform_dependent(*operands, cpu=if_needed, default=varying(function))
 
 
 def first_of(a, b):
