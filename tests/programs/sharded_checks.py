@@ -29,6 +29,7 @@ from benchmarks.support import links
 from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import mesh_types, partitioner
 from pallas_softmax._src.dispatch.finer_mesh import decode
+from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
 from tests.programs.linear_checks import lay
 from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
@@ -308,14 +309,34 @@ FILTERS = {
     "none": {},
     "all": {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
     "top_p": {"top_p": np.float32(0.9)},
-    # some rows keep everything
+    # some rows keep everything: they also draw from their shards
     "mixed": {"temperature": np.linspace(0, 1.4, 8, dtype=F32), "top_k": np.arange(-1, 7)},
+    "many": {"temperature": 5, "top_p": np.float32(0.99)},  # the devices exchange their shards
 }
 
 
-@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), masked=(False, True), most=12)
-def tokens(filters, how, impl, masked):
-    """With one key, tokens and filtered logits equal the results of one device. Few collectives run.
+@contextlib.contextmanager
+def by_lists():
+    """Lets small shards of `sample` exchange their best entries, like large shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_mesh, "_EXCHANGED_BYTES", 0)
+        jax.clear_caches()
+        partitioner._partition.cache_clear()
+        yield
+    jax.clear_caches()
+    partitioner._partition.cache_clear()
+
+
+@each(
+    filters=FILTERS,
+    how=HOW,
+    impl=("threefry2x32", "rbg"),
+    exchanged=(False, True),
+    masked=(False, True),
+    most=12,
+)
+def tokens(filters, how, impl, exchanged, masked):
+    """With one key, tokens and filtered logits equal the results of one device. Few collectives always run.
 
     Half of the elements may be masked. The masked ones are larger than the others.
     """
@@ -331,23 +352,30 @@ def tokens(filters, how, impl, masked):
     want = both(x, mask)
     f = mapped(at, how, both, (P(None, "v"),) * 2, (P(None, "v"), P()))
     placed = at.place(x), at.place(mask)
-    program = jax.jit(f).lower(*placed).compile()
+    with contextlib.nullcontext() if exchanged else by_lists():
+        program = jax.jit(f).lower(*placed).compile()
     filtered, got = program(*placed)
     np.testing.assert_array_equal(filtered, want[0])
     np.testing.assert_array_equal(got[0], want[1][0])
     np.testing.assert_allclose(np.stack(got[1:]), np.stack(want[1][1:]), rtol=1e-5, atol=1e-5)
-    sent = [c for c in links.collectives(program.as_text() or "") if c.group > 1]
-    # filter_logits and sample each exchange whole rows; XLA may merge the cutoffs of both. A mask is exchanged like the
-    # logits.
-    kinds = [c.kind for c in sent]
-    assert kinds.count("all-to-all") in ((1 + masked, 2 * (1 + masked)) if options else (0,)), sent
+    text = program.as_text() or ""
+    entry = text[text.index("\nENTRY ") :]  # without the branches of conditionals
+    every, always = ([c for c in links.collectives(t) if c.group > 1] for t in (text, entry))
+    # filter_logits and sample each exchange whole rows, at once or in a branch; XLA may merge the cutoffs of both. A
+    # mask is exchanged like the logits.
+    kinds, exchanged_arrays = [c.kind for c in every], 1 + masked
+    assert kinds.count("all-to-all") in ((exchanged_arrays, 2 * exchanged_arrays) if options else (0,)), every
     # rbg takes the largest sum of all devices, its first index, and the statistics of the token
     lists, kinds_of_rbg = (2, []) if impl == "threefry2x32" else (5, ["all-reduce"])
-    assert {*kinds} <= {"all-to-all", "all-gather", *kinds_of_rbg}, sent
-    assert len(sent) <= (2 * (lists + masked) if options else lists), sent
-    numbers = 4 * at.local_rows(x.shape) * at.size(at.row) * 5  # five of a row on each device
-    gathered = sum(c.bytes for c in sent if c.kind != "all-to-all")
-    assert gathered <= lists * numbers, sent
+    assert {*kinds} <= {"all-to-all", "all-gather", *kinds_of_rbg}, every
+    if exchanged and options:
+        assert always == every
+        assert len(every) <= 2 * (lists + masked), every
+        return
+    assert len(always) <= lists, always
+    numbers = 2 * 256 + 4 if options else 5  # of a row on each device: the best entries, with their indices
+    most = lists * 4 * at.local_rows(x.shape) * at.size(at.row) * numbers
+    assert sum(c.bytes for c in always) <= most, always
 
 
 @each(op=TOPK)
@@ -392,13 +420,14 @@ def verified(layout, drawn, how):
         assert gathered < 3.5 * row, sent  # of 4 positions
 
 
-@each(filters=("none", "top_p"), how=HOW)
-def filtered_rows_without_a_draw(filters, how):
+@each(exchanged=(False, True), filters=("none", "top_p"), how=HOW)
+def filtered_rows_without_a_draw(exchanged, filters, how):
     """A failed row is NaN on all devices, even if the NaN of one device comes after the -inf of all others."""
     x, at, t = draws.rows_without_a_draw(4096, F32), split_for_noise(how), np.array([0, 1, 1] * 2, F32)
     f = functools.partial(ps.filter_logits, temperature=t, **FILTERS[filters])
     f = mapped(at, how, f, P(None, "v"), P(None, "v"))
-    draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
+    with contextlib.nullcontext() if exchanged else by_lists():
+        draws.assert_failed_and_empty(jax.jit(f)(at.place(x)))
 
 
 @each(name=["top_k", "fused_topk", "token_stats, rank", "route", "sample", "filter_logits", "verify"])
@@ -740,21 +769,25 @@ def by_heads(op, heads):
         y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
         return y.reshape(-1), ()
 
+    # `sample` gathers 256 entries of each shard, which is little of a long row only
+    width = 2**14 if op == "sample" else 128
+
     def rows(x):
-        x = x.reshape(8, heads, 128)
+        x = x.reshape(8, heads, width)
         if op == "sample":
             return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
         if op == "topk":
             y, indices = ps.fused_topk(x, 2)
         else:
-            # a mask that all rows share
-            where = jnp.tri(heads, 128, dtype=bool) if op == "softmax" else None
+            where = (
+                jnp.tri(heads, width, dtype=bool) if op == "softmax" else None
+            )  # a mask that all rows share
             y, indices = getattr(ps, op)(x, -1, where=where), ()
         return y.reshape(8, -1), indices
 
     rng = np.random.default_rng(heads)
     if op not in LINEAR:
-        return rows, (rng.standard_normal((8, 128 * heads)).astype(F32),), (1,)
+        return rows, (rng.standard_normal((8, width * heads)).astype(F32),), (1,)
     x, w = (rng.standard_normal(shape).astype(F32) for shape in ((128 * heads, 16), (16, 16)))
     return projection, (x, w, rng.integers(0, 16, len(x))), (0, None, 0)
 

@@ -1,17 +1,9 @@
 """Cutoffs and draws of rows that are spread over a mesh.
 
     no filters   each device draws from its shard; the draws and the masses of the shards are gathered
-    filters      the devices exchange their shards, so that each device has some whole rows
-
-An exchange takes as long as its bytes take. The alternative is to gather the best entries of each row. But whether they
-are enough is a condition, and the host of each device waits for it. Draws on four H100, in µs (2026-11-27):
-
-                                                           8 MiB on each GPU    32 MiB
-    top_k = 50          exchange                           123                  238
-                        256 best entries                   180                  227
-    top_p = 0.9         exchange                           126 to 138           241 to 245
-                        256 best entries, enough of them   172                  222
-                        256 best entries, too few          320                  487
+    filters      small shards: the devices exchange them, so that each has some whole rows
+                 other shards: the best entries of each row are gathered, as by top-k; every device filters them and
+                 draws from them. If some row keeps more entries, the devices exchange the shards.
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows. Functions have the arguments and
 results of `rows.cutoff` and so on: logits and mask are this device's shard, all others are of whole rows.
@@ -19,35 +11,81 @@ run_shard(operation, arrays, static) returns the operation's results on this dev
 """
 
 import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.dispatch.mesh_types import merge_over, on_whole_rows
-from pallas_softmax._src.masks import at, logits_of
+from pallas_softmax._src.masks import at, logits_of, positions
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample import rows
 from pallas_softmax._src.sample.noise import advance, gumbel_at
-from pallas_softmax._src.sample.xla import draw_by_mass
+from pallas_softmax._src.sample.xla import draw, draw_by_mass
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.mesh import partial_merge, wide_logits, winners_of_shard
-from pallas_softmax._src.topk.operation import TOPK
+from pallas_softmax._src.topk.operation import MERGE, TOPK
 from pallas_softmax._src.topk.xla import lowest_value
+
+_WINNERS = 256  # most entries of a row that devices exchange: common filters keep fewer
+
+# Shards up to this size are exchanged. An exchange takes as long as its bytes take. The best entries of a row are few,
+# but whether they are enough is a condition, which the host waits for, on each device. The limit lies between two sizes
+# of draws on four H100, in µs, by an exchange and by the best entries; in the last row these were too few (2026-11-27):
+#
+#                                           8 MiB on each GPU    32 MiB
+#     top_k = 50                            123    180           238    227
+#     top_p = 0.9, peaked rows              126    172           241    222
+#     top_p = 0.9, rows that keep more      138    320           245    487
+_EXCHANGED_BYTES = 2**24
 
 
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
-    if all(f is None for f in (top_k, top_p, min_p)):
-        return _unfiltered_cutoff(run_shard, logits, where, temperature, mesh_axes)
-    arrays = logits, where, temperature, top_k, top_p, min_p
-    return _on_whole_rows(run_shard, arrays, {}, mesh_axes)
+    filters = top_k, top_p, min_p
+    is_filtered = any(f is not None for f in filters)
+
+    def by_exchange():
+        return _on_whole_rows(run_shard, (logits, where, temperature, *filters), {}, mesh_axes)
+
+    if is_filtered and _is_small(logits):
+        return by_exchange()
+    n = _WINNERS if is_filtered else 1
+    best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, n)
+    cut, complete, is_free = _cutoff_among(best, totals, *filters, length)
+    return _unless_complete(complete | is_free, cut, by_exchange) if is_filtered else cut
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
-    if all(f is None for f in (top_k, top_p, min_p)):
-        return _unfiltered_draw(run_shard, logits, where, words, temperature, stride, mesh_axes)
-    arrays = logits, where, words, temperature, top_k, top_p, min_p
-    return _on_whole_rows(run_shard, arrays, {"stride": stride}, mesh_axes)
+    filters = top_k, top_p, min_p
+
+    def unfiltered():
+        return _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
+
+    def by_exchange():
+        arrays = (logits, where, words, temperature, *filters)
+        return _on_whole_rows(run_shard, arrays, {"stride": stride}, mesh_axes)
+
+    if all(f is None for f in filters):
+        return unfiltered()
+    if _is_small(logits):
+        return by_exchange()
+    best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, _WINNERS)
+    cut, complete, is_free = _cutoff_among(best, totals, *filters, length)
+    drawn = draw(*best, gumbel_at(words, best.index, stride), temperature, cut)
+    x = rows.elements(best.logits, best.where)
+    x = normalizers.largest(jnp.where(best.index == drawn, x, -jnp.inf))
+    found = rows.drawn_results(drawn, x, totals.m, cut, temperature)
+
+    def of_other_rows():
+        return _unless_complete(complete | is_free, unfiltered(), by_exchange)
+
+    return _unless_complete(complete, found, of_other_rows)
+
+
+def _is_small(logits) -> bool:
+    return isinstance(logits.size, int) and logits.nbytes <= _EXCHANGED_BYTES
 
 
 def _on_whole_rows(run_shard, arrays, static, mesh_axes):
@@ -66,21 +104,7 @@ def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):
     return on_whole_rows(mesh_axes, lambda mass, noise: draw_by_mass(mass, mass, noise), mass, noise)
 
 
-def _unfiltered_cutoff(run_shard, logits, where, temperature, mesh_axes):
-    """The largest logit and the mass of each shard are gathered, as by top-k of one winner."""
-    winners = winners_of_shard(run_shard, TOPK, logits, where, temperature, 1, mesh_axes)
-    merge = partial_merge(1, where is not None)
-    first, index, _, total = merge_over(mesh_axes, merge, winners, temperature)
-    first, kept = first.astype(logits.dtype), None if where is None else index >= 0
-    top = logits_of(rows.as_float(first), kept)
-    totals = rows.totals_of(top, top, total, temperature)
-    key = rows.keys(first, kept)
-    key = jnp.where(totals.greedy, key, jnp.iinfo(key.dtype).min)
-    index = jnp.where(totals.greedy, jnp.maximum(index, ~index), rows.NOWHERE)
-    return rows.cutoff_of(key, index, total, totals)
-
-
-def _unfiltered_draw(run_shard, logits, where, words, temperature, stride, mesh_axes):
+def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes):
     """Each device draws from its shard; the draws are gathered."""
     start = lax.axis_index(mesh_axes) * logits.shape[-1]
     in_shard = advance(words, start, stride)
@@ -118,3 +142,76 @@ def _unfiltered_draw(run_shard, logits, where, words, temperature, stride, mesh_
     totals = rows.totals_of(rows.as_float(top), m, total, temperature)
     cut = rows.cutoff_of(jnp.zeros_like(index), index, total, totals)
     return rows.drawn_results(index, x, m, cut, temperature)
+
+
+# --- The best entries of each row, on all devices
+
+
+class Best(NamedTuple):
+    """The best entries of each row, (..., n), the best first, masked ones last."""
+
+    logits: Any
+    where: Any  # None if none is masked
+    index: Any  # in the whole row
+
+
+def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
+    """Returns the n best entries of each row, the same on all devices, the totals of the row, and its length."""
+    # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
+    n = max(1, min(n, logits.shape[-1] // 8))
+    winners = winners_of_shard(run_shard, TOPK, logits, where, temperature, n, mesh_axes)
+
+    def merge(gathered, temperature):
+        won, index, tops, d = gathered
+        kept = None if where is None else index >= 0
+        position = jnp.broadcast_to(positions(won), won.shape)
+        lists = won, kept, position, (tops, d), temperature
+        (_, position), (m, total) = run_shard(MERGE, lists, {"k": n, "log": True, "dtype": temperature.dtype})
+        won, index = (jnp.take_along_axis(a, position, -1) for a in (won, index))
+        return won, index, m, total
+
+    partly = partial_merge(n, where is not None)
+    won, index, m, total = merge_over(mesh_axes, merge, winners, temperature, partly)
+    best = Best(won.astype(logits.dtype), None if where is None else index >= 0, jnp.maximum(index, ~index))
+    top = logits_of(rows.as_float(best.logits), best.where)[..., :1]
+    return best, rows.totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)
+
+
+def _cutoff_among(best: Best, totals: rows.Totals, top_k, top_p, min_p, length):
+    """Returns the cutoff, whether the row is complete, and whether it is free. The cutoff is right in such rows.
+
+    A row is complete if it keeps only listed entries: the list ends with an entry that is left out, or is the whole
+    row. A row without a draw is complete as well. A row is free if the filters keep all of it, whatever its logits are.
+    """
+    key, n = rows.keys(best.logits, best.where), best.index.shape[-1]
+    position, mass = positions(key), rows.masses(best.logits, best.where, totals)
+    # `known`: whether the listed entries tell where top_k ends.
+    kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
+    is_free = ~totals.greedy
+    if top_k is not None:
+        is_all = top_k >= length
+        kept = position < jnp.broadcast_to(top_k, mass.shape)
+        known = (top_k < n) | is_all
+        kept_total = jnp.where(is_all, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
+        is_free &= is_all
+    if top_p is not None:
+        before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
+        before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])[..., :-1]
+        kept &= before < rows.mass_goal(top_p, kept_total)
+        is_free &= top_p >= 1
+    if min_p is not None:
+        kept &= mass >= min_p
+        is_free &= min_p <= 0
+    kept = jnp.where(totals.greedy, position == 0, kept)
+    count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
+    complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
+    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (key, best.index))
+    key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, rows.NOWHERE, index)
+    kept_total = jnp.where(is_free, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
+    return rows.cutoff_of(key, index, kept_total, totals), complete, is_free
+
+
+def _unless_complete(complete, found, other, *operands):
+    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
+    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
+    return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
