@@ -12,7 +12,6 @@ import pytest
 import pallas_softmax as ps
 from pallas_softmax import filter_logits, sample
 from pallas_softmax._src.sample import noise, xla
-from pallas_softmax._src.sample.rows import cutoff
 from tests.support import bounds, cases
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, pairs, parameter_id, slow
@@ -44,7 +43,7 @@ def operation(x, where, words, *parameters):
 
 @jax.jit
 def cutoffs(x, where, *parameters):
-    results = cutoff(x, where, *(None if a is None else a[..., None] for a in parameters))
+    results = xla.cutoff(x, where, *(None if a is None else a[..., None] for a in parameters))
     return [a[..., 0] for a in results]
 
 
@@ -61,7 +60,15 @@ def assert_categorical(key, x, mode=None, **options):
     return got
 
 
+# Rows are long enough for a small top_k to use candidates on a CPU; the other rows of a batch are searched.
 LONG = 2**14 + 7
+
+
+OF_LONG_ROWS = [
+    (["integers", "denormals", "signed_zeros", "neg_inf_last"], LONG),
+    (["normal", "ascending", "one_winner", "all_but_one_neg_inf"], cases.GPT2),
+    (["peaked", "constant"], cases.LARGE[0]),
+]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ LONG = 2**14 + 7
             *((ALL, v, dtype, False) for v, dtype in [(129, F32), (LONG, F32), (2, BF16), (1000, F16)]),
             *((ALL, v, dtype, False) for v, dtype in pairs(cases.SMALL, [F32, BF16, F16])[:5]),
             *((ALL, v, F32, True) for v in (127, 300)),  # 300 is more than a block, and not a multiple of one
-            (["normal", "peaked", "constant"], cases.LARGE[0], F32, False),
+            *((*case, F32, False) for case in OF_LONG_ROWS),
         ],
     ),
     ids=parameter_id,
@@ -96,8 +103,9 @@ def test_every_row_with_every_filter(names, v, dtype, masked):
 @pytest.mark.parametrize(
     ("given", "v"),
     [
-        ((1, 1, 1), 300),
-        *((given, 129) for given in [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (0, 0, 0)]),
+        *(((1, 1, 1), v) for v in (300, LONG)),
+        *(((1, 0, 0), v) for v in (129, LONG)),
+        *((given, 129) for given in [(0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (0, 0, 0)]),
     ],
     ids=str,
 )

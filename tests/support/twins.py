@@ -21,7 +21,7 @@ from pallas_softmax._src.gpu.interpreter import INTERPRETER
 from pallas_softmax._src.gpu.layout import merged_tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route.kernel import normalizer
-from pallas_softmax._src.sample import rows, xla
+from pallas_softmax._src.sample import xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
@@ -234,7 +234,7 @@ def _run_program(plan, stride, part, refs, parameters, words, barrier):
     def write():
         one_row, x = [jnp.reshape(number, (1, 1)) for number in parameters.values()], x_smem[...][None]
         if not words:
-            results, index_at = rows.cutoff(x, None, *one_row), 1
+            results, index_at = xla.cutoff(x, None, *one_row), 1
         else:
             at_0 = advance(jnp.stack([*words.values()])[None], part.origin, stride)
             # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.

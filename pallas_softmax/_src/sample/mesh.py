@@ -6,14 +6,12 @@
                  draws from them. If some row keeps more entries, the devices exchange the shards.
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows. Functions have the arguments and
-results of `rows.cutoff` and so on: logits and mask are this device's shard, all others are of whole rows.
+results of `xla.cutoff` and so on: logits and mask are this device's shard, all others are of whole rows.
 run_shard(operation, arrays, static) returns the operation's results on this device's shard.
 """
 
 import functools
-from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,7 +21,7 @@ from pallas_softmax._src.masks import at, logits_of, positions
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.sample import rows
 from pallas_softmax._src.sample.noise import advance, gumbel_at
-from pallas_softmax._src.sample.xla import draw, draw_by_mass
+from pallas_softmax._src.sample.xla import Best, cutoff_among, draw_by_mass, sample_among, unless_complete
 from pallas_softmax._src.temperatures import Temperature
 from pallas_softmax._src.topk.mesh import partial_merge, wide_logits, winners_of_shard
 from pallas_softmax._src.topk.operation import MERGE, TOPK
@@ -53,8 +51,8 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
         return by_exchange()
     n = _WINNERS if is_filtered else 1
     best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, n)
-    cut, complete, is_free = _cutoff_among(best, totals, *filters, length)
-    return _unless_complete(complete | is_free, cut, by_exchange) if is_filtered else cut
+    cut, complete, is_free = cutoff_among(best, totals, *filters, length)
+    return unless_complete(complete | is_free, cut, by_exchange) if is_filtered else cut
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
@@ -72,16 +70,12 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
     if _is_small(logits):
         return by_exchange()
     best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, _WINNERS)
-    cut, complete, is_free = _cutoff_among(best, totals, *filters, length)
-    drawn = draw(*best, gumbel_at(words, best.index, stride), temperature, cut)
-    x = rows.elements(best.logits, best.where)
-    x = normalizers.largest(jnp.where(best.index == drawn, x, -jnp.inf))
-    found = rows.drawn_results(drawn, x, totals.m, cut, temperature)
+    found, complete, is_free = sample_among(best, totals, words, temperature, *filters, length, stride=stride)
 
     def of_other_rows():
-        return _unless_complete(complete | is_free, unfiltered(), by_exchange)
+        return unless_complete(complete | is_free, unfiltered(), by_exchange)
 
-    return _unless_complete(complete, found, of_other_rows)
+    return unless_complete(complete, found, of_other_rows)
 
 
 def _is_small(logits) -> bool:
@@ -144,17 +138,6 @@ def _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
     return rows.drawn_results(index, x, m, cut, temperature)
 
 
-# --- The best entries of each row, on all devices
-
-
-class Best(NamedTuple):
-    """The best entries of each row, (..., n), the best first, masked ones last."""
-
-    logits: Any
-    where: Any  # None if none is masked
-    index: Any  # in the whole row
-
-
 def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
     """Returns the n best entries of each row, the same on all devices, the totals of the row, and its length."""
     # Each device lists n entries. All lists together have at most an eighth of the row, a limit that was not measured.
@@ -175,43 +158,3 @@ def _best(run_shard, logits, where, temperature, mesh_axes, n: int):
     best = Best(won.astype(logits.dtype), None if where is None else index >= 0, jnp.maximum(index, ~index))
     top = logits_of(rows.as_float(best.logits), best.where)[..., :1]
     return best, rows.totals_of(top, m, total, temperature), logits.shape[-1] * lax.axis_size(mesh_axes)
-
-
-def _cutoff_among(best: Best, totals: rows.Totals, top_k, top_p, min_p, length):
-    """Returns the cutoff, whether the row is complete, and whether it is free. The cutoff is right in such rows.
-
-    A row is complete if it keeps only listed entries: the list ends with an entry that is left out, or is the whole
-    row. A row without a draw is complete as well. A row is free if the filters keep all of it, whatever its logits are.
-    """
-    key, n = rows.keys(best.logits, best.where), best.index.shape[-1]
-    position, mass = positions(key), rows.masses(best.logits, best.where, totals)
-    # `known`: whether the listed entries tell where top_k ends.
-    kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
-    is_free = ~totals.greedy
-    if top_k is not None:
-        is_all = top_k >= length
-        kept = position < jnp.broadcast_to(top_k, mass.shape)
-        known = (top_k < n) | is_all
-        kept_total = jnp.where(is_all, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
-        is_free &= is_all
-    if top_p is not None:
-        before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
-        before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])[..., :-1]
-        kept &= before < rows.mass_goal(top_p, kept_total)
-        is_free &= top_p >= 1
-    if min_p is not None:
-        kept &= mass >= min_p
-        is_free &= min_p <= 0
-    kept = jnp.where(totals.greedy, position == 0, kept)
-    count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
-    complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
-    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (key, best.index))
-    key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, rows.NOWHERE, index)
-    kept_total = jnp.where(is_free, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
-    return rows.cutoff_of(key, index, kept_total, totals), complete, is_free
-
-
-def _unless_complete(complete, found, other, *operands):
-    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
-    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
-    return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)

@@ -97,7 +97,7 @@ _PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 def sample_rows(
     plan: SamplePlan, logits, where, temperature, top_k, top_p, min_p, words=None, stride: int | None = None
 ) -> list:
-    """Returns the results of `xla.sample`, or without words and stride the fields of `rows.cutoff`.
+    """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`.
 
     `words` (rows, 4) are the noise, folded, unlike in `xla.sample`. Parameters are (..., 1), one element, or None.
     """

@@ -1,7 +1,7 @@
 """The cutoff of the filters, the draw of `sample` and its derivatives, as objects."""
 
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
-from pallas_softmax._src.sample import mesh, rows, xla
+from pallas_softmax._src.sample import mesh, xla
 
 
 def _mosaic_gpu() -> dict[str, Kernel]:
@@ -14,7 +14,7 @@ CUTOFF = RowOperation(
     name="filter_cutoff",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
     results=PER_ROW,
-    plain=rows.cutoff,
+    plain=xla.cutoff,
     kernels={"mosaic_gpu": _mosaic_gpu},
     on_mesh=mesh.cutoff_on_mesh,
     divided_by_xla=False,

@@ -3,7 +3,7 @@
 A row is in the order of `lax.top_k`: by value, ties by the lowest index. The filters keep the first entries in this
 order, so the last kept entry, as a sort key and an index, determines all kept entries: it is the row's `Cutoff`.
 
-`cutoff` finds it without a sort of the row. The measure of an entry is 1 for top_k, and its mass for top_p. The last
+`search` finds it without a sort of the row. The measure of an entry is 1 for top_k, and its mass for top_p. The last
 kept entry is the first one, in the row's order, at which the sum of the measures reaches a goal. Two steps find it:
 
     its key     by bisection on the bits of the sort keys: `_last_entry`
@@ -146,7 +146,7 @@ def mass_goal(top_p, total):
 # --- The search
 
 
-def cutoff(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
+def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
     key, totals = keys(logits, where), totals_of_rows(logits, where, temperature)
     mass = masses(logits, where, totals)
     indices = positions(key)

@@ -1,4 +1,4 @@
-"""Plain JAX of `sample` and `filter_logits`: the draw, its derivatives, and filtered rows. `rows.py` has the filters.
+"""Plain JAX of `sample` and `filter_logits`: where the filters cut each row, the draw, and its derivatives.
 
     logits        of any rank, floats or integers; a row is the last axis
     where         None, or a boolean of the rank of the logits that broadcasts to them
@@ -14,15 +14,43 @@ The temperature and the filters have the rank of the logits. Their size is 1 in 
 the logits in the others.
 """
 
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.masks import at, logits_of, masked, positions, row_at, stored, sum_over
+from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, row_at, stored, sum_over
 from pallas_softmax._src.sample import rows
 from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.stats.xla import logits_at
 from pallas_softmax._src.temperatures import Temperature, is_zero
+from pallas_softmax._src.topk.xla import best_order
+
+# The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
+# takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
+# took, in ms (jax 0.11.2, 2026-11-23):
+#
+#                                       V = 4,096   8,192   16,384
+#   top_k = 50              search            1.4     2.7      5.6
+#                           candidates        3.1     3.8      4.8
+#   top_k = 50 and a top_p  search            2.4     4.5      8.6
+#                           candidates        3.1     3.9      5.0
+_CANDIDATES, _LONG_ROW = 128, 2**14
+
+
+def cutoff(logits, where, temperature, top_k, top_p, min_p):
+    filters = top_k, top_p, min_p
+
+    def by_search(logits):
+        return rows.search(logits, where, temperature, *filters)
+
+    def among(best, totals):
+        cut, complete, is_free = cutoff_among(best, totals, *filters, logits.shape[-1])
+        return cut, complete | is_free
+
+    return _by_candidates(logits, where, temperature, top_k, among, by_search)
 
 
 def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
@@ -31,12 +59,20 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     Returns, (..., 1) each: the index in the whole row (int32), log softmax(logits / temperature) there, and the
     `log_mass` of the `Cutoff`. They are -1 and NaN in a row without a draw.
     """
-    cut = rows.cutoff(logits, where, temperature, top_k, top_p, min_p)
-    indices = jnp.broadcast_to(positions(logits), logits.shape)
-    drawn = draw(logits, where, indices, gumbel_at(words, indices, stride), temperature, cut)
-    m = cut.top if jnp.issubdtype(logits.dtype, jnp.floating) else jnp.zeros_like(cut.top)
-    x = at(rows.elements(logits, where), jnp.maximum(drawn, 0))
-    return rows.drawn_results(drawn, x, m, cut, temperature)
+    filters = top_k, top_p, min_p
+
+    def by_search(logits):
+        cut = rows.search(logits, where, temperature, *filters)
+        indices = jnp.broadcast_to(positions(logits), logits.shape)
+        drawn = draw(logits, where, indices, gumbel_at(words, indices, stride), temperature, cut)
+        m = cut.top if jnp.issubdtype(logits.dtype, jnp.floating) else jnp.zeros_like(cut.top)
+        x = at(rows.elements(logits, where), jnp.maximum(drawn, 0))
+        return rows.drawn_results(drawn, x, m, cut, temperature)
+
+    def among(best, totals):
+        return sample_among(best, totals, words, temperature, *filters, logits.shape[-1], stride=stride)[:2]
+
+    return _by_candidates(logits, where, temperature, top_k, among, by_search)
 
 
 def draw(logits, where, indices, noise, temperature, cut: rows.Cutoff, mesh_axes=()):
@@ -90,6 +126,87 @@ def filtered(logits, where, temperature, cut: rows.Cutoff, *, mesh_axes=()):
     z = rows.tempered(jnp.where(live, x, 0), cut.top, jnp.where(jnp.isnan(temperature), 1, temperature))
     nothing = (cut.top == -jnp.inf) & ~jnp.isnan(temperature)
     return jnp.where(live, z, jnp.where((cut.index >= 0) | nothing, -jnp.inf, jnp.nan))
+
+
+# --- The best entries of each row only: candidates on a CPU, and what the devices of a mesh exchange
+#
+# On a CPU, `lax.top_k` of a few elements of a long row is faster than the search, and only these elements need noise.
+
+
+class Best(NamedTuple):
+    """The best entries of each row, (..., n), the best first, masked ones last."""
+
+    logits: Any
+    where: Any  # None if none is masked
+    index: Any  # in the whole row
+
+
+def cutoff_among(best: Best, totals: rows.Totals, top_k, top_p, min_p, length):
+    """Returns the cutoff, whether the row is complete, and whether it is free. The cutoff is right in such rows.
+
+    A row is complete if it keeps only listed entries: the list ends with an entry that is left out, or is the whole
+    row. A row without a draw is complete as well. A row is free if the filters keep all of it, whatever its logits are.
+    """
+    key, n = rows.keys(best.logits, best.where), best.index.shape[-1]
+    position, mass = positions(key), rows.masses(best.logits, best.where, totals)
+    # `known`: whether the listed entries tell where top_k ends.
+    kept, known, kept_total = jnp.ones(mass.shape, bool), True, totals.total
+    is_free = ~totals.greedy
+    if top_k is not None:
+        is_all = top_k >= length
+        kept = position < jnp.broadcast_to(top_k, mass.shape)
+        known = (top_k < n) | is_all
+        kept_total = jnp.where(is_all, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
+        is_free &= is_all
+    if top_p is not None:
+        before = jnp.cumsum(jnp.where(kept, mass, 0), -1)
+        before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])[..., :-1]
+        kept &= before < rows.mass_goal(top_p, kept_total)
+        is_free &= top_p >= 1
+    if min_p is not None:
+        kept &= mass >= min_p
+        is_free &= min_p <= 0
+    kept = jnp.where(totals.greedy, position == 0, kept)
+    count = jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32)
+    complete = (n == length) | known & (count < n) | totals.greedy | ~(totals.total >= 1)
+    key, index = (jnp.take_along_axis(a, jnp.maximum(count - 1, 0), -1) for a in (key, best.index))
+    key, index = jnp.where(is_free, jnp.iinfo(key.dtype).min, key), jnp.where(is_free, rows.NOWHERE, index)
+    kept_total = jnp.where(is_free, totals.total, rows.sum_of(jnp.where(kept, mass, 0)))
+    return rows.cutoff_of(key, index, kept_total, totals), complete, is_free
+
+
+def sample_among(best: Best, totals: rows.Totals, words, temperature, top_k, top_p, min_p, length, *, stride):
+    """Returns the results of `sample`, valid in complete rows; which rows are complete; and which are free."""
+    cut, complete, is_free = cutoff_among(best, totals, top_k, top_p, min_p, length)
+    drawn = draw(*best, gumbel_at(words, best.index, stride), temperature, cut)
+    x = normalizers.largest(jnp.where(best.index == drawn, rows.elements(best.logits, best.where), -jnp.inf))
+    return rows.drawn_results(drawn, x, totals.m, cut, temperature), complete, is_free
+
+
+def _by_candidates(logits, where, temperature, top_k, among, by_search):
+    """Returns the first result of among(best, totals), on a CPU for long rows with a top_k; else by_search(logits).
+
+    The second one says which rows are complete. If some row is not, the search runs for all rows.
+    """
+    vocab = logits.shape[-1]
+    is_float32 = jnp.issubdtype(logits.dtype, jnp.floating) and rows.as_float(logits).dtype == jnp.float32
+    if top_k is None or not is_float32 or not isinstance(vocab, int) or vocab < _LONG_ROW:
+        return by_search(logits)
+
+    def by_candidates(logits):
+        index = best_order(logits, where, _CANDIDATES)
+        best = Best(at(logits, index), mask_at(where, logits, index), index)
+        found, complete = among(best, rows.totals_of_rows(logits, where, temperature))
+        # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
+        return unless_complete(complete, found, by_search, logits)
+
+    return lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
+
+
+def unless_complete(complete, found, other, *operands):
+    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
+    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
+    return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
 
 
 # --- Derivatives of the log-probability of a draw
