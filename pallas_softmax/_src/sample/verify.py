@@ -55,9 +55,9 @@ class Verified(NamedTuple):
 export.register_namedtuple_serialization(Verified, serialized_name="pallas_softmax.Verified")
 
 
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    drafts = arguments.known_labels("verify", given["draft_tokens"], "draft_tokens", _INT32_MAX)
-    return api.known_numbers(given, function="verify") | {"draft_tokens": drafts}
+def _known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    drafts = arguments.known_labels(function, given["draft_tokens"], "draft_tokens", _INT32_MAX)
+    return api.known_numbers(function, given) | {"draft_tokens": drafts}
 
 
 @at_once("implementation", known=_known_numbers)
@@ -187,13 +187,7 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
     shape = (*x.shape[:-2], x.shape[-2] - 1)
-    drafts = arguments.array("verify", "draft_tokens", draft_tokens)
-    if not jnp.issubdtype(drafts.dtype, jnp.integer):
-        raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
-    if drafts.shape != shape:
-        raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
-    drafts = drafts if drafts.dtype.itemsize >= 4 else drafts.astype(jnp.int32)  # int8 cannot hold the bounds
-    drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
+    drafts = arguments.integers("verify", "draft_tokens", draft_tokens, shape)
     drafts = jnp.where(drafts < x.shape[-1], drafts, -1)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None
