@@ -23,6 +23,7 @@ from pallas_softmax._src.temperatures import is_zero
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
+_INT32 = np.iinfo(np.int32)
 
 
 class Rows(NamedTuple):
@@ -59,11 +60,10 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], of_shape: str 
     return to_int32(x, -1)
 
 
-def to_int32(x: jax.Array, least: int) -> jax.Array:
-    """Returns integers in int32. Those below `least`, or above the int32 maximum, become the nearest of the two."""
-    x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)  # int8 cannot hold the bounds
-    least = least if jnp.iinfo(x.dtype).min else 0
-    return jnp.clip(x, least, np.iinfo(np.int32).max).astype(jnp.int32)
+def to_int32(x: Any, least: int) -> Any:
+    """Returns integers of NumPy or JAX in int32. Below `least` they become `least`, above the maximum the maximum."""
+    x = x if x.dtype.itemsize >= 4 else x.astype(np.int32)  # int8 cannot hold the bounds
+    return x.clip(least if np.iinfo(x.dtype).min else 0, _INT32.max).astype(np.int32)
 
 
 def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
@@ -91,14 +91,10 @@ def check_array(function: str, name: str, x, *, any_integer: bool = False) -> No
         )
 
 
-def known_labels(function: str, labels, name: str = "labels", wide: int = -1) -> Any:
-    """Returns the labels for `at_once`; `wide` for labels of 64 bits that JAX would wrap."""
+def known_labels(function: str, name: str, labels) -> Any:
+    """Returns the labels for `at_once`. Labels of 64 bits that JAX would wrap become int32, as by `integers`."""
     check_array(function, name, labels, any_integer=not isinstance(labels, int))
-    if not has_wide_integers(labels):
-        return labels
-    labels = np.asarray(labels)
-    fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
-    return np.where(fits, labels.astype(np.int32), np.int32(wide))
+    return to_int32(np.asarray(labels), -1) if has_wide_integers(labels) else labels
 
 
 def real_numbers(function: str, name: str, x) -> Any:
@@ -130,7 +126,7 @@ def in_range(
     """
     given = value
     if integer and type(value) is int:  # may exceed int64
-        value = max(min(value, np.iinfo(np.int32).max), np.iinfo(np.int32).min)
+        value = max(min(value, _INT32.max), _INT32.min)
     elif integer and has_wide_integers(value):
         check_array(function, name, value, any_integer=True)
     else:
@@ -146,7 +142,7 @@ def in_range(
     if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     stays = not integer or (isinstance(value, jax.Array) and not has_wide_integers(value))  # on the device
-    return value if stays else np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32)
+    return value if stays else to_int32(number, _INT32.min)
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
@@ -168,7 +164,7 @@ def known_temperature(function: str, temperature, logits) -> Any:
 _NUMBERS: dict[str, Callable] = {
     **dict.fromkeys(("a", "b"), real_numbers),
     "bias": parameter,
-    "labels": lambda function, name, labels: known_labels(function, labels, name),
+    **dict.fromkeys(("labels", "draft_tokens"), known_labels),
     "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
 }
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
@@ -33,9 +32,6 @@ class Routing(NamedTuple):
     weights: jax.Array
     indices: jax.Array
     logsumexp: jax.Array
-
-
-export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
 
 
 # A scale that is an array is not hashable, so `at_once` leaves such a call to its caller's program.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, normalizers
@@ -43,9 +43,6 @@ class Sample(NamedTuple):
     indices: jax.Array
     log_probs: jax.Array
     log_mass: jax.Array
-
-
-export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
 
 
 # For each filter, which numbers are accepted, and the same in words.

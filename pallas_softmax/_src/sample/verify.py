@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -37,8 +37,6 @@ from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept
 from pallas_softmax._src.sample.xla import noise_of_mass
 from pallas_softmax._src.temperatures import Temperature
 
-_INT32_MAX = np.iinfo(np.int32).max
-
 
 class Verified(NamedTuple):
     """The tokens that a step of speculative decoding adds to each sequence.
@@ -52,15 +50,7 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
-export.register_namedtuple_serialization(Verified, serialized_name="pallas_softmax.Verified")
-
-
-def _known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
-    drafts = arguments.known_labels(function, given["draft_tokens"], "draft_tokens", _INT32_MAX)
-    return api.known_numbers(function, given) | {"draft_tokens": drafts}
-
-
-@at_once("implementation", known=_known_numbers)
+@at_once("implementation", known=api.known_numbers)
 def verify(
     key: jax.Array | np.ndarray,
     draft_tokens: "ArrayLike",

@@ -60,7 +60,7 @@ def softmax(
       >>> ps.softmax(x, where=x > 0)
       Array([0.   , 0.269, 0.731], dtype=float32)
     """
-    return _of_floats(SOFTMAX, x, axis, where, axis_name, implementation)
+    return evaluate(*_of_floats(SOFTMAX, x, axis, where, axis_name, implementation))
 
 
 @at_once("axis", "axis_name", "implementation")
@@ -95,7 +95,7 @@ def log_softmax(
       >>> ps.log_softmax(x)
       Array([-2.408, -1.408, -0.408], dtype=float32)
     """
-    return _of_floats(LOG_SOFTMAX, x, axis, where, axis_name, implementation)
+    return evaluate(*_of_floats(LOG_SOFTMAX, x, axis, where, axis_name, implementation))
 
 
 @overload
@@ -179,7 +179,7 @@ def logsumexp(
     dtype = normalizers.float_dtype(rows.x.dtype)
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
-    out, _ = _evaluate(LOGSUMEXP, rows, implementation)
+    out, _ = evaluate(*_of_rows(LOGSUMEXP, rows, implementation))
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
@@ -204,14 +204,14 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
-def _of_floats(operation: RowOperation, x, axis, where, axis_name, implementation):
-    """Returns the results of an operation that is invariant to shifts. Integer logits become floats by a shift."""
+def _of_floats(operation: RowOperation, x, axis, where, axis_name, implementation: str | None) -> tuple:
+    """Returns the arguments of `evaluate`. Integer logits become floats with the same softmax."""
     rows = arguments.rows(operation.name, "x", x, axis, where, axis_name)
     x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
     # A cast to the same dtype gives the gradient the weak type of x, as in JAX.
-    return _evaluate(operation, rows._replace(x=x.astype(x.dtype)), implementation)
+    return _of_rows(operation, rows._replace(x=x.astype(x.dtype)), implementation)
 
 
-def _evaluate(operation: RowOperation, rows: arguments.Rows, implementation: str | None):
+def _of_rows(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> tuple:
     call = describe(operation, *rows, function=operation.name)
-    return evaluate(choose_all(call, implementation, axes=rows.axes), rows.x, rows.where)
+    return choose_all(call, implementation, axes=rows.axes), rows.x, rows.where

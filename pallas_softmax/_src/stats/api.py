@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, sort_keys
@@ -38,9 +38,6 @@ class TokenStats(NamedTuple):
     logsumexp: jax.Array
     argmax: jax.Array
     rank: jax.Array | Any = None
-
-
-export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
 
 
 @at_once("axis", "rank", "axis_name", "implementation", known=arguments.known_numbers)
