@@ -10,6 +10,8 @@ The examples of the docstrings share these lines:
     jnp.set_printoptions(precision=3)
 """
 
+from jax import export as _export
+
 from pallas_softmax import online
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, ImplementationName, explain
@@ -32,6 +34,13 @@ from pallas_softmax._src.topk.api import fused_topk, top_k
 from pallas_softmax._src.topk.xla import TopK
 
 __version__ = "0.1.0"
+
+# Programs of `jax.export` name the types of their results.
+_register = _export.register_namedtuple_serialization
+for _type in (Routing, Sample, TokenStats, TopK, Verified):
+    _register(_type, serialized_name=f"pallas_softmax.{_type.__name__}")
+for _type in (online.Moments, online.Normalizer):
+    _register(_type, serialized_name=f"pallas_softmax.online.{_type.__name__}")
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -4,6 +4,7 @@ Every error message names the argument, its value and the accepted values. `func
 the argument, for messages. A function "for `at_once`" checks a number as the user passed it, before JAX traces it.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,25 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary_together
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
 from pallas_softmax._src.masks import stored
-from pallas_softmax._src.misfits import has_wide_integers, is_jet, is_known, misfit, traced
+from pallas_softmax._src.misfits import check_static, has_wide_integers, is_jet, is_known, misfit
 from pallas_softmax._src.temperatures import is_zero
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
+_INT32 = np.iinfo(np.int32)
 
 
 class Rows(NamedTuple):
     """Checked logits, and what makes a row of them."""
 
     x: jax.Array  # sharded like the mask, and varying over the same mesh axes
-    where: jax.Array | None  # of the rank of `x`
     axes: tuple[int, ...]  # ascending, not negative
+    where: jax.Array | None  # of the rank of `x`
     mesh_axes: tuple[str, ...]
 
 
@@ -39,11 +40,35 @@ def array(function: str, name: str, x) -> jax.Array:
     return jnp.asarray(x)
 
 
-def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
-    """Returns `x` as a JAX array of real numbers, and `axis` as a nonnegative number."""
+def real_array(function: str, name: str, x, wanted: str = "a float or integer array") -> jax.Array:
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
+        raise TypeError(f"{function}: {name} must be {wanted}, got {x.dtype.name}")
+    return x
+
+
+def integers(function: str, name: str, x, shape: tuple[int, ...], of_shape: str = "the shape") -> jax.Array:
+    """Returns `x`, checked, in int32. Integers below -1 become -1, and those above the int32 maximum this maximum.
+
+    `of_shape` says in words what the shape is.
+    """
+    x = array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{function}: {name} must be integers, got {x.dtype.name}")
+    if x.shape != shape:
+        raise ValueError(f"{function}: {name} must have {of_shape} {shape}, got {x.shape}")
+    return to_int32(x, -1)
+
+
+def to_int32(x: Any, least: int) -> Any:
+    """Returns integers of NumPy or JAX in int32. Below `least` they become `least`, above the maximum the maximum."""
+    x = x if x.dtype.itemsize >= 4 else x.astype(np.int32)  # int8 cannot hold the bounds
+    return x.clip(least if np.iinfo(x.dtype).min else 0, _INT32.max).astype(np.int32)
+
+
+def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
+    """Returns `x` as a JAX array of real numbers, and `axis` as a nonnegative number."""
+    x = real_array(function, name, x)
     axis = static_int(function, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
@@ -66,14 +91,10 @@ def check_array(function: str, name: str, x, *, any_integer: bool = False) -> No
         )
 
 
-def known_labels(function: str, labels, name: str = "labels", wide: int = -1) -> Any:
-    """Returns the labels for `at_once`; `wide` for labels of 64 bits that JAX would wrap."""
+def known_labels(function: str, name: str, labels) -> Any:
+    """Returns the labels for `at_once`. Labels of 64 bits that JAX would wrap become int32, as by `integers`."""
     check_array(function, name, labels, any_integer=not isinstance(labels, int))
-    if not has_wide_integers(labels):
-        return labels
-    labels = np.asarray(labels)
-    fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
-    return np.where(fits, labels.astype(np.int32), np.int32(wide))
+    return to_int32(np.asarray(labels), -1) if has_wide_integers(labels) else labels
 
 
 def real_numbers(function: str, name: str, x) -> Any:
@@ -105,7 +126,7 @@ def in_range(
     """
     given = value
     if integer and type(value) is int:  # may exceed int64
-        value = max(min(value, np.iinfo(np.int32).max), np.iinfo(np.int32).min)
+        value = max(min(value, _INT32.max), _INT32.min)
     elif integer and has_wide_integers(value):
         check_array(function, name, value, any_integer=True)
     else:
@@ -121,7 +142,7 @@ def in_range(
     if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     stays = not integer or (isinstance(value, jax.Array) and not has_wide_integers(value))  # on the device
-    return value if stays else np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32)
+    return value if stays else to_int32(number, _INT32.min)
 
 
 def known_temperature(function: str, temperature, logits) -> Any:
@@ -137,6 +158,26 @@ def known_temperature(function: str, temperature, logits) -> Any:
     least = np.finfo(np.float64 if is_wide else np.float32).smallest_subnormal
     is_less = (known > 0) & (known < least)
     return np.where(is_less, least, known) if np.any(is_less) else temperature
+
+
+# For further numbers, how `known_numbers` checks them: (function, name, value) -> the checked value
+_NUMBERS: dict[str, Callable] = {
+    **dict.fromkeys(("a", "b"), real_numbers),
+    "bias": parameter,
+    **dict.fromkeys(("labels", "draft_tokens"), known_labels),
+    "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
+}
+
+
+def known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers among the arguments of a function of logits, checked for `at_once`."""
+    found = {}
+    if "temperature" in given:
+        found["temperature"] = known_temperature(function, given["temperature"], given["logits"])
+    for name, check in _NUMBERS.items():
+        if given.get(name) is not None:
+            found[name] = check(function, name, given[name])
+    return found
 
 
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
@@ -190,7 +231,7 @@ def rows(
     if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
     x, where = vary_together(*share_sharding(x, where), over=mesh_axes)
-    return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+    return Rows(x, tuple(sorted(axes)), where, mesh_axes)
 
 
 def last_axis(
@@ -209,7 +250,7 @@ def last_axis(
     for name, a in per_row:
         if a is not None and varies(a, mesh_axes):
             raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
-    call = describe(operation, x, (axis,), where, k, mesh_axes, function=function)
+    call = describe(operation, x, (axis,), where, mesh_axes, k, function=function)
     arrays = share_sharding(jnp.moveaxis(x, axis, -1), where, *(a for _, a in per_row))
     arrays = vary_together(*arrays, but=mesh_axes)
     return call, [*vary_together(*arrays[:2], over=mesh_axes), *arrays[2:]]
@@ -226,8 +267,7 @@ def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: ja
 
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     """Returns the reduced axes, as nonnegative numbers; raises numpy's AxisError if one is out of range."""
-    if isinstance(axis, Tracer):
-        raise TypeError(traced(function, "axis", "None, an int or a sequence of ints", axis))
+    check_static(function, "axis", "None, an int or a sequence of ints", axis)
     try:
         return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, function)
     except np.exceptions.AxisError:
@@ -262,8 +302,7 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def static_int(function: str, name: str, value) -> int:
-    if isinstance(value, Tracer):
-        raise TypeError(traced(function, name, "a static Python int", value))
+    check_static(function, name, "a static Python int", value)
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
     try:
@@ -287,8 +326,7 @@ def winners(function: str, k, length) -> int:
 
 
 def static_bool(function: str, name: str, value) -> bool:
-    if isinstance(value, Tracer):
-        raise TypeError(traced(function, name, "a static Python bool", value))
+    check_static(function, name, "a static Python bool", value)
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
     return bool(value)

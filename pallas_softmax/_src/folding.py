@@ -81,21 +81,24 @@ def fold(
     """Returns arrays of one shape as arrays of rows (rows, vocab); their mask; and a function that unfolds a result.
 
     `where` is None, or a boolean of their rank that broadcasts to them. The function restores the rank of a result that
-    has all elements, or one number for each row; in that case its reduced axes get size 1.
+    has all elements (rows, vocab), or n numbers for each row: (rows, n) or (rows,). The last reduced axis gets size n,
+    and the others size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
     order = (*batch, *axes)
     transposed = tuple(shape[a] for a in order)
     batch_shape, row_shape = transposed[: len(batch)], transposed[len(batch) :]
+    vocab = math.prod(row_shape)
     mask = fold_mask(None if where is None else where.transpose(order), transposed, len(batch))
 
     def unfold(result):
-        kept = row_shape if result.size == arrays[0].size else (1,) * len(axes)
+        n = 1 if result.ndim == 1 else result.shape[1]
+        kept = row_shape if n == vocab else (*(1,) * (len(axes) - 1), n)
         back = [order.index(a) for a in range(len(shape))]
         return result.reshape(*batch_shape, *kept).transpose(back)
 
-    return [a.transpose(order).reshape(-1, math.prod(row_shape)) for a in arrays], mask, unfold
+    return [a.transpose(order).reshape(-1, vocab) for a in arrays], mask, unfold
 
 
 def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -104,20 +107,14 @@ def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
-    """Returns logits (rows, vocab), their mask, their temperatures, and a function that unfolds a result (rows, k).
+    """Returns the results of `fold` along the last axis, with the temperatures, (1,) or (rows,), in the third place.
 
-    `temperature` has one element, or one for each row (..., 1), or is None. The temperatures are (1,) or (rows,).
+    `temperature` has one element, or one for each row (..., 1), or is None.
     """
-    *batch, vocab = logits.shape
-    if temperature is not None and temperature.size > 1:
-        temperature = jnp.broadcast_to(temperature, (*batch, 1))
-
-    def unfold(result):
-        return result.reshape(*batch, result.shape[-1])
-
-    return (
-        logits.reshape(-1, vocab),
-        fold_mask(where, logits.shape, len(batch)),
-        None if temperature is None else temperature.reshape(-1),
-        unfold,
-    )
+    (x,), mask, unfold = fold([logits], where, (logits.ndim - 1,))
+    if temperature is not None:
+        one_for_all = temperature.size == 1
+        temperature = (temperature if one_for_all else fold_numbers(temperature, logits.shape[:-1])).reshape(
+            -1
+        )
+    return x, mask, temperature, unfold

@@ -25,17 +25,18 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
     return None if any_integer else _out_of_range(x)
 
 
-def traced(function: str, name: str, accepted: str, value: Tracer) -> str:
-    """Returns the message for a traced value of a static argument."""
+def check_static(function: str, name: str, accepted: str, value) -> None:
+    """Raises if the value of a static argument is traced."""
     if type(value).__name__ == "BatchTracer":
-        return (
+        raise TypeError(
             f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
             "pass it with in_axes=None as a Python value, or close over it"
         )
-    return (
-        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
-        f"static_argnames={name!r} of jax.jit, or close over it"
-    )
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{function}: {name} must be {accepted}, got a traced value; pass it through "
+            f"static_argnames={name!r} of jax.jit, or close over it"
+        )
 
 
 def is_jet(x) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import sort_keys
@@ -52,9 +52,6 @@ class Normalizer(NamedTuple):
     d: jax.Array
 
 
-export.register_namedtuple_serialization(Normalizer, serialized_name="pallas_softmax.online.Normalizer")
-
-
 class Moments(NamedTuple):
     """A normalizer extended for the entropy, which is log(d) - t / d: neither term cancels in a peaked row.
 
@@ -68,8 +65,6 @@ class Moments(NamedTuple):
     d: jax.Array
     t: jax.Array
 
-
-export.register_namedtuple_serialization(Moments, serialized_name="pallas_softmax.online.Moments")
 
 Sums = TypeVar("Sums", Normalizer, Moments)
 """What ⊕ merges: a `Normalizer`, or `Moments`."""

@@ -25,7 +25,7 @@ def key(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
         if jnp.finfo(x.dtype).bits < 8:  # no integers have this width
             x = x.astype(jnp.float16)
-        return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)))
+        return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)), x.dtype)
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         signed = _int_dtype(x.dtype)
         return lax.bitcast_convert_type(x, signed) ^ jnp.iinfo(signed).min
@@ -38,7 +38,8 @@ def wide_key(x: jax.Array) -> jax.Array:
 
 
 def from_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return lax.bitcast_convert_type(_flip_negative(key), dtype)
+    """Returns the floats of this dtype that have these keys, which are of the width of the dtype or int32."""
+    return lax.bitcast_convert_type(_flip_negative(key, dtype).astype(_int_dtype(dtype)), dtype)
 
 
 def value_key(x: jax.Array) -> jax.Array:
@@ -82,27 +83,27 @@ def from_floats(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(signed ^ jnp.iinfo(signed.dtype).min, dtype)
 
 
-def _flip_negative(bits: jax.Array) -> jax.Array:
-    """Inverts all bits of negative numbers except the sign. The function is its own inverse."""
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+def _flip_negative(bits, dtype):
+    """Inverts the bits of negative numbers of a dtype, except the sign. The function is its own inverse.
+
+    The bits may be in int32. A shift and a mask cost a kernel less than a select.
+    """
+    negative = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 8 * bits.dtype.itemsize - 1))
+    return bits ^ (negative & np.array(~lowest_key(dtype), bits.dtype))
 
 
 # --- In kernels: int32 keys
 
 
 def key32(x):
-    return _flip_negative32(lax.bitcast_convert_type(x, _int_dtype(x.dtype)).astype(jnp.int32), x.dtype)
+    return _flip_negative(lax.bitcast_convert_type(x, _int_dtype(x.dtype)).astype(jnp.int32), x.dtype)
 
 
 def from_key32(key, dtype):
     """Returns the floats of this dtype that have these keys, converted to float32."""
     if jnp.dtype(dtype) == jnp.bfloat16:
-        return lax.bitcast_convert_type(_flip_negative32(key, dtype) << 16, jnp.float32)
-    return element_of_key32(key, dtype).astype(jnp.float32)
-
-
-def element_of_key32(key, dtype):
-    return lax.bitcast_convert_type(_flip_negative32(key, dtype).astype(_int_dtype(dtype)), dtype)
+        return lax.bitcast_convert_type(_flip_negative(key, dtype) << 16, jnp.float32)
+    return from_key(key, dtype).astype(jnp.float32)
 
 
 def widened_key(key, dtype):
@@ -114,12 +115,6 @@ def widened_key(key, dtype):
         return key
     x, least = from_key32(key, dtype), jnp.iinfo(jnp.int32).min + 1
     return jnp.where(jnp.isnan(x), jnp.where(key < 0, least, jnp.iinfo(jnp.int32).max), key32(x))
-
-
-def _flip_negative32(bits, dtype):
-    """Like `_flip_negative`, for the bits of a dtype in int32. A shift and a mask cost a kernel less than a select."""
-    negative = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31))
-    return bits ^ (negative & ~jnp.int32(lowest_key(dtype)))
 
 
 # --- Keys of single numbers

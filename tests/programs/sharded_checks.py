@@ -741,10 +741,23 @@ CHECKS["temperature_of_each_device"] = temperature_of_each_device
 
 # --- Reshapes after which XLA splits a mesh axis over two dimensions ------------------------------------
 
-LINEAR = {
-    "linear_cross_entropy": functools.partial(ps.linear_cross_entropy, reduction=None),
-    "linear_logsumexp": lambda x, w, labels: ps.linear_logsumexp(x, w),
-    "linear_log_probs": ps.linear_log_probs,
+HEAD = np.random.default_rng(0).standard_normal((16, 16)).astype(F32)
+
+
+def labels_of(x):
+    return jnp.where(x[..., 0] > 0, 3, 9)
+
+
+# name: a function of (8, heads, V), or of (heads, tokens, D) for a projection
+RESHAPED = {
+    "softmax": lambda x: ps.softmax(x, where=jnp.tri(*x.shape[1:], dtype=bool)),  # a mask that all rows share
+    "topk": lambda x: ps.fused_topk(x, 2),
+    "logsumexp": lambda x: ps.logsumexp(x, -1),
+    "log_softmax": ps.log_softmax,
+    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
+    "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x, HEAD, labels_of(x), reduction=None),
+    "linear_logsumexp": lambda x: ps.linear_logsumexp(x, HEAD),
+    "linear_log_probs": lambda x: ps.linear_log_probs(x, HEAD, labels_of(x)),
 }
 HEADS = (4, 12, 2, 6, 8, 16)
 MESHES = {"line": lambda n: (n,), "rows": lambda n: (2, n // 2), "columns": lambda n: (n // 2, 2)}
@@ -758,70 +771,42 @@ def mesh_of(shape):
     return jax.sharding.Mesh(devices.reshape(sizes), ("a", "b")[: len(sizes)])
 
 
-def by_heads(op, heads):
-    """Returns a function that reshapes its first argument, its arguments, and the dimension of each to shard.
-
-    The function returns a value and an auxiliary output. The value has no dimension of heads: JAX gathers a result if
-    no PartitionSpec describes its sharding.
-    """
-
-    def projection(x, w, labels):
-        y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
-        return y.reshape(-1), ()
-
-    # `sample` gathers 256 entries of each shard, which is little of a long row only
-    width = 2**14 if op == "sample" else 128
-
-    def rows(x):
-        x = x.reshape(8, heads, width)
-        if op == "sample":
-            return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
-        if op == "topk":
-            y, indices = ps.fused_topk(x, 2)
-        else:
-            where = (
-                jnp.tri(heads, width, dtype=bool) if op == "softmax" else None
-            )  # a mask that all rows share
-            y, indices = getattr(ps, op)(x, -1, where=where), ()
-        return y.reshape(8, -1), indices
-
-    rng = np.random.default_rng(heads)
-    if op not in LINEAR:
-        return rows, (rng.standard_normal((8, width * heads)).astype(F32),), (1,)
-    x, w = (rng.standard_normal(shape).astype(F32) for shape in ((128 * heads, 16), (16, 16)))
-    return projection, (x, w, rng.integers(0, 16, len(x))), (0, None, 0)
-
-
-def with_gradient(f):
-    """Returns f with the gradient of its first argument, for a cotangent that is a function of the value."""
-
-    def g(x, *others):
-        y, pullback, more = jax.vjp(lambda x: f(x, *others), x, has_aux=True)
-        return y, more, pullback(jnp.cos(3 * y))
-
-    return g
-
-
 @functools.cache
-def by_heads_on_one_device(op, heads):
-    f, arrays, _ = by_heads(op, heads)
-    return jax.jit(with_gradient(f))(*arrays)
+def by_heads(op, heads):
+    """Returns a function of an array that has a dimension for all heads, the array, and what one device computes.
+
+    The function returns its results and the gradient of the first one. They have no dimension of heads: JAX gathers a
+    result if no PartitionSpec describes its sharding.
+    """
+    # `sample` gathers 256 entries of each shard, which is little of a long row only
+    batch, row = ((), (128, 16)) if op.startswith("linear") else ((8,), (2**14 if op == "sample" else 128,))
+    shape = (*batch, heads * row[0], *row[1:])
+
+    def f(x):
+        results = RESHAPED[op](x.reshape(*batch, heads, *row))
+        return jax.tree.map(lambda a: a.reshape(*batch, -1), results)
+
+    def both(x):
+        return f(x), pulled(lambda x: calls.with_gradient(f(x))[0])(x)
+
+    x = np.random.default_rng(heads).standard_normal(shape).astype(F32)
+    return both, x, jax.jit(both)(x)
 
 
 @each(op=("softmax", "topk", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, most=6)
 @each(op=("sample",), shape=MESHES, heads=HEADS, most=3)
-@each(op=LINEAR, shape=MESHES, heads=HEADS, most=6)
+@each(op=[op for op in RESHAPED if op.startswith("linear")], shape=MESHES, heads=HEADS, most=6)
 def reshaped(op, shape, heads):
     """Results and gradients agree with one device, and no collective moves a whole shard."""
-    f, arrays, dimensions = by_heads(op, heads)
+    f, x, want = by_heads(op, heads)
     at = mesh_of(shape)
-    specs = [P(*[None] * a, at.axis_names) if a is not None else P() for a in dimensions]
-    got, sent = execute(with_gradient(f), *lay(arrays, at, specs))
-    assert_near(got, by_heads_on_one_device(op, heads), 1e-4, 1e-5)
+    spec = P(at.axis_names) if op.startswith("linear") else P(None, at.axis_names)
+    got, sent = execute(f, jax.device_put(x, NamedSharding(at, spec)))
+    assert_near(got, want, 1e-4, 1e-5)
     if heads % at.size == 0 or at.size % heads == 0:  # otherwise the reshape itself gathers
         # `sample` exchanges whole rows
         gathered = [c for c in sent if c.group > 1 and (op, c.kind) != ("sample", "all-to-all")]
-        assert all(c.bytes < arrays[0].nbytes // at.size for c in gathered), sent
+        assert all(c.bytes < x.nbytes // at.size for c in gathered), sent
 
 
 @each(spec=(("b", "v"), (None, ("v", "b")), ("v", "b")))

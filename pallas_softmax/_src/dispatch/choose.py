@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.core import Tracer
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
-from pallas_softmax._src.misfits import traced
+from pallas_softmax._src.misfits import check_static
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -29,8 +28,7 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 def check_name(function: str, implementation: str | None) -> None:
     accepted = f"None or one of {IMPLEMENTATIONS}"
-    if isinstance(implementation, Tracer):
-        raise TypeError(traced(function, "implementation", accepted, implementation))
+    check_static(function, "implementation", accepted, implementation)
     is_name = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
     if implementation is not None and not is_name:
         raise ValueError(f"{function}: implementation must be {accepted}, got {implementation!r}")

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def at_once(
-    *static: str, known: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    *static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[F], F]:
     """Returns a decorator that jits a function.
 
@@ -31,8 +31,8 @@ def at_once(
 
     Args:
       *static: the names of the static arguments. The others are arrays, scalars, None, or named tuples of them.
-      known: checks numbers before JAX traces or truncates them. It takes all arguments by name, as the user passed
-        them, and returns those that it replaces.
+      known: checks numbers before JAX traces or truncates them. It takes the name of the function, and all arguments by
+        name, as the user passed them. It returns those that it replaces.
     """
 
     def decorate(function: F) -> F:
@@ -51,7 +51,7 @@ def at_once(
             if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
                 return function(*args, **kwargs)  # Python raises its TypeError, with the function's name
             if known is not None:
-                given |= known(given)
+                given |= known(function.__name__, given)
             options = tuple([_plain(given[name]) for name in static])
             given |= zip(static, options)
             args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}

@@ -22,11 +22,7 @@ from jax.sharding import PartitionSpec as P
 def decode(
     devices: int, arrays: Sequence[Sequence[Sequence[int]] | None], ranks: Sequence[int]
 ) -> tuple[AbstractMesh, list[P]]:
-    """Returns a mesh, and how each array is sharded on it.
-
-    An array is replicated if no mesh can express its sharding together with the shardings of the arrays before it.
-    `arrays` are the results of `jax_internals.tiles`.
-    """
+    """Returns a mesh, and how each array is sharded on it. `arrays` are the results of `jax_internals.tiles`."""
     tiles = [np.array(of or np.zeros((rank, devices)), int) for of, rank in zip(arrays, ranks)]
     sizes, axes = common_axes(devices, tiles)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
@@ -37,19 +33,19 @@ def decode(
 def common_axes(
     devices: int, arrays: Sequence[np.ndarray]
 ) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
-    """Returns the axis sizes of a mesh that expresses all tilings, and the mesh axes of each dimension of each array.
+    """Returns the axis sizes of a mesh, and the mesh axes of each dimension of each array, as numbers.
 
-    Mesh axes are numbers. `arrays` hold the index of each device's tile, (dimensions, devices). An array that does not
-    fit has no mesh axes.
+    `arrays` hold the index of each device's tile, (dimensions, devices). An array is replicated if no mesh can express
+    its tiling together with the tilings of the arrays before it.
     """
-    sizes, fitting = (devices,), {}
-    for i, tiles in enumerate(arrays):
-        trial = fitting | {i: tiles}
-        trial_sizes = _split(np.concatenate([*trial.values()]))
-        if all(_axes_of(each, trial_sizes) is not None for each in trial.values()):
+    sizes, fitting = (devices,), []
+    for tiles in arrays:
+        trial = [*fitting, tiles]
+        trial_sizes = _split(np.concatenate(trial))
+        if all(_axes_of(each, trial_sizes) is not None for each in trial):
             sizes, fitting = trial_sizes, trial
-    axes = [_axes_of(tiles, sizes) if i in fitting else None for i, tiles in enumerate(arrays)]
-    return sizes, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
+    # a tiling that did not fit may fit the mesh of later ones
+    return sizes, [_axes_of(tiles, sizes) or [()] * len(tiles) for tiles in arrays]
 
 
 def _split(tiles: np.ndarray) -> tuple[int, ...]:

@@ -84,14 +84,10 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
 
 def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
     """Runs a call on arrays of one rank that may be sharded."""
-    operation = choice.call.row_operation
     if choice.call.mesh_axes:
         return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
-    leaves = jax.tree.leaves(arrays)
-    left_to_xla = choice.requested == "xla" and operation.divided_by_xla
-    if left_to_xla or not divisible(leaves):
+    if not divisible(jax.tree.leaves(arrays)):
         return by_platform(choice, arrays, keywords)
-
     return divide(_ROWS, choice, arrays, keywords)
 
 

@@ -189,8 +189,8 @@ def describe(
     x: jax.Array,
     axes: tuple[int, ...],
     where: jax.Array | None,
-    k: int | None = None,
     mesh_axes: tuple[str, ...] = (),
+    k: int | None = None,
     *,
     function: str,
 ) -> Call:

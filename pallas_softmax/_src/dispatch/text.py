@@ -1,8 +1,7 @@
 """Text for the static arguments of a call: equal calls have equal texts, and any process can read them back.
 
-None, bool, int, str                JSON's own
+None, bool, int, float, str         JSON's own
 tuple                               a JSON list
-float                               {"float": "0x1.8p+1"}
 dtype                               {"dtype": "bfloat16"}
 Operation                           {"operation": "topk"}, by its name
 dataclass, NamedTuple               {"module:Class": {field: value}}, of this package only
@@ -23,12 +22,10 @@ _PACKAGE = __name__.split(".")[0]
 
 def encode(value: Any) -> Any:
     """Returns the value in types that `json.dumps` accepts. Raises TypeError for types other than those above."""
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is tuple:
         return [encode(part) for part in value]
-    if type(value) is float:
-        return {"float": value.hex()}
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     cls = type(value)
@@ -48,8 +45,6 @@ def decode(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
-    if kind == "float":
-        return float.fromhex(content)
     if kind == "dtype":
         return jnp.dtype(content)
     if kind == "operation":

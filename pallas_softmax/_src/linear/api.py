@@ -178,7 +178,7 @@ def linear_cross_entropy(
     _check_reduction(name, reduction)
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    tokens = checks.known_tokens(name, known_labels(name, labels), label_probs, **numbers)
+    tokens = checks.known_tokens(name, known_labels(name, "labels", labels), label_probs, **numbers)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, Columns(bias), where, checks.known_weights(name, "token_weights", token_weights), tokens)
     losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
@@ -305,7 +305,7 @@ def linear_log_probs(
       Array([-0.408, -1.408], dtype=float32)
     """
     name = "linear_log_probs"
-    tokens = checks.known_tokens(name, known_labels(name, labels), temperature=temperature)
+    tokens = checks.known_tokens(name, known_labels(name, "labels", labels), temperature=temperature)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _log_probs(x, w, Columns(bias), where, tokens, options)
 
@@ -349,7 +349,7 @@ def linear_token_stats(
       (Array([0.832, 0.832], dtype=float32), Array([2, 0], dtype=int32))
     """
     name = "linear_token_stats"
-    labels = None if labels is None else known_labels(name, labels)
+    labels = None if labels is None else known_labels(name, "labels", labels)
     tokens = checks.known_tokens(name, labels, temperature=temperature)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _token_stats(x, w, Columns(bias), where, tokens, options)

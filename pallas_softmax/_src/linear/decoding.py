@@ -175,7 +175,7 @@ def linear_sample(
     """
     name = "linear_sample"
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    numbers |= known_numbers(numbers | {"key": key, "logits": x}, name)
+    numbers |= known_numbers(name, numbers | {"key": key, "logits": x})
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return _sample_of(key, x, w, bias, where, **numbers, mode=mode, options=options)
 
@@ -211,7 +211,7 @@ def _choice_for_logits(operation: Operation, given: Checked, options: Options, k
     """Returns the choice of an operation on this device's logits."""
     logits: Any = jax.ShapeDtypeStruct((*given.batch, given.head.vocab(given.w)), given.dtype)
     axes, name = (len(given.batch),), options.function
-    call = describe_rows(operation, logits, axes, None, k, given.mesh_axes, function=name)
+    call = describe_rows(operation, logits, axes, None, given.mesh_axes, k, function=name)
     choice = choose(call, options.implementation)
     choice.required_cuda()
     return choice

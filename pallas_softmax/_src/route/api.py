@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
@@ -35,18 +34,10 @@ class Routing(NamedTuple):
     logsumexp: jax.Array
 
 
-export.register_namedtuple_serialization(Routing, serialized_name="pallas_softmax.Routing")
-
-
-def _known_bias(given: dict[str, Any]) -> dict[str, Any]:
-    bias = given["bias"]
-    return {"bias": None if bias is None else arguments.parameter("route", "bias", bias)}
-
-
 # A scale that is an array is not hashable, so `at_once` leaves such a call to its caller's program.
 @at_once(
     *("k", "score", "groups", "top_groups", "group_best", "renormalize", "scale", "implementation"),
-    known=_known_bias,
+    known=arguments.known_numbers,
 )
 def route(
     logits: "ArrayLike",
@@ -131,7 +122,7 @@ def route(
     if bias is None and groups > 1:
         added = jnp.zeros((experts,), wide)
     elif bias is not None:
-        added = _numbers(name, "bias", bias, "a float or integer array").astype(wide)
+        added = arguments.real_array(name, "bias", bias).astype(wide)
         if added.shape != (experts,):
             raise ValueError(
                 f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}"
@@ -140,20 +131,13 @@ def route(
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)
 
-    call = describe(ROUTE, x, (axis,), added, k, function=name)
+    call = describe(ROUTE, x, (axis,), added, k=k, function=name)
     call = dataclasses.replace(call, groups=groups, group_best=group_best)
     options = {"k": k, "groups": groups, "top_groups": top_groups, "group_best": group_best, "gate": gate}
     weights, indices, logsumexp = evaluate(choose_all(call, implementation, **options), x, added)
     if factor is not None:
         weights = weights * _factor(name, factor).astype(weights.dtype)
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
-
-
-def _numbers(name: str, argument: str, x, wanted: str) -> jax.Array:
-    x = arguments.array(name, argument, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: {argument} must be {wanted}, got {x.dtype.name}")
-    return x
 
 
 def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[int, int, int]:
@@ -198,7 +182,7 @@ def _scale(name: str, scale) -> tuple[float, Any]:
 
 def _factor(name: str, scale) -> jax.Array:
     """Returns a scale that may be traced, as an array without a gradient."""
-    scale = _numbers(name, "scale", scale, "a real number")
+    scale = arguments.real_array(name, "scale", scale, "a real number")
     if scale.shape:
         raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
     return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")

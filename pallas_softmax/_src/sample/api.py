@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, normalizers
@@ -45,9 +45,6 @@ class Sample(NamedTuple):
     log_mass: jax.Array
 
 
-export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
-
-
 # For each filter, which numbers are accepted, and the same in words.
 _RANGES: dict[str, tuple[Callable, str]] = {
     "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
@@ -56,21 +53,18 @@ _RANGES: dict[str, tuple[Callable, str]] = {
 }
 
 
-def known_numbers(given: dict[str, Any], function: str) -> dict[str, Any]:
+def known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
     if "key" in given:
         arguments.check_array(function, "key", given["key"])
-    t = arguments.known_temperature(function, given["temperature"], given["logits"])
-    return {"temperature": t} | {
+    return arguments.known_numbers(function, given) | {
         name: arguments.in_range(function, name, given[name], *of_name, integer=name == "top_k")
         for name, of_name in _RANGES.items()
         if given[name] is not None
     }
 
 
-@at_once(
-    "axis", "mode", "axis_name", "implementation", known=functools.partial(known_numbers, function="sample")
-)
+@at_once("axis", "mode", "axis_name", "implementation", known=known_numbers)
 def sample(
     key: jax.Array | np.ndarray,
     logits: "ArrayLike",
@@ -171,9 +165,7 @@ def sample(
     return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
-@at_once(
-    "axis", "axis_name", "implementation", known=functools.partial(known_numbers, function="filter_logits")
-)
+@at_once("axis", "axis_name", "implementation", known=known_numbers)
 def filter_logits(
     logits: "ArrayLike",
     *,
@@ -261,11 +253,7 @@ def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
         if given[name] is None:
             return None
         value = arguments.per_row(function, name, given[name], x.shape, axis)
-        if name != "top_k":
-            return value.astype(wide)
-        if jnp.iinfo(value.dtype).max > _INT32_MAX:
-            value = jnp.clip(value, -2 if jnp.iinfo(value.dtype).min else 0, _INT32_MAX)  # -2 is out of range
-        return value.astype(jnp.int32)
+        return arguments.to_int32(value, -2) if name == "top_k" else value.astype(wide)  # -2 is out of range
 
     t = arguments.row_temperature(function, given["temperature"], x.shape, axis, wide)
     k, top_p, min_p = numbers = [per_row(name) for name in _RANGES]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -37,8 +37,6 @@ from pallas_softmax._src.sample.rows import Cutoff, as_float, is_kept
 from pallas_softmax._src.sample.xla import noise_of_mass
 from pallas_softmax._src.temperatures import Temperature
 
-_INT32_MAX = np.iinfo(np.int32).max
-
 
 class Verified(NamedTuple):
     """The tokens that a step of speculative decoding adds to each sequence.
@@ -52,15 +50,7 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
-export.register_namedtuple_serialization(Verified, serialized_name="pallas_softmax.Verified")
-
-
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    drafts = arguments.known_labels("verify", given["draft_tokens"], "draft_tokens", _INT32_MAX)
-    return api.known_numbers(given, function="verify") | {"draft_tokens": drafts}
-
-
-@at_once("implementation", known=_known_numbers)
+@at_once("implementation", known=api.known_numbers)
 def verify(
     key: jax.Array | np.ndarray,
     draft_tokens: "ArrayLike",
@@ -187,13 +177,7 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(f"verify: logits must have a shape (..., S + 1, V), got {x.shape}")
     shape = (*x.shape[:-2], x.shape[-2] - 1)
-    drafts = arguments.array("verify", "draft_tokens", draft_tokens)
-    if not jnp.issubdtype(drafts.dtype, jnp.integer):
-        raise TypeError(f"verify: draft_tokens must be integers, got {drafts.dtype.name}")
-    if drafts.shape != shape:
-        raise ValueError(f"verify: draft_tokens must have the shape {shape}, got {drafts.shape}")
-    drafts = drafts if drafts.dtype.itemsize >= 4 else drafts.astype(jnp.int32)  # int8 cannot hold the bounds
-    drafts = jnp.clip(drafts, -1 if jnp.iinfo(drafts.dtype).min else 0, _INT32_MAX).astype(jnp.int32)
+    drafts = arguments.integers("verify", "draft_tokens", draft_tokens, shape)
     drafts = jnp.where(drafts < x.shape[-1], drafts, -1)
     if draft_log_probs is None or shape[-1] == 0:
         return drafts, x, None

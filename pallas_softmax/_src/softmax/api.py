@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, evaluate
+from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import RowOperation, describe
 from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
@@ -60,8 +60,7 @@ def softmax(
       >>> ps.softmax(x, where=x > 0)
       Array([0.   , 0.269, 0.731], dtype=float32)
     """
-    rows = _float_rows("softmax", x, axis, where, axis_name)
-    return evaluate(_choices(SOFTMAX, rows, implementation), rows.x, rows.where)
+    return evaluate(*_of_floats(SOFTMAX, x, axis, where, axis_name, implementation))
 
 
 @at_once("axis", "axis_name", "implementation")
@@ -96,8 +95,7 @@ def log_softmax(
       >>> ps.log_softmax(x)
       Array([-2.408, -1.408, -0.408], dtype=float32)
     """
-    rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    return evaluate(_choices(LOG_SOFTMAX, rows, implementation), rows.x, rows.where)
+    return evaluate(*_of_floats(LOG_SOFTMAX, x, axis, where, axis_name, implementation))
 
 
 @overload
@@ -120,15 +118,7 @@ def logsumexp(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns a and b of logsumexp; as in JAX, integers of any length."""
-    return {
-        name: None if given[name] is None else arguments.real_numbers("logsumexp", name, given[name])
-        for name in (["a"] if given["b"] is None else ["a", "b"])
-    }
-
-
-@at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=_known_numbers)
+@at_once("axis", "keepdims", "return_sign", "axis_name", "implementation", known=arguments.known_numbers)
 def logsumexp(
     a: "ArrayLike",
     axis: Axis = None,
@@ -189,22 +179,18 @@ def logsumexp(
     dtype = normalizers.float_dtype(rows.x.dtype)
     # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
     rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
-    out, _ = evaluate(_choices(LOGSUMEXP, rows, implementation), rows.x, rows.where)
+    out, _ = evaluate(*_of_rows(LOGSUMEXP, rows, implementation))
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
 def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     """Computes by `jax.nn.logsumexp` what no kernel has: b, return_sign, complex a; 16-bit numbers in float32."""
-    a = arguments.array(name, "a", a)
-    b = None if b is None else arguments.array(name, "b", b)
-    where = None if where is None else arguments.array(name, "where", where)
-    for of, other in ("a", a), ("b", b):
-        if other is not None and jnp.issubdtype(other.dtype, jax.dtypes.extended):
-            raise TypeError(f"{name}: {of} must be of numbers, got dtype {other.dtype}")
-    for of, other in ("b", b), ("where", where):
-        a = a if other is None else arguments.broadcast(name, "a", a, of, other)
-    where = None if where is None else arguments.mask(name, where, a.shape)
-    axes = arguments.normalized_axes(name, axis, a.ndim)
+    if b is not None:
+        a, b = arguments.array(name, "a", a), arguments.array(name, "b", b)
+        if jnp.issubdtype(b.dtype, jax.dtypes.extended):
+            raise TypeError(f"{name}: b must be of numbers, got dtype {b.dtype}")
+        a = arguments.broadcast(name, "a", a, "b", b)
+    a, axes, where, _ = arguments.rows(name, "a", a, axis, where, None, boolean=True)
     factors = () if b is None else (b,)
     try:
         common = jnp.result_type(a, *factors)
@@ -218,14 +204,14 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
-def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
-    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
-    rows = arguments.rows(function, "x", x, axis, where, axis_name)
+def _of_floats(operation: RowOperation, x, axis, where, axis_name, implementation: str | None) -> tuple:
+    """Returns the arguments of `evaluate`. Integer logits become floats with the same softmax."""
+    rows = arguments.rows(operation.name, "x", x, axis, where, axis_name)
     x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
-    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
+    # A cast to the same dtype gives the gradient the weak type of x, as in JAX.
+    return _of_rows(operation, rows._replace(x=x.astype(x.dtype)), implementation)
 
 
-def _choices(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> Static:
-    mesh_axes, function = rows.mesh_axes, operation.name
-    call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=mesh_axes, function=function)
-    return choose_all(call, implementation, axes=rows.axes)
+def _of_rows(operation: RowOperation, rows: arguments.Rows, implementation: str | None) -> tuple:
+    call = describe(operation, *rows, function=operation.name)
+    return choose_all(call, implementation, axes=rows.axes), rows.x, rows.where

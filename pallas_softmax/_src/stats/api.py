@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, sort_keys
@@ -40,16 +40,7 @@ class TokenStats(NamedTuple):
     rank: jax.Array | Any = None
 
 
-export.register_namedtuple_serialization(TokenStats, serialized_name="pallas_softmax.TokenStats")
-
-
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    name, labels = "token_stats", given["labels"]
-    t = arguments.known_temperature(name, given["temperature"], given["logits"])
-    return {"temperature": t, "labels": None if labels is None else arguments.known_labels(name, labels)}
-
-
-@at_once("axis", "rank", "axis_name", "implementation", known=_known_numbers)
+@at_once("axis", "rank", "axis_name", "implementation", known=arguments.known_numbers)
 def token_stats(
     logits: "ArrayLike",
     labels: "ArrayLike | None" = None,
@@ -90,12 +81,10 @@ def token_stats(
       `logsumexp` is +inf, -inf or this log, by the sign of the largest logit.
 
     Raises:
-      TypeError: `logits` or `temperature` is not a real array, `labels` are not integers, `where` is not an array,
-        `axis` is not an int, `rank` is not a bool, or `axis_name` is not a name.
-      ValueError: `axis` is out of range; `rank` is asked for without `labels`; `labels`, `where` or `temperature` does
-        not fit; `temperature` is negative; `labels` or `temperature` differs along `axis_name`, or it is not bound; or
-        `implementation` is unknown.
-      NotImplementedError: the named implementation cannot run this call; the message says why.
+      TypeError, NotImplementedError: as `fused_topk`. TypeError also if `labels` are not integers, or `rank` is not a
+        bool.
+      ValueError: as `fused_topk`, or `labels` do not fit or differ along `axis_name`, or `rank` is asked for without
+        `labels`.
 
     Examples:
       >>> stats = ps.token_stats(jnp.array([0.0, 1.0, 2.0]), labels=2)
@@ -143,17 +132,9 @@ def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *,
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns the labels in int32, batch + (1,); -1 without labels, and for labels that int32 cannot hold."""
+    """Returns the labels in int32, batch + (1,), and -1 without labels. No column is the int32 maximum."""
     batch = shape[:axis] + shape[axis + 1 :]
     if labels is None:
         return jnp.full((*batch, 1), -1, jnp.int32)
-    labels = arguments.array(name, "labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
-    if labels.shape != batch:
-        raise ValueError(
-            f"{name}: labels must have the shape of logits without axis {axis}, {batch}, got {labels.shape}"
-        )
-    if labels.dtype.itemsize >= 4:
-        labels = jnp.where((labels >= 0) & (labels <= jnp.iinfo(jnp.int32).max), labels, -1)
-    return labels.astype(jnp.int32)[..., None]
+    of_shape = f"the shape of logits without axis {axis},"
+    return arguments.integers(name, "labels", labels, batch, of_shape)[..., None]

@@ -44,7 +44,7 @@ def token_stats(
         name="token_stats_forward",
         approximate=approximate(x.dtype),
     )
-    lse, entropy, m, d, t, argmax, *count = (unfold(a.reshape(-1, 1)) for a in results)
+    lse, entropy, m, d, t, argmax, *count = map(unfold, results)
     label_logit = logits_at(labels, logits, where)
     stats = finished(Moments(m, d, t), temperature, labels, label_logit, argmax, logits.shape[-1])
     if scaled:  # at temperature 0 the `Scale` of the kernel is only large

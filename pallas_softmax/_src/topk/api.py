@@ -1,6 +1,5 @@
 """fused_topk and top_k: what they promise, and how their gradients are wired."""
 
-import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -18,16 +17,13 @@ from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.jax_internals import as_weak_as
+from pallas_softmax._src.misfits import misfit
 from pallas_softmax._src.normalizers import float_dtype
 from pallas_softmax._src.topk.operation import SELECT, TOPK
 from pallas_softmax._src.topk.xla import TopK
 
 
-def _known_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    return {"temperature": arguments.known_temperature("fused_topk", given["temperature"], given["logits"])}
-
-
-@at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=_known_numbers)
+@at_once("k", "axis", "log", "dtype", "axis_name", "implementation", known=arguments.known_numbers)
 def fused_topk(
     logits: "ArrayLike",
     k: int | np.integer,
@@ -101,14 +97,7 @@ def fused_topk(
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
-def _known_lengths(given: dict[str, Any]) -> dict[str, Any]:
-    lengths = given["lengths"]
-    if lengths is not None:
-        lengths = arguments.in_range("top_k", "lengths", lengths, lambda n: True, "an integer", integer=True)
-    return {"lengths": lengths}
-
-
-@at_once("k", "axis", "is_stable", "sorted", "axis_name", "implementation", known=_known_lengths)
+@at_once("k", "axis", "is_stable", "sorted", "axis_name", "implementation", known=arguments.known_numbers)
 def top_k(
     operand: "ArrayLike",
     k: int | np.integer,
@@ -142,12 +131,9 @@ def top_k(
       both modes and to any order: the cotangents go to the unmasked winners.
 
     Raises:
-      TypeError: `operand` is not a real array, `where` is not an array, `lengths` are not integers, `k` is traced,
-        mapped by `jax.vmap` or not an integer, `axis` is not an int, `is_stable` or `sorted` is not a bool, or
-        `axis_name` is not a name.
-      ValueError: `operand` is complex; `k` or `axis` is out of range; `where` is not boolean; `where` or `lengths` does
-        not fit; `lengths` differ along `axis_name`, or it is not bound; or `implementation` is unknown.
-      NotImplementedError: the named implementation cannot run this call; the message says why.
+      TypeError, NotImplementedError: as `fused_topk`. TypeError also if `lengths` are not integers, or `is_stable` or
+        `sorted` is not a bool.
+      ValueError: as `fused_topk`, or `operand` is complex, or `lengths` do not fit or differ along `axis_name`.
 
     Examples:
       >>> ps.top_k(jnp.array([3, 9, 7]), 2)
@@ -163,9 +149,7 @@ def top_k(
     k = arguments.winners(name, _as_int(k), x.shape[axis] * lax.axis_size(mesh_axes))
     arguments.static_bool(name, "is_stable", is_stable)
     if lengths is not None:
-        lengths = arguments.per_row(name, "lengths", lengths, x.shape, axis)
-        lengths = lengths if lengths.dtype.itemsize >= 4 else lengths.astype(jnp.int32)
-        lengths = jnp.clip(lengths, 0, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+        lengths = arguments.to_int32(arguments.per_row(name, "lengths", lengths, x.shape, axis), 0)
     call, arrays = arguments.last_axis(SELECT, name, x, axis, where, axis_name, [("lengths", lengths)], k)
     keywords = {"k": k, "sorted": arguments.static_bool(name, "sorted", sorted)}
     call = dataclasses.replace(call, inner=1, sorted=keywords["sorted"], lengths=lengths is not None)
@@ -186,17 +170,12 @@ def _as_int(k) -> Any:
 def _as_stored(name: str, dtype):
     """Returns the dtype that JAX gives to an array of dtype `dtype`. Warns, like JAX, if 64 bits become 32."""
     try:
-        if isinstance(dtype, jax.Array):
-            raise TypeError("an array is no dtype")
-        wanted = np.dtype(dtype)
-        is_kept = jax.dtypes.canonicalize_dtype(dtype) == wanted
-        # JAX's warning names jnp.zeros; ours follows.
-        with contextlib.nullcontext() if is_kept else warnings.catch_warnings(action="ignore"):
-            got = jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
-        if not jnp.issubdtype(got, jnp.floating):
-            raise TypeError("it is not floating")
+        wanted = None if isinstance(dtype, jax.Array) else np.dtype(dtype)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}") from None
+        wanted = None
+    if wanted is None or not jnp.issubdtype(wanted, jnp.floating) or misfit(np.zeros((), wanted)):
+        raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}")
+    got = jax.dtypes.canonicalize_dtype(wanted)
     if got != wanted and dtype is not float:
         warnings.warn(
             f"{name}: dtype {wanted.name} is not available without jax_enable_x64; the values are {got.name}",

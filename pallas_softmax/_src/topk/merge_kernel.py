@@ -77,7 +77,7 @@ class Request:
         With a mask, the lowest key means a masked element, with probability 0 or logit -inf.
         """
         if normalizer is None:
-            value, masked = sort_keys.element_of_key32(key, self.logits_dtype), -jnp.inf
+            value, masked = sort_keys.from_key(key, self.logits_dtype), -jnp.inf
         else:
             scaled = normalizers.below(sort_keys.from_key32(key, self.logits_dtype), normalizer.m, scale)
             if isinstance(scale, Scale):  # at temperature 0, any negative number is -inf

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program replaces jax.lax.top_k by ours
 
@@ -36,9 +36,6 @@ class TopK(NamedTuple):
 
     values: jax.Array
     indices: jax.Array
-
-
-export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
 
 
 def topk(logits, where, temperature, *, k, log, dtype, scaled=True):
