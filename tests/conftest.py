@@ -1,6 +1,5 @@
 """Fixtures of all tests. Tests without the mark `gpu` compute on the CPU, even if a GPU is visible."""
 
-import contextlib
 import fcntl
 import gc
 import os
@@ -44,27 +43,15 @@ def _forget_programs_of_a_long_file():
         jax.clear_caches()
 
 
-@contextlib.contextmanager
-def locked(path, how):
-    """Holds a lock of the file (`fcntl.LOCK_SH` or `LOCK_EX`)."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, how)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def _share_the_gpu(request):
     """Lets the processes run GPU tests side by side. No GPU test runs during a test marked `alone`."""
     if not request.node.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    alone = request.node.get_closest_marker("alone")
     folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent  # of all processes
-    door, gpu = folder / "door.lock", folder / "gpu.lock"
-    with contextlib.ExitStack() as stack:
-        # A test that waits for the GPU keeps the door closed, so that no other test begins.
-        with locked(door, fcntl.LOCK_EX):
-            stack.enter_context(locked(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    with (folder / "gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         yield
 
 
