@@ -3,13 +3,12 @@
 import fcntl
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import pytest
 
-from tests.support.gpu import SIDE_BY_SIDE, THREADS, unavailable
+from tests.support.gpu import unavailable
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU's memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -80,7 +79,7 @@ def quick_compilation(request):
 
 
 @pytest.fixture
-def needs_a_gpu(request, monkeypatch):
+def needs_a_gpu(request):
     """Skips a test without a GPU for its parameter `implementation`, which defaults to mosaic_gpu."""
     implementation = "mosaic_gpu"
     if "implementation" in request.fixturenames:
@@ -88,18 +87,3 @@ def needs_a_gpu(request, monkeypatch):
     reason = unavailable(implementation)
     if reason is not None:
         pytest.skip(reason)
-    alone = not hasattr(request.config, "workerinput")  # with -n, other processes compile
-    if alone and implementation == "triton" and request.function in SIDE_BY_SIDE:
-        result = request.getfixturevalue("triton_results")[request.node.nodeid]
-        monkeypatch.setattr(request.node, "obj", lambda **_: result.result())
-
-
-@pytest.fixture(scope="session")
-def triton_results(request):
-    """Returns, by node id, the futures of all selected cases that run side by side."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return {
-            item.nodeid: pool.submit(item.function, **item.callspec.params)
-            for item in request.session.items
-            if item.function in SIDE_BY_SIDE and item.callspec.params.get("implementation") == "triton"
-        }
