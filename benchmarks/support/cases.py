@@ -96,12 +96,8 @@ class Case:
         row = self.vocab * itemsize // (2 if self.where == "lengths" else 1)
         if self.k is not None:  # x to k values and int32 indices; x to dx
             forward, backward = row + self.k * (itemsize + 4), 2 * row
-        elif self.function in (
-            "logsumexp",
-            "token_stats",
-        ):  # x to numbers; x, the numbers and their cotangents to dx
-            numbers = itemsize if self.function == "logsumexp" else 16
-            forward, backward = row + numbers, 2 * row + 2 * numbers
+        elif numbers := {"logsumexp": itemsize, "token_stats": 16}.get(self.function):
+            forward, backward = row + numbers, 2 * (row + numbers)  # with the numbers and their cotangents
         else:  # x to y; y and dy to dx
             forward, backward = 2 * row, 3 * row
         per_row = {"forward": forward, "backward": backward, "both": forward + backward}
