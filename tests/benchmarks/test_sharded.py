@@ -58,8 +58,9 @@ def test_wrong_results_of_ours_and_of_a_peer(run_benchmark, monkeypatch):
 
 
 def test_collectives_are_read():
-    """These are of GPUs, and in notations that the programs of a CPU do not have."""
-    all_gather, all_reduce = (functools.partial(Collective, kind) for kind in ("all-gather", "all-reduce"))
+    """Many of these notations are of GPUs. tests/programs reads the programs of a CPU."""
+    kinds = "all-gather", "all-reduce", "collective-permute"
+    all_gather, all_reduce, permute = (functools.partial(Collective, kind) for kind in kinds)
     start = "((f32[4]{0}, s32[2]{0}), (f32[32]{0}, s32[16]{0})) all-gather-start"
     for line, expected in (
         (f"{start}(%p, %q), replica_groups=[1,8]<=[8]", all_gather(192, 8)),
@@ -70,6 +71,8 @@ def test_collectives_are_read():
         ("f32[2]{0} all-reduce(%p), replica_groups=mesh['b'=2,'v'=4] {'b','v'}", all_reduce(8, 8)),
         ("f32[2]{0} all-reduce(%p), replica_groups=mesh['d'=8] {'d':(2)4}, x=1", all_reduce(8, 4)),
         ("f64[3]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}", Collective("reduce-scatter", 96, 4)),
+        ("f32[64]{0} all-to-all(%p), replica_groups=[1,8]<=[8]", Collective("all-to-all", 256, 8)),
+        ("f32[9] collective-permute(%p), source_target_pairs={{0,1},{1,0}}", permute(36, 2)),
     ):
         text = f"HloModule jit_f, is_scheduled=true, num_partitions=8\n\n  ROOT %found.1 = {line}\n"
         assert links.collectives(text) == [expected], line
@@ -81,7 +84,8 @@ def test_collectives_are_read():
     assert links.collectives(text) == []
     with pytest.raises(ValueError, match="groups cannot be read"):
         links.collectives("  %a = f32[4]{0} all-reduce(%p), replica_groups=torus")
-    assert (all_gather(100, 4).received, all_reduce(100, 4).received) == (75, 150)
+    received = [kind(100, 4).received for kind in (all_gather, all_reduce, permute)]
+    assert received == [75, 150, 100]
 
 
 def test_the_device_time_is_the_period_of_a_kernel():
