@@ -1,6 +1,5 @@
 """The benchmark of several devices: its reading of compiled programs, measurements and output."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -10,12 +9,11 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import pallas_softmax
 from benchmarks import sharded
-from benchmarks.support import links, result, timing
+from benchmarks.support import links, timing
 from benchmarks.support.contenders import Call
 from benchmarks.support.links import Collective
 from tests.benchmarks.conftest import parse
@@ -104,22 +102,6 @@ def test_a_device_time_says_how_it_was_found(monkeypatch):
         monkeypatch.setattr(timing, "_kernel_starts", lambda call, starts=starts: [starts])
         one, many = (Call(run, "jax") for run in (lambda: 0, lambda: time.sleep(sleep * 7)))
         assert timing.call_seconds(one, many, 8) == (pytest.approx(us / 1e6, rel=0.5), timed_by)
-
-
-def test_how_rows_compare():
-    (layout,) = sharded.make_layouts(parse(sharded, "--shapes=8x64x5", "--devices=1"))
-    spread = dataclasses.replace(layout, sharding="vocab", devices=4)
-    times = {(layout, "ours"): (50, 40), (layout, "jax.nn.softmax"): (60, 50), (layout, "jax"): (500, 400)}
-    times |= {(spread, "ours"): (30, 12.5), (spread, "jax.nn.softmax"): (25, 20), (spread, "jax"): (90, None)}
-    rows = [
-        result.flat(case) | {"contender": name, "wall_p50_us": wall, "device_us": device}
-        for (case, name), (wall, device) in times.items()
-    ]
-    frame = result.frame({"benchmark": "sharded", "runs": [{}], "rows": rows}, sharded.BENCHMARK)
-    ours, softmaxs, jaxs = frame[frame.devices == 4].itertuples()
-    assert (ours.of_linear, ours.of_softmax, ours.speedup_wall) == (0.8, 1.2, 3)
-    assert np.isnan([ours.speedup_device, jaxs.of_linear]).all()
-    assert frame.speedup_device[0] == 10 and softmaxs.of_linear == 50 / 80
 
 
 def test_flags_become_layouts(monkeypatch):
