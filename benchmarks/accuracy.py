@@ -1,6 +1,7 @@
 """How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,30 +36,24 @@ def _compare(case: Case, chosen: Any) -> list[Record]:
     everything = np.arange(case.batch)
     arrays, g, answer = question(case, everything)
 
-    def ulps_of(contender: Any) -> tuple[str, list[float]]:
-        call = contender.call(case.direction, arrays, g)
-        result, expected = call.result(), {"y": lambda: answer.output, "dx": answer.gradient}
-        return call.ran, [expected[name]().ulps(rows_of(result[name], case, everything)) for name in outputs]
-
     asked = SimpleNamespace(implementations=chosen.implementations, peers=("jax",))
-    *ours, jax = softmax.contenders(case, asked)
-    _, xla = ulps_of(jax)
-    records = []
-    for contender in ours:
-        found = [Record(Output(case, output), contender.name, ours=True) for output in outputs]
-        try:
-            ran, ulps = ulps_of(contender)
-        except Exception as error:
-            for record in found:
-                driver.note(record, error)
-        else:
-            for record, own, xlas in zip(found, ulps, xla):
-                record.ran = ran
-                record.add(ulps=own, xla_ulps=xlas)
-                if worse(own, xlas, case.dtype):
-                    record.status = "WORSE"
-        records += found
-    return records
+    contenders = {contender.name: contender for contender in softmax.contenders(case, asked)}
+
+    @functools.cache
+    def ulps_of(name: str) -> tuple[str, dict[str, float]]:
+        call = contenders[name].call(case.direction, arrays, g)
+        result, expected = call.result(), {"y": lambda: answer.output, "dx": answer.gradient}
+        return call.ran, {of: expected[of]().ulps(rows_of(result[of], case, everything)) for of in outputs}
+
+    def prepare(record: Record) -> None:
+        record.ran, ulps = ulps_of(record.contender)
+        own, xlas = (each[record.case.output] for each in (ulps, ulps_of("jax")[1]))
+        record.add(ulps=own, xla_ulps=xlas)
+        if worse(own, xlas, case.dtype):
+            record.status = "WORSE"
+
+    measured = [driver.measure(Output(case, of), chosen.implementations, prepare, chosen) for of in outputs]
+    return sum(measured, [])
 
 
 BENCHMARK = Benchmark("accuracy", make_cases, _compare, ("ran", "status", "ulps", "xla_ulps"))

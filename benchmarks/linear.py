@@ -329,6 +329,8 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
         name = record.contender
         call = (_torch_call if name in TORCH else _jax_call)(record, arrays())
         driver.describe(record, call)
+        if record.ours:
+            driver.explain(record, _losses(name, loss), *arrays())
         got = call.result()
         if name in YARDSTICKS:
             return call

@@ -6,19 +6,15 @@ table in README.md, elsewhere small ones. The other benchmarks check and time th
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-
-import pallas_softmax as ps
 from benchmarks import linear, route, sample, softmax, topk
 from benchmarks.support import driver, flags, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.result import Benchmark, Record
 
-_KEPT = ("samples", "p20_us", "p50_us", "p80_us", "first_result_s", "rows_checked", "error")
+_KEPT = ("samples", "p20_us", "p50_us", "p80_us", "first_result_s", "rows_checked", "error", "explain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +28,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Quick:
-    """A call: its line of the table, the benchmark and the case that measure it, and what `explain` traces."""
+    """A call: its line of the table, and the benchmark and the case that measure it."""
 
     line: Line
     benchmark: Benchmark  # its first baseline is plain JAX
     case: Any
-    function: Callable[..., Any]
-    arrays: tuple[Any, ...]
 
 
 def make_calls(chosen: Any) -> list[Quick]:
@@ -49,40 +43,27 @@ def make_calls(chosen: Any) -> list[Quick]:
         rows = (64, 50257, "float32"), (64, 50257, "float32"), (16, 50257, "float32")
         tokens, (loss_tokens, head) = 4096, (128, "gpt2")
 
-    def on_rows(size: tuple, name: str, of: Any, what: str, k: int | None, call: Callable) -> Quick:
+    def on_rows(size: tuple, name: str, of: Any, what: str, k: int | None = None) -> Quick:
         batch, vocab, dtype = size
         case = Case(batch, vocab, dtype, what, "none", -1, k, "forward", "normal", chosen.seed)
-        line = Line(name, f"{batch:,} x {vocab:,}", dtype)
-        return Quick(line, of.BENCHMARK, case, call, (_array(batch, vocab, dtype=dtype),))
+        return Quick(Line(name, f"{batch:,} x {vocab:,}", dtype), of.BENCHMARK, case)
 
-    key, (softmax_rows, topk_rows, sample_rows) = jax.random.key(0), rows
     width, vocab = linear.HEADS[head]
-    of_loss = _array(loss_tokens, width, dtype="bfloat16"), _array(width, vocab, dtype="bfloat16")
     return [
-        on_rows(softmax_rows, "softmax", softmax, "softmax", None, ps.softmax),
-        on_rows(topk_rows, "fused_topk, k = 5", topk, "softmax", 5, partial(ps.fused_topk, k=5)),
-        on_rows(
-            sample_rows, "sample, top_p = 0.9", sample, "top_p", None, partial(ps.sample, key, top_p=0.9)
-        ),
+        on_rows(rows[0], "softmax", softmax, "softmax"),
+        on_rows(rows[1], "fused_topk, k = 5", topk, "softmax", 5),
+        on_rows(rows[2], "sample, top_p = 0.9", sample, "top_p"),
         Quick(  # DeepSeek-V3's gate
             Line("route, 8 of 256 experts", f"{tokens:,} x 256", "float32"),
             route.BENCHMARK,
             route.Router(tokens, 256, 8, "float32", "groups", "forward"),
-            lambda x, bias: ps.route(x, 8, **route.GATES["groups"].keywords(bias)),
-            (_array(tokens, 256), _array(256)),
         ),
         Quick(  # the mean loss of a language model's head
             Line("linear_cross_entropy, gradients", f"{loss_tokens:,} x {width:,} x {vocab:,}", "bfloat16"),
             linear.BENCHMARK,
             linear.Loss(loss_tokens, head, "bfloat16", "mean", "both"),
-            ps.linear_cross_entropy,
-            (*of_loss, _array(loss_tokens, dtype="int32")),
         ),
     ]
-
-
-def _array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def run_call(quick: Quick, chosen: Any) -> list[Record]:
@@ -96,8 +77,6 @@ def run_call(quick: Quick, chosen: Any) -> list[Record]:
         of = measured[contender]
         found = {key: value for key, value in of.found.items() if key in _KEPT}
         records.append(dataclasses.replace(of, case=quick.line, contender=name, found=found))
-    choices = ps.explain(quick.function, *quick.arrays)
-    records[-1].add(explain="; ".join(map(str, choices)))
     return records
 
 

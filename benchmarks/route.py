@@ -148,7 +148,7 @@ def run_router(case: Router, chosen: Any) -> list[Record]:
     def prepare(record: Record) -> Call:
         each = contender(record)
         call = each.call(case.direction, (x, bias), None)  # the cotangent is the weights
-        driver.describe(record, call)
+        driver.describe(record, call, each.function, x, bias, direction=case.direction)
         got = call.result()
         if record.contender == "fused_topk":
             return call

@@ -1,16 +1,14 @@
 """Fixtures of all tests. Tests without the mark `gpu` compute on the CPU, even if a GPU is visible."""
 
-import contextlib
 import fcntl
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import pytest
 
-from tests.support.gpu import SIDE_BY_SIDE, THREADS, unavailable
+from tests.support.gpu import unavailable
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU's memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -44,27 +42,15 @@ def _forget_programs_of_a_long_file():
         jax.clear_caches()
 
 
-@contextlib.contextmanager
-def locked(path, how):
-    """Holds a lock of the file (`fcntl.LOCK_SH` or `LOCK_EX`)."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, how)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def _share_the_gpu(request):
     """Lets the processes run GPU tests side by side. No GPU test runs during a test marked `alone`."""
     if not request.node.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    alone = request.node.get_closest_marker("alone")
     folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent  # of all processes
-    door, gpu = folder / "door.lock", folder / "gpu.lock"
-    with contextlib.ExitStack() as stack:
-        # A test that waits for the GPU keeps the door closed, so that no other test begins.
-        with locked(door, fcntl.LOCK_EX):
-            stack.enter_context(locked(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    with (folder / "gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         yield
 
 
@@ -93,7 +79,7 @@ def quick_compilation(request):
 
 
 @pytest.fixture
-def needs_a_gpu(request, monkeypatch):
+def needs_a_gpu(request):
     """Skips a test without a GPU for its parameter `implementation`, which defaults to mosaic_gpu."""
     implementation = "mosaic_gpu"
     if "implementation" in request.fixturenames:
@@ -101,18 +87,3 @@ def needs_a_gpu(request, monkeypatch):
     reason = unavailable(implementation)
     if reason is not None:
         pytest.skip(reason)
-    alone = not hasattr(request.config, "workerinput")  # with -n, other processes compile
-    if alone and implementation == "triton" and request.function in SIDE_BY_SIDE:
-        result = request.getfixturevalue("triton_results")[request.node.nodeid]
-        monkeypatch.setattr(request.node, "obj", lambda **_: result.result())
-
-
-@pytest.fixture(scope="session")
-def triton_results(request):
-    """Returns, by node id, the futures of all selected cases that run side by side."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return {
-            item.nodeid: pool.submit(item.function, **item.callspec.params)
-            for item in request.session.items
-            if item.function in SIDE_BY_SIDE and item.callspec.params.get("implementation") == "triton"
-        }

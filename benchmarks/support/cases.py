@@ -96,12 +96,8 @@ class Case:
         row = self.vocab * itemsize // (2 if self.where == "lengths" else 1)
         if self.k is not None:  # x to k values and int32 indices; x to dx
             forward, backward = row + self.k * (itemsize + 4), 2 * row
-        elif self.function in (
-            "logsumexp",
-            "token_stats",
-        ):  # x to numbers; x, the numbers and their cotangents to dx
-            numbers = itemsize if self.function == "logsumexp" else 16
-            forward, backward = row + numbers, 2 * row + 2 * numbers
+        elif numbers := {"logsumexp": itemsize, "token_stats": 16}.get(self.function):
+            forward, backward = row + numbers, 2 * (row + numbers)  # with the numbers and their cotangents
         else:  # x to y; y and dy to dx
             forward, backward = 2 * row, 3 * row
         per_row = {"forward": forward, "backward": backward, "both": forward + backward}
@@ -118,23 +114,11 @@ class Case:
         return np.sort(np.concatenate([[0, self.batch - 1], inner]))
 
 
-def _open(path: str) -> np.ndarray:
-    """Returns the logits of a user's file as a memory-mapped array (rows, V)."""
-    try:
-        array = np.load(path, mmap_mode="r")
-    except OSError as error:
-        raise ValueError(f"--logits={path}: {error}") from None
-    if array.ndim == 0 or array.size == 0 or array.dtype.kind != "f":
-        holds = f"--logits={path} holds {array.dtype} of shape {array.shape}"
-        raise ValueError(f"{holds}; it must hold floating-point numbers, with at least one row")
-    return array.reshape(-1, array.shape[-1])
-
-
 def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = None) -> list[Case]:
     """Returns the cases that the flags ask for: every combination of the items of their lists.
 
-    `ks` are for shapes that name no k; (None,) means that the function is not top-k. `shapes` replaces --shapes. A file
-    of logits determines V, and limits the number of rows. Top-k ignores function, mask and axis.
+    `ks` are for shapes that name no k; (None,) means that the function is not top-k. `shapes` replaces --shapes. Top-k
+    ignores function, mask and axis.
     """
     is_topk = ks != (None,)
     kinds = {"function": "softmax", "where": "none", "axis": -1}
@@ -143,24 +127,16 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
         name: (value,) if is_topk and name in kinds else getattr(chosen, name, (value,))
         for name, value in defaults.items()
     }
-    cases = []
-    for logits in lists["logits"]:
-        found = shapes or chosen.shapes or itertools.product(chosen.batch, chosen.vocab)
-        if logits not in LOGITS:
-            rows, vocab = _open(logits).shape
-            found = [(min(batch, rows), vocab) for batch, *_ in found]
-        cases += [
-            Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
-            for batch, vocab, *own in found
-            for dtype, function, where, axis in itertools.product(
-                *(lists[name] for name in ("dtype", *kinds))
-            )
-            for k, direction in itertools.product((own or ks) if is_topk else ks, lists["direction"])
-        ]
+    cases = [
+        Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
+        for logits in lists["logits"]
+        for batch, vocab, *own in shapes or chosen.shapes or itertools.product(chosen.batch, chosen.vocab)
+        for dtype, function, where, axis in itertools.product(*(lists[name] for name in ("dtype", *kinds)))
+        for k, direction in itertools.product((own or ks) if is_topk else ks, lists["direction"])
+    ]
     for case in cases:
         if case.k is not None and case.k > case.vocab:
-            of = f"the row length V={case.vocab} ({case.logits} logits)"
-            raise ValueError(f"k={case.k}, from --k or --shapes, is more than {of}")
+            raise ValueError(f"k={case.k}, from --k or --shapes, is more than the row length V={case.vocab}")
     return list(dict.fromkeys(cases))
 
 
@@ -172,10 +148,7 @@ def _key(case: Case, purpose: str) -> jax.Array:
 
 def logits(case: Case) -> jax.Array:
     """Returns the case's input on the default device: (batch, V), or (V, batch) for axis 0."""
-    if case.logits in LOGITS:
-        return _draw(_key(case, "logits"), (case.batch, case.vocab), case.logits, case.dtype, case.axis)
-    rows = jnp.asarray(np.asarray(_open(case.logits)[: case.batch], np.float32)).astype(case.dtype)
-    return rows.T if case.axis == 0 else rows
+    return _draw(_key(case, "logits"), (case.batch, case.vocab), case.logits, case.dtype, case.axis)
 
 
 def cotangent(case: Case) -> jax.Array:

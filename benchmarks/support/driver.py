@@ -106,8 +106,7 @@ def describe(
     wanted = {asked or record.contender} - {"auto"}
     said, is_right = {call.ran}, wanted <= {"xla", *ran}
     if explained:
-        choices = pallas_softmax.explain(*explained)
-        record.add(explain="; ".join(map(str, choices)))
+        choices = explain(record, *explained)
         said = {
             choice.cuda if timing.on_gpu() else choice.elsewhere
             for choice in choices
@@ -120,6 +119,13 @@ def describe(
         is_right = said <= (wanted or said) and said - {"xla"} == ran - {"xla"}
     if not is_right:
         raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {call.ran}")
+
+
+def explain(record: Record, function: Callable, *arrays: Any) -> list[Any]:
+    """Writes into a record what `explain` says of a call of ours, and returns it."""
+    choices = pallas_softmax.explain(function, *arrays)
+    record.add(explain="; ".join(map(str, choices)))
+    return choices
 
 
 def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed: float, whose: str) -> None:

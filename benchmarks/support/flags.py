@@ -50,7 +50,7 @@ def _shapes(with_k: bool) -> Items:
 
 # name: parser, default, help
 _LISTS = {
-    "batch": (INTEGERS, "1024", "Rows of the logits, taken from the start of a .npy file."),
+    "batch": (INTEGERS, "1024", "Rows of the logits."),
     "vocab": (INTEGERS, "4096,32000", "Row lengths V; every batch runs with every V."),
     "k": (INTEGERS, "5", "How many winners a row has."),
     "sequence": (INTEGERS, "1024", "How many tokens a sequence has."),
@@ -74,10 +74,9 @@ _LISTS = {
         "Which of our implementations to time; auto is what users get by default.",
     ),
     "logits": (
-        Items("|".join([*LOGITS, r".+\.npy"]), f"any of {', '.join(LOGITS)} and paths of .npy files"),
+        words(LOGITS),
         "normal",
-        f"The input: {'; '.join(f'{name} ({text})' for name, (text, _) in LOGITS.items())}; or your own file, which is"
-        " memory-mapped and gives its own V (the last axis; the others are rows).",
+        f"The input: {'; '.join(f'{name} ({text})' for name, (text, _) in LOGITS.items())}.",
     ),
 }
 # name: default, help, least value

@@ -109,7 +109,7 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     measure = present[0]
     ours = (ours[ours.slowdown.notna()] if measure == "slowdown" else ours).copy()
     many = len(ours[["batch", "vocab"]].drop_duplicates()) > 1 or ours.logits.nunique() == 1
-    kind = lambda row: f"{row.logits} ({LOGITS.get(row.logits, ['a file'])[0]})"  # noqa: E731
+    kind = lambda row: f"{row.logits} ({LOGITS[row.logits][0]})"  # noqa: E731
     ours["down"] = ours.apply(_shape if many else kind, axis=1)
     named_by_row = ("batch", "vocab", "k") if many else ("logits",)
     across = [

@@ -52,7 +52,7 @@ def test_binaries_accept_their_flag_files(monkeypatch):
         (softmax, "--dtype=float8", "float32, bfloat16, float16"),
         (softmax, "--shapes=10x20x5", "BATCHxV"),
         (both, "--peers=numpy", "jax, torch, quack, jax_stable, jax_unstable, jax_raft"),
-        (softmax, "--logits=normal,x.np", "one_finite, nan and paths of .npy files"),
+        (softmax, "--logits=normal,x", "one_finite, nan"),
         (beam_search, "--training_steps=0", "positive"),
     ],
 )
@@ -77,17 +77,6 @@ def test_what_does_not_fit_is_refused():
             binary.main(["name"])
     with flags_of(softmax), pytest.raises(SystemExit, match="not a flag: 128"):
         softmax.main(["softmax", "128"])
-
-
-def test_a_users_file_decides_the_cases(tmp_path):
-    logits, path = np.arange(60.0).reshape(2, 3, 10), tmp_path / "logits.npy"
-    np.save(path, logits)
-    found = cases.make_cases(parse(topk, "--batch=4,100", f"--logits={path}", "--k=2"), (2,))
-    assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
-    np.testing.assert_array_equal(cases.logits(found[1]), logits.reshape(6, 10))
-    np.save(path, logits.astype(int))
-    with flags_of(softmax, f"--logits={path}"), pytest.raises(SystemExit, match="logits.npy holds int64"):
-        softmax.main(["softmax"])
 
 
 def test_least_bytes():

@@ -20,7 +20,6 @@ from tests.support.gpu import (
     function,
     only_triton,
     operands,
-    side_by_side,
     topk,
     unavailable,
 )
@@ -47,7 +46,6 @@ SAME = [  # (V, dtype, k, repetitions of the rows, whether there is a mask)
 
 @only_triton
 @pytest.mark.parametrize(("v", "dtype", "k", "repeats", "masked"), SAME, ids=str)
-@side_by_side
 def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k, repeats, masked):
     x = np.tile(cases.rows(ALL if v <= 20011 else LONG, v, dtype), (repeats, 1))
     where = cases.broadcast_mask("bv", x.shape) if masked else None
@@ -64,7 +62,6 @@ def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k
 @only_triton
 @pytest.mark.parametrize("masked", [False, True])
 @each
-@side_by_side
 def test_every_implementation_gives_the_same_gradient(implementation, op, masked):
     v = 1003
     x = cases.rows(ALL, v)
@@ -84,7 +81,6 @@ def test_every_implementation_gives_the_same_gradient(implementation, op, masked
 @both
 @pytest.mark.parametrize("v", [1000, 50257])
 @pytest.mark.parametrize("name", [*oracle.FORWARD, "topk"])
-@side_by_side
 def test_the_named_implementation_runs(implementation, name, v):
     """No other implementation runs, forward or backward."""
     x, sums = jax.ShapeDtypeStruct((64, v), BF16), jax.ShapeDtypeStruct((64, 1), BF16)

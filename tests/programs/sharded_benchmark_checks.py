@@ -9,48 +9,19 @@ import sys
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import sharded
-from benchmarks.support import cases, links, timing
+from benchmarks.support import cases, timing
 from benchmarks.support.cases import Case
 from tests.benchmarks.conftest import flags_of
 
-MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-ALL = ("a", "b")
 CASE = Case(16, 64, "float32", "softmax", "none", -1, 3, "forward", "normal", 0)
 
 
 def drawn(sharding, devices):
     return sharded.draw(sharded.Layout(CASE, sharding, devices))
-
-
-def collectives_are_read():
-    """Reads the collectives of a program. Each device has a part of 256 bytes."""
-
-    def function(x):
-        return (
-            lax.all_gather(x, "b"),
-            lax.psum(x, ALL),
-            lax.pmax(x, "a"),
-            lax.psum_scatter(x, "b", scatter_dimension=1, tiled=True),
-            lax.all_to_all(x, ALL, 0, 1),
-            lax.ppermute(x, "b", [(i, i ^ 1) for i in range(4)]),
-        )
-
-    x = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
-    mapped = jax.shard_map(function, mesh=MESH, in_specs=P(ALL), out_specs=P(ALL), check_vma=False)
-    found = links.collectives(jax.jit(mapped).lower(x).compile().as_text())
-    assert sorted((each.kind, each.bytes, each.group) for each in found) == [
-        ("all-gather", 4 * 256, 4),
-        ("all-reduce", 256, 2),
-        ("all-reduce", 256, 8),
-        ("all-to-all", 256, 8),
-        ("collective-permute", 256, 8),
-        ("reduce-scatter", 256, 4),
-    ]
 
 
 def every_layout_has_the_same_logits():
@@ -92,7 +63,6 @@ def a_program_of_three_calls_does_three_times_the_work():
 
 def main(folder):
     assert jax.device_count() == 8 and not timing.on_gpu()
-    collectives_are_read()
     every_layout_has_the_same_logits()
     a_program_of_three_calls_does_three_times_the_work()
     command = ["--flagfile=configs/sharded.flags", "--shapes=16x64x3,16x64", "--devices=2,16"]

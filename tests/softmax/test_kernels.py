@@ -28,7 +28,6 @@ from tests.support.gpu import (
     much_memory,
     of_repeated_rows,
     on_a_gpu,
-    side_by_side,
 )
 from tests.support.lowering import (
     CALLS,
@@ -267,7 +266,6 @@ SHAPES += [(262144, F32, VERY_LONG), (262144, BF16, VERY_LONG), (1000003, F32, V
 @pytest.mark.parametrize(("v", "dtype", "names"), SHAPES, ids=[f"{len(n)}x{v}-{d}" for v, d, n in SHAPES])
 @each
 @both
-@side_by_side
 def test_forward_and_grad_on_a_gpu(implementation, op, v, dtype, names):
     assert_forward_and_grad(implementation, op, cases.rows(names, v, dtype), names)
 
@@ -279,7 +277,6 @@ MASKED += [(op, 50257, BF16, p) for op in ("log_softmax", "logsumexp") for p in 
 @on_a_gpu
 @pytest.mark.parametrize(("op", "v", "dtype", "pattern"), MASKED, ids=str)
 @both
-@side_by_side
 def test_where_on_a_gpu(implementation, op, v, dtype, pattern):
     x, where, names = cases.broadcast_rows(pattern, v, dtype)
     assert_forward_and_grad(implementation, op, x, names, where)
@@ -363,7 +360,6 @@ def test_both_modes_on_a_gpu(implementation, v, dtype):
 @pytest.mark.parametrize("shape", [(1031, 1000), (1031, 50257), (3, 1000003)], ids=str)
 @each
 @both
-@side_by_side
 def test_repeated_runs_give_the_same_bits_on_a_gpu(implementation, op, shape):
     x = np.random.default_rng(1).standard_normal(shape).astype(BF16)
     dy = x[:, :1] if op == "logsumexp" else x

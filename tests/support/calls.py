@@ -32,111 +32,83 @@ FILTERS = {
     "top_p": np.linspace(1, 0.5, 6, dtype=np.float32).reshape(BATCH),
     "min_p": np.linspace(0, 0.1, 6, dtype=np.float32).reshape(BATCH),
 }
-HEAD = {"x": np.maximum(X, -9), "w": W, "bias": BIAS[:COLUMNS], "where": MASK[..., 7]} | {
-    "temperature": TEMPERATURE
-}
+HEAD = {"x": np.maximum(X, -9), "w": W, "bias": BIAS[:COLUMNS], "where": MASK[..., 7]}
+HEAD["temperature"] = TEMPERATURE
 TEACHER = {
     "teacher_x": np.maximum(X[..., ::-2], -9),
     "teacher_w": W[::2] + W[1::2],
     "teacher_bias": BIAS[4 : COLUMNS + 4],
 }
+LOG_Q = np.maximum(X, -9)[:, :2] - 4
 SEVERAL = np.stack([LABELS, LABELS // 2, LABELS], -1)
 OF_LOSS = {"token_weights": TEMPERATURE - 1, "label_smoothing": TEMPERATURE / 9, "z_loss": TEMPERATURE / 5}
+COLD = {of: a for of, a in HEAD.items() if of != "temperature"}
+EACH = {"reduction": None, "workspace_bytes": 1}
+PROBS = np.linspace(-0.2, 1, 18, dtype=np.float32).reshape(2, 3, 3)
 
-# name: (function, its static arguments, its arrays, those that have a gradient)
-FUNCTIONS = {
-    "softmax": (ps.softmax, {}, {"x": X, "where": MASK}, "x"),
-    "log_softmax": (ps.log_softmax, {}, {"x": X, "where": MASK}, "x"),
-    "logsumexp": (
-        ps.logsumexp,
-        {},
-        {"a": X, "b": 1 + BIAS * TEMPERATURE[..., None] / 9, "where": MASK},
-        "a b",
-    ),
-    "fused_topk": (
-        ps.fused_topk,
-        {"k": 3},
-        {"logits": X, "where": MASK, "temperature": TEMPERATURE},
-        "logits temperature",
-    ),
-    "top_k": (ps.top_k, {"k": 3}, {"operand": X, "where": MASK, "lengths": 2 * LABELS - 1}, "operand"),
-    "sample": (ps.sample, {}, {"key": KEY, "logits": X, "where": MASK, **FILTERS}, "logits temperature"),
-    "filter_logits": (ps.filter_logits, {}, {"logits": X, "where": MASK, **FILTERS}, "logits temperature"),
-    "verify": (
-        ps.verify,
-        {},
-        {
-            "key": KEY,
-            "draft_tokens": LABELS[:, :2],
-            "logits": X,
-            "draft_log_probs": np.maximum(X, -9)[:, :2] - 4,
-        }
-        | {"where": MASK, **FILTERS},
-        "",
-    ),
-    "token_stats": (
-        ps.token_stats,
-        {},
-        {"logits": X, "labels": LABELS, "where": MASK, "temperature": TEMPERATURE},
-        "logits temperature",
-    ),
-    "route": (ps.route, {"k": 3, "groups": 4, "top_groups": 2}, {"logits": X, "bias": BIAS / 9}, "logits"),
-    "linear_logsumexp": (ps.linear_logsumexp, {"softcap": 30}, HEAD, "x w bias"),
-    "linear_cross_entropy": (
-        ps.linear_cross_entropy,
-        {},
-        HEAD | {"labels": LABELS} | OF_LOSS,
-        "x w bias token_weights",
-    ),
-    "linear_kl_divergence": (
-        ps.linear_kl_divergence,
-        {"teacher_softcap": 20},
-        HEAD | TEACHER | {"token_weights": TEMPERATURE - 1},
-        "x w bias token_weights",
-    ),
-    "linear_log_probs": (ps.linear_log_probs, {}, HEAD | {"labels": LABELS}, "x w bias"),
-    "linear_token_stats": (ps.linear_token_stats, {}, HEAD | {"labels": LABELS}, "x w bias"),
-    "linear_sample": (ps.linear_sample, {}, {"key": KEY} | HEAD | FILTERS, ""),
-    "linear_topk": (ps.linear_topk, {"k": 2}, HEAD, ""),
-}
+
+def _calls(table):
+    """Returns, by name, (function, its static arguments, its arrays, those that have a gradient)."""
+
+    def call_of(name, variables, arguments):
+        arrays = {of: a for of, a in arguments.items() if isinstance(a, np.ndarray)}
+        static = {of: a for of, a in arguments.items() if of not in arrays}
+        return getattr(ps, name.partition(",")[0]), static, arrays, variables
+
+    return {name: call_of(name, *described) for name, described in table.items()}
+
+
+# name of a function: (arguments that have a gradient, all arguments)
+FUNCTIONS = _calls(
+    {
+        "softmax": ("x", dict(x=X, where=MASK)),
+        "log_softmax": ("x", dict(x=X, where=MASK)),
+        "logsumexp": ("a b", dict(a=X, b=1 + BIAS * TEMPERATURE[..., None] / 9, where=MASK)),
+        "fused_topk": ("logits temperature", dict(k=3, logits=X, where=MASK, temperature=TEMPERATURE)),
+        "top_k": ("operand", dict(k=3, operand=X, where=MASK, lengths=2 * LABELS - 1)),
+        "sample": ("logits temperature", dict(key=KEY, logits=X, where=MASK, **FILTERS)),
+        "filter_logits": ("logits temperature", dict(logits=X, where=MASK, **FILTERS)),
+        "verify": (
+            "",
+            dict(key=KEY, draft_tokens=LABELS[:, :2], logits=X, draft_log_probs=LOG_Q, where=MASK, **FILTERS),
+        ),
+        "token_stats": (
+            "logits temperature",
+            dict(logits=X, labels=LABELS, where=MASK, temperature=TEMPERATURE),
+        ),
+        "route": ("logits", dict(k=3, groups=4, top_groups=2, logits=X, bias=BIAS / 9)),
+        "linear_logsumexp": ("x w bias", dict(softcap=30, **HEAD)),
+        "linear_cross_entropy": ("x w bias token_weights", dict(**HEAD, labels=LABELS, **OF_LOSS)),
+        "linear_kl_divergence": (
+            "x w bias token_weights",
+            dict(teacher_softcap=20, **HEAD, **TEACHER, token_weights=TEMPERATURE - 1),
+        ),
+        "linear_log_probs": ("x w bias", dict(**HEAD, labels=LABELS)),
+        "linear_token_stats": ("x w bias", dict(**HEAD, labels=LABELS)),
+        "linear_sample": ("", dict(key=KEY, **(HEAD | FILTERS))),
+        "linear_topk": ("", dict(k=2, **HEAD)),
+    }
+)
 WITHOUT_GRADIENT = tuple(name for name, (_, _, _, variables) in FUNCTIONS.items() if not variables)
-# name: a call of the same function by another path
-CALLS = FUNCTIONS | {
-    "logsumexp, rows": (ps.logsumexp, {"axis": -1}, {"a": X, "where": MASK}, "a"),
-    "fused_topk, log": (
-        ps.fused_topk,
-        {"k": 3, "log": True},
-        {"logits": X, "temperature": TEMPERATURE},
-        "logits temperature",
-    ),
-    "token_stats, rank": (ps.token_stats, {"rank": True}, {"logits": X, "labels": LABELS}, "logits"),
-    "route, shares": (ps.route, {"k": 3, "score": "sigmoid", "renormalize": True}, {"logits": X}, "logits"),
-    "linear_cross_entropy, none": (
-        ps.linear_cross_entropy,
-        {"reduction": None, "workspace_bytes": 1, "return_logsumexp": True},  # chunks of one token
-        {of: a for of, a in HEAD.items() if of != "temperature"} | {"labels": LABELS} | OF_LOSS,
-        "x w bias token_weights",
-    ),
-    "linear_cross_entropy, soft": (
-        ps.linear_cross_entropy,
-        {"reduction": None, "workspace_bytes": 1},
-        HEAD
-        | {"labels": SEVERAL, "label_probs": np.linspace(-0.2, 1, 18, dtype=np.float32).reshape(2, 3, 3)},
-        "x w bias label_probs",
-    ),
-    "linear_kl_divergence, none": (
-        ps.linear_kl_divergence,
-        {"beta": 0.3, "reduction": None, "workspace_bytes": 1},
-        {of: a for of, a in (HEAD | TEACHER).items() if of != "temperature"},
-        "x w bias",
-    ),
-    "linear_log_probs, several": (
-        ps.linear_log_probs,
-        {"workspace_bytes": 1},
-        HEAD | {"labels": SEVERAL},
-        "x w bias",
-    ),
-}
+# the same functions by other paths. With EACH, chunks have one token.
+CALLS = FUNCTIONS | _calls(
+    {
+        "logsumexp, rows": ("a", dict(axis=-1, a=X, where=MASK)),
+        "fused_topk, log": ("logits temperature", dict(k=3, log=True, logits=X, temperature=TEMPERATURE)),
+        "token_stats, rank": ("logits", dict(rank=True, logits=X, labels=LABELS)),
+        "route, shares": ("logits", dict(k=3, score="sigmoid", renormalize=True, logits=X)),
+        "linear_cross_entropy, none": (
+            "x w bias token_weights",
+            dict(return_logsumexp=True, **EACH, **COLD, labels=LABELS, **OF_LOSS),
+        ),
+        "linear_cross_entropy, soft": (
+            "x w bias label_probs",
+            dict(**EACH, **HEAD, labels=SEVERAL, label_probs=PROBS),
+        ),
+        "linear_kl_divergence, none": ("x w bias", dict(beta=0.3, **EACH, **COLD, **TEACHER)),
+        "linear_log_probs, several": ("x w bias", dict(workspace_bytes=1, **HEAD, labels=SEVERAL)),
+    }
+)
 ARRAYS = [(name, of) for name, (_, _, arrays, _) in FUNCTIONS.items() for of in arrays]
 LOGITS = ("x", "a", "logits", "operand")  # what functions call the array that they reduce
 

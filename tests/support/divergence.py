@@ -22,16 +22,27 @@ def arrays(n, depth, vocab, dtype, *, teacher_dtype=None, peak=2.0, transpose_w=
     return (x, w), teacher[:2], bias, teacher[3]
 
 
-def losses_and_gradients(student, teacher, biases, beta, weights, *, temperature, softcaps, transpose_w):
-    """Returns the oracle's losses, the largest |logit| of each row, and dx, dw, dbias of sum(weights * losses)."""
+def expected(student, teacher, biases, beta, weights, *, temperature, softcaps, transpose_w, eps=2.0**-23):
+    """Returns what losses and gradients in x, w and bias must be, for sum(weights * losses).
+
+    The logits and the normalizers are rounded. A divergence weights the differences by probabilities.
+    """
     options = {"temperature": temperature, "transpose_w": transpose_w}
     (z, slope), (u, _) = (
         linear.logits(*arrays, bias=bias, softcap=softcap, **options)
         for arrays, bias, softcap in zip((student, teacher), biases, softcaps)
     )
     values, dz = oracle.divergence(z, u, beta)
+    values = np.where(weights == 0, 0, values)
+    size = np.maximum(np.abs(z), np.abs(u)).max(1)
     gradients = linear.gradients_of(dz * slope * wide(weights)[:, None], *student, transpose_w)
-    return values, np.maximum(np.abs(z), np.abs(u)).max(1), *gradients
+    return linear.Expected(
+        weights=weights,
+        losses=values,
+        errors=8 * eps * (1 + size + np.abs(values)),
+        gradients=dict(zip(("x", "w", "bias"), gradients)),
+        distances=linear.rounded_to(str(student[0].dtype)),
+    )
 
 
 def assert_operations(
@@ -53,16 +64,12 @@ def assert_operations(
     columns = Columns(bias, teacher[1], teacher_bias)
     found, gradients = linear.run_all(operations, static, x, w, columns, tokens, weights)
     of_oracle = {"temperature": 1.0 if t is None else t, "softcaps": (softcap, None)}
-    values, size, *want = losses_and_gradients(
+    want = expected(
         (x, w), teacher, (bias, teacher_bias), beta, weights, transpose_w=transpose_w, **of_oracle
     )
-    kept = weights != 0
-    for statistics in found:
-        error = np.abs(wide(statistics.divergence.value) - values)
-        assert (error <= 2**-20 * (1 + size + np.abs(values)))[kept].all(), error.max()
-    for of_operation in gradients:
-        for got, of in zip(of_operation, want):
-            assert linear.rounded_errors(got, of) <= linear.ROUNDED[dtype]
+    for statistics, of_operation in zip(found, gradients):
+        want.check_losses(statistics.divergence.value)
+        want.check_gradients(dict(zip(want.gradients, of_operation)), {"x": x, "w": w, "bias": bias})
 
 
 def assert_divergence(
@@ -96,27 +103,19 @@ def assert_divergence(
     held = {"x": student[0], "w": student[1], "bias": biases[0]}
     held |= {} if token_weights is None else {"token_weights": token_weights}
     (total, losses), gradients = linear.jit(jax.value_and_grad(ours, has_aux=True))(held)
-    values, size, *want = losses_and_gradients(
+    assert losses.dtype == ("float64" if dtype == "float64" else "float32")
+    eps = np.finfo(losses.dtype).eps
+    want = expected(
         *(student, teacher, biases, beta, weights / divisor * g),
         temperature=options.get("temperature", 1.0),
         softcaps=(options.get("softcap"), options.get("teacher_softcap")),
         transpose_w=transpose_w,
+        eps=eps,
     )
-    kept, result = weights != 0, "float64" if dtype == "float64" else "float32"
-    values = np.where(kept, values, 0)
-    eps = np.finfo(result).eps
-    assert losses.dtype == result
     if reduction is None:
-        # the logits and the normalizers are rounded; a divergence weights the differences by probabilities
-        error, allowed = np.abs(wide(losses) - weights * values), 8 * eps * (1 + size + np.abs(values))
-        assert (error <= allowed * np.abs(weights)).all(), np.max(error / allowed)
-    np.testing.assert_allclose(
-        wide(total), np.sum(weights / divisor * g * values), rtol=40 * eps, atol=40 * eps
-    )
-    mean = np.sum(weights * values) / divisor if reduction == "mean" else 0
-    want = {**dict(zip(("x", "w", "bias"), want)), "token_weights": kept * g * (values - mean) / divisor}
-    for name, argument in held.items():
-        got, of = gradients[name], want[name]
-        assert got.dtype == argument.dtype and got.shape == argument.shape
-        bound = max(linear.ROUNDED[dtype], 1e-6 if got.dtype == "float32" else 0)
-        assert linear.rounded_errors(got, of) <= bound, (name, linear.rounded_errors(got, of))
+        want.check_losses(losses, weights)
+    np.testing.assert_allclose(wide(total), np.sum(want.weights * want.losses), rtol=40 * eps, atol=40 * eps)
+    if token_weights is not None:
+        mean = np.sum(weights * want.losses) / divisor if reduction == "mean" else 0
+        want.gradients["token_weights"] = (weights != 0) * g * (want.losses - mean) / divisor
+    want.check_gradients(gradients, held)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
@@ -83,14 +82,6 @@ def noise_at(words, v, stride=1):
     bits = bits_at(words, np.arange(v), stride)
     uniform = np.maximum((bits >> np.uint32(9)) * 2.0**-23, np.finfo(F32).tiny)
     return -np.log(-np.log(uniform))
-
-
-def noise_of_rows(key, rows, v):
-    """Returns the noise of these rows of an array (n, v) of `jax.random.gumbel`, in float64."""
-    starts = np.asarray(rows).astype(np.uint64) * np.uint64(v)
-    first, second = (np.full(len(starts), word, np.uint64) for word in np.asarray(jax.random.key_data(key)))
-    words = np.stack([first, second, starts >> np.uint64(32), starts & np.uint64(2**32 - 1)], -1)
-    return noise_at(words, v)
 
 
 def assert_draws(got, x, words, names, parameters, where=None, stride=1):

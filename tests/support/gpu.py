@@ -51,15 +51,6 @@ def unavailable(implementation):
     return checks.missing() if implementation == "triton" else None
 
 
-SIDE_BY_SIDE = set()
-
-
-def side_by_side(test):
-    """Runs the triton cases of the test in threads: Triton takes 1 to 10 seconds to compile a kernel."""
-    SIDE_BY_SIDE.add(test)
-    return test
-
-
 def function(implementation, op, where=None):
     """Returns the public function over the last axis, with the implementation named; rows keep their dimension."""
     kept = {"keepdims": True} if op == "logsumexp" else {}

@@ -173,10 +173,14 @@ class Expected(NamedTuple):
         assert abs(float(total) - want) <= allowed + 1e-6 * abs(want)
 
     def check_gradients(self, gradients, arguments):
-        for name, want in self.gradients.items():
-            got, distance = gradients[name], rounded_errors(gradients[name], want)
-            assert got.dtype == arguments[name].dtype and got.shape == arguments[name].shape
-            assert distance <= self.distances[name], (name, distance, self.distances[name])
+        check_gradients(gradients, self.gradients, self.distances, arguments)
+
+
+def check_gradients(gradients, wanted, distances, arguments):
+    for name, want in wanted.items():
+        got, distance = gradients[name], rounded_errors(gradients[name], want)
+        assert got.dtype == arguments[name].dtype and got.shape == arguments[name].shape
+        assert distance <= distances[name], (name, distance, distances[name])
 
 
 def expected(arguments, labels, weights, **options):
@@ -459,14 +463,13 @@ def assert_stats(
     np.testing.assert_array_equal(np.asarray(argmax)[clear], want_argmax[clear])
     dz = (oracle.token_stats_vjp(z, labels, g)[0] * slope).astype("float64")
     wanted = gradients_of(dz, arguments["x"], arguments["w"], options["transpose_w"])
-    for name, of in zip(arguments, wanted):
-        got, bound = gradients[name], ROUNDED[dtype]
-        assert got.dtype == arguments[name].dtype and got.shape == arguments[name].shape
-        assert rounded_errors(got, of) <= bound, (name, rounded_errors(got, of))
+    check_gradients(gradients, dict(zip(arguments, wanted)), rounded_to(dtype), arguments)
 
 
-# Allowed distances of gradients, relative to their norms: dz and the results are rounded to the dtype.
-ROUNDED = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}
+def rounded_to(dtype):
+    """Returns the allowed distances of gradients if dz and the results are rounded: to the dtype, or to float32."""
+    distance = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}[dtype]
+    return {"x": distance, "w": distance} | dict.fromkeys(("bias", "token_weights"), max(distance, 1e-6))
 
 
 def assert_argmax_of_zeros(implementation):

@@ -338,23 +338,3 @@ def sample_perturbed(x, noise, where=None, temperature: Any = 1.0):
     greedy = sample_greedy(x, where, temperature)[..., None]
     with np.errstate(all="ignore"):
         return np.where(greedy, 0, np.asarray(tempered(x, temperature))) + noise
-
-
-def sample(x, noise, where=None, temperature: Any = 1.0, **filters):
-    """Returns the index of the largest sum of a kept entry and its noise, log softmax there, and the log of the kept
-    share; -1 and NaN without a draw. The noise has the shape of x."""
-    scaled, mass = sample_terms(x, where, temperature)
-    kept = sample_kept(x, where, temperature, **filters)
-    total = np.sum(mass, -1)
-    perturbed = sample_perturbed(x, noise, where, temperature)
-    index = np.argmax(np.where(kept, perturbed, -np.inf), -1).astype(np.int32)
-    drawable = total >= 1
-    with np.errstate(all="ignore"):
-        log_probs = np.take_along_axis(scaled, index[..., None], -1)[..., 0] - np.log(total)
-        log_mass = np.log(np.sum(np.where(kept, mass, 0), -1) / total)
-    nan = np.nan
-    return (
-        np.where(drawable, index, -1),
-        np.where(drawable, log_probs, nan),
-        np.where(drawable, log_mass, nan),
-    )

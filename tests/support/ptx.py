@@ -15,21 +15,11 @@ import re
 import numpy as np
 
 LANES, WARPGROUP = 32, 128
-_DTYPES = {
-    **dict.fromkeys(("u8", "b8"), np.uint8),
-    **dict.fromkeys(("u16", "b16", "bf16"), np.uint16),
-    **dict.fromkeys(("u32", "b32", "f16x2", "bf16x2", "u16x2", "s16x2"), np.uint32),
-    **dict.fromkeys(("u64", "b64"), np.uint64),
-    **{
-        "s16": np.int16,
-        "s32": np.int32,
-        "s64": np.int64,
-        "f16": np.float16,
-        "f32": np.float32,
-        "pred": np.bool_,
-    },
-}
 _PAIRS = {"u16x2": np.uint16, "s16x2": np.int16, "f16x2": np.float16, "bf16x2": np.uint16}
+_DTYPES = {"f16": np.float16, "f32": np.float32, "bf16": np.uint16, "pred": np.bool_}
+_DTYPES |= dict.fromkeys(_PAIRS, np.uint32)
+_DTYPES |= {f"{a}{bits}": getattr(np, f"uint{bits}") for a in "ub" for bits in (8, 16, 32, 64)}
+_DTYPES |= {f"s{bits}": getattr(np, f"int{bits}") for bits in (16, 32, 64)}
 _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
             "ge": np.greater_equal}  # fmt: skip
 _FUNCTIONS = {

@@ -27,10 +27,7 @@ def dot(g, y):
 @pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
 @pytest.mark.parametrize("axis", [-1, 0, None])
 def test_gradients_are_finite_differences(axis, where):
-    for f, vjp in [
-        (oracle.softmax, oracle.softmax_vjp),
-        (oracle.log_softmax, oracle.log_softmax_vjp),
-    ]:
+    for f, vjp in [(oracle.softmax, oracle.softmax_vjp), (oracle.log_softmax, oracle.log_softmax_vjp)]:
         want = finite_differences(lambda x, f=f: dot(G, f(x, axis, where)), X)
         np.testing.assert_allclose(vjp(X, G, axis, where).astype(float), want, atol=1e-8)
     g = np.ones_like(oracle.logsumexp(X, axis, where, keepdims=True))

@@ -20,11 +20,13 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import INTERPRETER
 from pallas_softmax._src.gpu.layout import merged_tile
 from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.route import xla as route_xla
 from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
 from pallas_softmax._src.sample.noise import advance
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
+from pallas_softmax._src.topk import xla as topk_xla
 from pallas_softmax._src.topk.plan import padded_winners
 
 try:
@@ -173,7 +175,7 @@ def _rank_lists(lists_gmem, smem, request, row, first, held):
 
 def _sort_winners(ranked, keys, indices, inside, k):
     """Writes the k best of the elements `inside` in the format of `merge_kernel.put_in_shared_memory`."""
-    _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
+    _, keys, indices = lax.sort((~inside, ~keys, indices), num_keys=3)
     padded = padded_winners(k)
     ranked[:k] = ~keys[:k]
     ranked[padded : padded + k] = indices[:k]
@@ -193,17 +195,14 @@ def _select(plan, fill, refs, numbers):
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
         row, x = numbers["row"], refs["x"][numbers["row"]]
-        index, lowest = jnp.arange(plan.vocab), sort_keys.lowest(x.dtype)
-        kept = index < numbers["length"]
+        kept = jnp.arange(plan.vocab) < numbers["length"]
         if "mask" in refs:
             kept &= refs["mask"][numbers["mask_row"]]
-        key = jnp.where(kept, sort_keys.key32(x), sort_keys.lowest_key(x.dtype))
-        key, best = (a[: plan.k] for a in lax.sort((~key, index), num_keys=2))
-        absent = (~key == sort_keys.lowest_key(x.dtype)).astype(jnp.int32)
+        best = topk_xla.best_order(x, kept, plan.k)
         if not plan.sorted:
-            absent, best = lax.sort((absent, best), num_keys=2)
-        refs["values"][row] = jnp.where(absent > 0, lowest if fill is None else fill, x[best])
-        refs["indices"][row] = best.astype(jnp.int32)
+            best = best[jnp.lexsort((best, ~kept[best]))]
+        refs["values"][row] = x[best] if fill is None else jnp.where(kept[best], x[best], fill)
+        refs["indices"][row] = best
 
 
 # --- Sample
@@ -257,14 +256,9 @@ def _exponentials(tile, score, x):
 
 
 def _keep_groups(tile, groups, top_groups, key, group_best):
-    grouped = key.reshape(tile.rows, groups, -1)
-    best = ~jnp.sort(~grouped, -1)[..., :group_best]
-    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
-    number = lax.broadcasted_iota(jnp.int32, total.shape, 1)
-    _, order = lax.sort((~sort_keys.key32(total), number), num_keys=2)
-    group = jnp.arange(groups, dtype=order.dtype)[None, None]
-    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
-    return jnp.where(takes_part[..., None], grouped, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)
+    x = sort_keys.from_key32(key, jnp.float32)
+    takes_part = route_xla._in_best_groups(x, groups, top_groups, min(group_best, x.shape[1] // groups))
+    return jnp.where(takes_part, key, sort_keys.lowest_key(jnp.float32))
 
 
 def _first_of_largest(z, m, column):

@@ -21,7 +21,6 @@ from tests.support.gpu import (
     much_memory,
     of_repeated_rows,
     rows_to_test,
-    side_by_side,
     top_k,
     topk,
     with_kernels,
@@ -39,7 +38,6 @@ TOPK += [(262144, F32, 2048), (1000003, F32, 5)]
 
 @pytest.mark.parametrize("many", [False, True])
 @with_kernels(("v", "dtype", "k"), TOPK, ids=str)
-@side_by_side
 def test_topk(implementation, v, dtype, k, many):
     """Few rows, split into parts if they are long, and many rows, with fewer parts or none."""
     names = VERY_LONG[:2] if v > 300_000 else rows_to_test(v)
@@ -75,7 +73,6 @@ MODES = ["plain", "unsorted", "where", "lengths", "both"]
     [(*case, *how) for case, *how in pairs(TOPK, MODES, [False, True])],
     ids=str,
 )
-@side_by_side
 def test_top_k(implementation, v, dtype, k, mode, many):
     """The winners as they are, bit by bit."""
     names = VERY_LONG[:2] if v > 300_000 else rows_to_test(v)
@@ -135,7 +132,6 @@ TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
     [(*case, i % 2 == 1) for i, case in enumerate(TOPK_MASKED)],
     ids=str,
 )
-@side_by_side
 def test_where(implementation, v, dtype, k, pattern, log):
     """Masked elements are NaN or infinite; the first row of the mask keeps nothing; one temperature per row."""
     x, where, names = cases.broadcast_rows(pattern, v, dtype)
@@ -152,7 +148,6 @@ def test_where(implementation, v, dtype, k, pattern, log):
     [(*case, *how) for case, *how in pairs([(100, 5), (20011, 5), (50257, 300)], [False, True], [F32, F16])],
     ids=str,
 )
-@side_by_side
 def test_values_of_another_dtype(implementation, v, k, log, dtype):
     """One temperature for all rows."""
     x = cases.rows(rows_to_test(v), v, BF16)
@@ -184,7 +179,6 @@ def test_every_window(plan, dtype, k, names, masked):
 
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
 @both
-@side_by_side
 def test_every_tile(implementation, v, dtype, k, names):
     """Few rows, which lie over more lanes, and many. The last tile is not full."""
     x = cases.rows(names, v, dtype)
@@ -222,7 +216,6 @@ CROWDED_ROWS += [(25000, F32, 300), (50257, BF16, 5), (50257, F32, 1024)]
 
 @pytest.mark.parametrize("many", [False, True])
 @with_kernels(("v", "dtype", "k"), CROWDED_ROWS, ids=str)
-@side_by_side
 def test_more_candidates_than_room(implementation, v, dtype, k, many):
     """Mosaic takes its exact path: histograms of all keys, and ties in the order of their indices."""
     rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}
@@ -239,7 +232,6 @@ def test_winners_in_one_bucket(v, k):
 
 @pytest.mark.parametrize(("v", "masked", "log"), pairs([100, 1000, 50257], [False, True], [False, True]))
 @both
-@side_by_side
 def test_gradient(implementation, v, masked, log):
     x = cases.rows(["normal", "peaked", "integers", "one_winner"], v)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
@@ -263,7 +255,6 @@ def test_gradient(implementation, v, masked, log):
 @pytest.mark.parametrize(
     ("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str
 )
-@side_by_side
 def test_gradient_of_routers(v, dtype, k, log):
     """Short rows in many CTAs: the winners' elements are written twice, and a second run gives the same bits."""
     names = ["normal", "peaked", "integers", "one_winner"]
@@ -284,7 +275,6 @@ def test_gradient_of_routers(v, dtype, k, log):
     [(1031, 100, 5, True), (1031, 25000, 64, False), (1031, 50257, 5, True), (3, 262144, 300, False)],
     ids=str,
 )
-@side_by_side
 def test_repeated_runs_give_the_same_bits(implementation, rows, v, k, masked):
     x = np.random.default_rng(1).standard_normal((rows, v)).astype(F32)
     x[::7] = np.round(x[::7])
@@ -329,7 +319,6 @@ def test_more_than_2_to_the_31_elements_of_a_gradient():
 
 @both
 @pytest.mark.parametrize("masked", [False, True])
-@side_by_side
 def test_little_memory(implementation, masked):
     """In addition to the logits and the mask, top-k needs a hundredth of the 2 GB of a softmax."""
     x = jax.ShapeDtypeStruct((4096, 128256), "float32")

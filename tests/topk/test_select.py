@@ -14,7 +14,7 @@ from pallas_softmax._src.select.plan import MAX_SELECTED, MIN_VOCAB, SelectPlan,
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.gpu import on_a_gpu, side_by_side
+from tests.support.gpu import on_a_gpu
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
@@ -255,7 +255,6 @@ def test_plans(capability):
 @on_a_gpu
 @pytest.mark.parametrize("kind", ["whole", "length", "mask", "both"])
 @pytest.mark.parametrize(("plan", "dtype"), PLANS, ids=str)
-@side_by_side
 def test_every_plan_on_a_gpu(plan, dtype, kind):
     """A thousand rows, so that CTAs start while others run; the same bits in each run."""
     if plan.in_registers and kind in ("mask", "both"):
