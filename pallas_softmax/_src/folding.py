@@ -80,9 +80,9 @@ def fold(
 ) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
     """Returns arrays of one shape as arrays of rows (rows, vocab); their mask; and a function that unfolds a result.
 
-    `where` is None, or a boolean of their rank that broadcasts to them. The function restores the rank of a result that
-    has all elements (rows, vocab), or n numbers for each row: (rows, n) or (rows,). The last reduced axis gets size n,
-    and the others size 1.
+    `where` is None, or a boolean of their rank that broadcasts to them. The function restores the rank of a result, of
+    any shape, that has all elements, or n numbers for each row. With n numbers, the last reduced axis gets size n, and
+    the others size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
@@ -93,7 +93,7 @@ def fold(
     mask = fold_mask(None if where is None else where.transpose(order), transposed, len(batch))
 
     def unfold(result):
-        n = 1 if result.ndim == 1 else result.shape[1]
+        n = result.size // max(1, math.prod(batch_shape))
         kept = row_shape if n == vocab else (*(1,) * (len(axes) - 1), n)
         back = [order.index(a) for a in range(len(shape))]
         return result.reshape(*batch_shape, *kept).transpose(back)
