@@ -9,7 +9,8 @@ functions. Other languages restate ⊕; a change must be repeated there:
     inline PTX   softmax/states_ptx.py        the logits of a thread in token statistics; threads and segments of a row
                  topk/window_kernel.py        `_add_step`: the logits of a thread
                  sample/row_ptx.py            the logits of a thread, and the threads of a part
-    Triton       softmax/triton_kernels.py    `_absorb`: the logits of a step
+    Triton       triton/language.py           `combine`
+                 softmax/triton_kernels.py    `_absorb`: the logits of a step
                  topk/triton_kernels.py       `topk_kernel`: the logits of a step; `_combine_lanes`: all lanes
 """
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from pallas_softmax import online
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.triton import language
 from pallas_softmax._src.triton import plan as triton_plan
@@ -107,6 +108,32 @@ TRITONS_TOPK, tl.topk = tl.topk, _topk
 
 
 @triton.jit
+def combine_kernel(m1_ptr, d1_ptr, m2_ptr, d2_ptr, m_ptr, d_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    m1, d1, m2, d2 = tl.load(m1_ptr + at), tl.load(d1_ptr + at), tl.load(m2_ptr + at), tl.load(d2_ptr + at)
+    m, d = language.combine(m1, d1, m2, d2)
+    tl.store(m_ptr + at, m)
+    tl.store(d_ptr + at, d)
+
+
+def test_combine_agrees_with_online():
+    """⊕ in language.py agrees with `online.combine`, also for empty and non-finite normalizers."""
+    each = [-np.inf, -1e38, -90, -1.5, -0.0, 0, 2, 2.5, 88, 1e38, np.inf, np.nan]
+    m = np.array([*each, *each[1:5]], F32)
+    d = np.where(m == -np.inf, 0, np.where(np.isfinite(m), np.linspace(1, 9, len(m)), np.nan)).astype(F32)
+    m1, m2 = (a.ravel() for a in np.meshgrid(m, m))
+    d1, d2 = (a.ravel() for a in np.meshgrid(d, d))
+    with np.errstate(all="ignore"):
+        want = online.combine(
+            *(online.Normalizer(jnp.asarray(m), jnp.asarray(d)) for m, d in [(m1, d1), (m2, d2)])
+        )
+    out = [jax.ShapeDtypeStruct(m1.shape, F32)] * 2
+    got = launch(combine_kernel, [jnp.asarray(a) for a in (m1, d1, m2, d2)], out, (1,), 4, N=m1.size)
+    np.testing.assert_array_equal(got[0], want.m)
+    np.testing.assert_allclose(got[1], want.d, rtol=1e-5)
+
+
+@triton.jit
 def sort_key_kernel(x_ptr, key_ptr, back_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     key = language.sort_key(tl.load(x_ptr + at))
@@ -154,15 +181,17 @@ def check(op, x, names, where=None, plan=None):
 
 
 # Short rows: one or several per program; of one element, with and without whole vectors; None is the plan of
-# plan_softmax. Long rows: several steps, with and without a short one.
+# plan_softmax. Long rows: one step or several, with and without a short one; three or five parts, the last one short.
 PLANS = [
     (1, F32, FEW, None),
-    (3, BF16, FEW, Steps(4, 4, 1)),
-    (128, F16, ALL, Steps(8, 128, 1)),
+    (3, BF16, FEW, Steps(4, 1, 4, 4, 1)),
+    (128, F16, ALL, Steps(8, 1, 128, 128, 1)),
     (1000, F32, ALL, None),
-    (1000, BF16, ALL, Steps(4, 1024, 4)),
-    (1003, F32, ALL, Steps(1, 128, 4)),
-    (1024, BF16, FEW, Steps(1, 64, 4)),
+    (1000, BF16, ALL, Steps(4, 1, 1024, 1024, 4)),
+    (1003, F32, ALL, Steps(1, 1, 1024, 128, 4)),
+    (1024, BF16, FEW, Steps(1, 1, 1024, 64, 4)),
+    (1003, F32, FEW[::2], Steps(1, 3, 384, 128, 4)),
+    (2003, F16, ["normal", "everything", "neg_inf_last"], Steps(1, 5, 448, 64, 4)),
     (40000, BF16, FEW[:1], None),
 ]
 
@@ -174,16 +203,23 @@ def test_rows(op, v, dtype, names, plan):
 
 
 def test_plans_are_of_every_kind():
-    chosen = [plan or triton_plan.plan_softmax(v) for v, _, names, plan in PLANS]
-    assert {v > plan.width for plan, (v, *_) in zip(chosen, PLANS)} == {True, False}
+    chosen = [plan or triton_plan.plan_softmax(len(names), v) for v, _, names, plan in PLANS]
+    assert {(plan.length > plan.width, plan.parts > 1) for plan in chosen} == set(
+        itertools.product((False, True), repeat=2)
+    )
     assert any(len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS))
 
 
-# A backward reads two arrays in addition to the mask.
-MASKED = [(100, Steps(4, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)]
-MASKED += [
-    (503, Steps(1, 64, 4), *case) for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
+# The mask of a part starts with the part in every operation; a backward reads two arrays in addition to the mask.
+MASKED = [
+    (100, Steps(4, 1, 128, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)
 ]
+MASKED += [
+    (503, Steps(1, 1, 512, 64, 4), *case)
+    for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
+]
+OF_PARTS = [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
+MASKED += [(503, Steps(1, 3, 192, 64, 4), *case) for case in OF_PARTS]
 
 
 @pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)

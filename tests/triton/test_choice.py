@@ -41,7 +41,6 @@ CHOSEN = {
     call("log_softmax", inner=None): "transposed",
     call("softmax_grad", vocab=16385, masked=True): "masked backward of float32 rows",
     call("log_softmax", vocab=8192): None,
-    call("logsumexp", rows=64, vocab=8193): "up to 64 rows of more than 8192",
     call(vocab=8192, masked=True): None,
     call("topk", vocab=8192): None,
     call(vocab=16385, masked=True): None,

@@ -164,12 +164,15 @@ FILLED = {
     "long rows": (("softmax", ROWS, 50257, "bfloat16"), ["softmax"]),
     "long rows, backward": (("softmax_grad", ROWS, 50257), ["softmax"]),
     "long rows, backward, masked": (("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)), ["softmax"]),
+    "few very long rows": (("softmax_grad", 10, 1_000_000), ["softmax"] * 2),
 }
 COMPILED = FILLED | {
     "short rows, masked": (("softmax", ROWS, 1000, "float32", (ROWS, 1000)), ["softmax"]),
     "short rows": (("softmax_grad", ROWS, 1000, "bfloat16"), ["softmax"]),
     "rows of all warps, mask per row": (("log_softmax", ROWS, 8000, "bfloat16", (ROWS, 1)), ["softmax"]),
     "long rows, masked": (("softmax", ROWS, 50257, "float32", (ROWS, 50257)), ["softmax"]),
+    "few rows": (("logsumexp", 4, 128256, "bfloat16"), ["softmax"] * 2),
+    "few rows, masked": (("log_softmax", 4, 128256, "float32", (1, 128256)), ["softmax"] * 2),
     "5, masked": ((5, ROWS, 12000, "bfloat16", (ROWS, 12000)), ["topk"]),
     "1 of odd rows in very many parts": ((1, 2, 999_999_999), ["topk", "merge", "merge"]),
     "32 of odd rows in parts": ((32, 1, 128255, "bfloat16"), ["topk", "merge"]),
@@ -295,8 +298,8 @@ def test_lowered_for_the_device(calls):
     called(calls, lowered(named(ps.softmax, "triton"), X, kind=L4))
     (call,) = calls
     assert call.kernel.capability == 89 and ".target sm_89" in call.kernel.ptx
-    assert call.kernel.warps == triton_plan.plan_softmax(X.shape[1]).warps
-    assert len(call.parameters) == 4  # a gradient's second array and the mask are always passed
+    assert call.kernel.warps == triton_plan.plan_softmax(*X.shape).warps
+    assert len(call.parameters) == 5  # the second array, the mask and the normalizers are always passed
 
 
 def test_lowered_under_vmap(calls):

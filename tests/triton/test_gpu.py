@@ -72,22 +72,43 @@ def test_every_triton_plan_of_topk(implementation):
     assert_all(check, triton_topk_plans())
 
 
-# (operation, V, dtype): every width of a step, with several rows in a program and one; long rows of odd V too.
-SOFTMAX = [
-    (ops[i % len(ops)], v, (F32, BF16)[i % 2])
-    for i, v in enumerate([*(2**n + n % 3 for n in range(15)), 50257, 128256])
-    for ops in (oracle.FORWARD, oracle.BACKWARD)
-]
+def triton_softmax_plans():
+    """Returns (operation, V, dtype, plan): one case for each program that `plan_softmax` can choose."""
+    lengths = (
+        *range(1, 4),
+        5,
+        9,
+        17,
+        33,
+        65,
+        129,
+        400,
+        1000,
+        1500,
+        3000,
+        5000,
+        10000,
+        20000,
+        40000,
+        50257,
+        128256,
+    )
+    every = {}
+    for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
+        plan = triton_plan.plan_softmax(rows, v)
+        program = plan.rows, plan.width, plan.length > plan.width, plan.parts > 1, v % 8 == 0
+        every.setdefault((program, op in oracle.BACKWARD), []).append((op, v, dtype, plan))
+    return [options[i % len(options)] for i, options in enumerate(every.values())]
 
 
 @only_triton
 def test_every_triton_plan_of_softmax(implementation):
     names = ["normal", "peaked", "integers"]
 
-    def check(op, v, dtype):
+    def check(op, v, dtype, plan):
         arrays = cases.operands(op, cases.rows(names, v, dtype))
-        out = jax.jit(lambda arrays: triton.softmax_rows(op, arrays, None, (1,)))(arrays)
+        out = jax.jit(lambda arrays: triton.softmax_rows(op, arrays, None, (1,), plan))(arrays)
         got = np.asarray(out[0] if op == "logsumexp" else out).astype(dtype)
         bounds.assert_operation(op, got, arrays, names)
 
-    assert_all(check, SOFTMAX)
+    assert_all(check, triton_softmax_plans())

@@ -7,8 +7,19 @@ from hypothesis import strategies as st
 from pallas_softmax._src.triton import plan as triton_plan
 from tests.support.calls import DTYPES, FREE, lengths
 
-# V: (rows per program, elements of a row in a step)
-PLANS = {1: (256, 1), 100: (2, 128), 1000: (1, 1024), 8192: (1, 8192), 50257: (1, 8192)}
+# (rows, V): (rows per program, parts, steps of a part)
+PLANS = {
+    (4000, 1): (256, 1, 1),
+    (4000, 100): (2, 1, 1),
+    (4000, 1000): (1, 1, 1),
+    (1, 8192): (1, 1, 1),
+    (65, 8193): (1, 1, 2),
+    (65, 128256): (1, 1, 16),
+    (64, 128256): (1, 4, 4),
+    (1, 50257): (1, 13, 1),
+    (1, 1000003): (1, 245, 1),
+    (10, 1000000): (1, 25, 5),
+}
 # (rows, V, k, dtype): launches that merge the parts of a row; 0 if a row is one part
 TOPK_PLANS = {
     (4000, 1, 1, "float32"): 0,
@@ -39,10 +50,10 @@ def merges(plan):
     return counts
 
 
-@pytest.mark.parametrize("vocab", PLANS)
-def test_plan(vocab):
-    plan = triton_plan.plan_softmax(vocab)
-    assert (plan.rows, plan.width) == PLANS[vocab]
+@pytest.mark.parametrize("shape", PLANS, ids=str)
+def test_plan(shape):
+    plan = triton_plan.plan_softmax(*shape)
+    assert (plan.rows, plan.parts, plan.length // plan.width) == PLANS[shape]
 
 
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
@@ -50,14 +61,25 @@ def test_topk_plan(shape):
     assert len(merges(triton_plan.plan_topk(*shape))) == TOPK_PLANS[shape]
 
 
-@FREE
-@given(lengths)
-@example(triton_plan.MAX_INDEX)
-def test_steps(vocab):
-    plan = triton_plan.plan_softmax(vocab)
+def assert_parts(plan, vocab, step):
+    """Asserts that parts have whole steps, that the last part is not empty, and that every element is in a part."""
+    assert plan.length % step == 0
+    assert (plan.parts - 1) * plan.length < vocab <= plan.parts * plan.length
+    assert plan.parts < 65536  # the grid's second dimension
+
+
+@settings(FREE, max_examples=120)
+@given(st.integers(1, 5000), lengths)
+@example(64, 8193)
+@example(128, 32769)
+@example(1, triton_plan.MAX_INDEX)
+def test_plans_cover_every_row_once(rows, vocab):
+    plan = triton_plan.plan_softmax(rows, vocab)
     assert all(map(power_of_two, (plan.rows, plan.width, plan.warps))) and plan.warps <= 32
     assert plan.rows * plan.width <= 8 * 32 * plan.warps
-    assert plan.rows == 1 or vocab <= plan.width < 2 * vocab
+    assert_parts(plan, vocab, plan.width)
+    assert plan.rows == 1 or plan.length == plan.width
+    assert plan.parts == 1 or rows * plan.parts <= 256
 
 
 @settings(FREE, max_examples=120)
@@ -69,12 +91,10 @@ def test_steps(vocab):
 )
 @example(1, 3_000_000, 256, "float32")
 @example(5000, 1, 1, "bfloat16")
-def test_slabs_cover_every_row_once(rows, vocab, k, dtype):
+def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
     k = min(k, vocab)
     plan = triton_plan.plan_topk(rows, vocab, k, dtype)
-    assert plan.length % (plan.groups * plan.vec) == 0
-    assert (plan.parts - 1) * plan.length < vocab <= plan.parts * plan.length
-    assert plan.parts < 65536  # the grid's second dimension
+    assert_parts(plan, vocab, plan.groups * plan.vec)
     assert plan.slots // 2 < max(k, 2) <= plan.slots
     assert all(map(power_of_two, (plan.slots, plan.groups, plan.vec, plan.warps)))
     assert plan.slots <= plan.groups and plan.warps <= 32

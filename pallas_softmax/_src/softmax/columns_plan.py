@@ -50,7 +50,8 @@ NARROW_STRIP_BYTES = 64
 #
 # Few turns lose because nothing overlaps the first read and the last write.
 FEWEST_TURNS = 10
-# Most bytes of a part, over all arrays, for three CTAs per multiprocessor; clusters grow until parts are as small.
+# Most bytes of a part, over all arrays, for three CTAs per multiprocessor; clusters grow until parts are as small. For
+# 16-bit columns, narrow strips then beat turns: (1, 14000, 8000) reaches 79% with narrow strips, 76% in turns.
 PART_BYTES = 72 * 1024
 # Most bytes of a part for two CTAs per multiprocessor.
 #
@@ -161,6 +162,8 @@ def plan_columns(
             continue
         if not in_turns:
             return plan
+        if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * STRIP_BYTES // NARROW_STRIP_BYTES:
+            continue  # with narrow strips, three CTAs fit
         turns = -(-strips // hardware.FULL_CLUSTERS)  # of each cluster, if each CTA fills a multiprocessor
         if capability[0] == 9 and turns >= FEWEST_TURNS:
             slots = smem // (held // plan.slots)  # as many as fit

@@ -1,6 +1,6 @@
-"""Functions that the Triton kernels share: the mask, the order of top-k, exponentials, and parts of ⊕.
+"""Functions that the Triton kernels share: ⊕, the mask, the order of top-k, and exponentials.
 
-`shift`, `log_sum` and the sort key are defined in normalizers.py and sort_keys.py. Triton compiles its own
+The operator ⊕, `shift` and the sort key are defined in normalizers.py and sort_keys.py. Triton compiles its own
 language, without jax.numpy, so this file restates them. tests/programs/triton_interpreter.py compares the definitions.
 
 Kernels inline the functions that they call. Arguments marked as `tl.constexpr` are Python values that are known when a
@@ -34,6 +34,14 @@ def shift(m):
 def larger(a, b):
     """Returns the maximum. Like jnp.maximum, it is NaN if either number is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def combine(m1, d1, m2, d2):
+    """Returns (m1, d1) ⊕ (m2, d2), like `normalizers.combine`."""
+    m = larger(m1, m2)
+    s = shift(m)
+    return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
 
 
 @triton.jit

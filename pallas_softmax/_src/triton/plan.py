@@ -3,8 +3,9 @@
 A program is a thread block of CUDA: `warps` warps of 32 threads, which hold arrays in their registers. All
 programs of a launch do the same work on different rows, or on different parts of rows. There are two plans.
 
-`Steps` is for softmax. A program takes `rows` rows, in steps of `width` elements of each row. It keeps a normalizer
-(m, d) for each row, and adds each step to it. To write the result it reads its rows once more.
+`Steps` is for softmax. A program takes `rows` rows, or a part of `length` elements of one row, in steps of `width`
+elements of each row. It keeps a normalizer (m, d) for each row, and adds each step to it. To write the result it reads
+its rows once more.
 
     short rows    program 0   row 0  | x x x x x x x x x . . . . . . . |   x: an element, one of V
                               row 1  | x x x x x x x x x . . . . . . . |   .: padding, which is neither read nor written
@@ -12,11 +13,12 @@ programs of a launch do the same work on different rows, or on different parts o
                               row 3  | x x x x x x x x x . . . . . . . |
                                      |<----------- width ------------->|
 
-    long rows     program 0   row 0  | step 0 | step 1 | step 2 | ... |
+    long rows     row    |<-------------------------------- V -------------------------------->|
+                         |<----- length ----->|<----- length ----->|<----- length ----->| last |    a program each
+                         | width | width |    | width | width |    | width | width |    | width |   steps
 
-`Slabs` is for top-k. A row is cut into parts of `length` elements, with a program for each; the last part may be
-shorter. A part is cut into slabs of groups x vec elements. A group is a column of the slabs: the same `vec` neighbours
-in each of them.
+`Slabs` is for top-k. A row is cut into parts as above, and a part into slabs of groups x vec elements. A group is a
+column of the slabs: the same `vec` neighbours in each of them.
 
     part     group 0   group 1   group 2         group `groups` - 1
     slab 0   | x x x x | x x x x | x x x x | ... | x x x x |    vec = 4 elements, which one thread loads at once
@@ -50,16 +52,16 @@ MAX_INDEX = 2**31 - 2**20  # rows, or elements of a row; indices must fit an int
 THREAD_ELEMENTS = 8
 WIDEST_STEP = 8_192
 
-FEW_ROWS = 64  # of softmax, which leave most of the GPU idle
-
-# Few rows of top-k are cut into parts. A launch then has about LAUNCHED_PROGRAMS programs, two for each of the H100's
-# 132 multiprocessors.
+# With at most FEW_ROWS rows, one program per row would leave most of the GPU idle, so rows are cut into parts. A launch
+# then has about LAUNCHED_PROGRAMS programs, two for each of the H100's 132 multiprocessors.
+FEW_ROWS = 64
 LAUNCHED_PROGRAMS = 256
 MIN_PART = 4_096  # elements
 
 # Registers limit the candidates, of 8 bytes each, that a program sorts at once: those of winning groups, which are read
 # again, or those of lists, which are merged.
 SORTED_CANDIDATES = 2_048
+MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise SORTED_CANDIDATES is the limit
 SLAB_ELEMENTS = 4_096  # elements of the widest slab; each has a candidate and a pair (m, d)
 MAX_GROUPS = 1_024
 MIN_GROUPS = 128  # groups of a part, however short
@@ -67,9 +69,11 @@ MIN_GROUPS = 128  # groups of a part, however short
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """A program walks over some rows in steps."""
+    """A program walks over some rows, or over a part of a row, in steps."""
 
-    rows: int  # number of rows of a program, a power of two; 1 if a row has several steps
+    rows: int  # number of rows of a program, a power of two; 1 if a row has several steps or parts
+    parts: int  # number of parts of a row, which is the number of its programs
+    length: int  # number of elements of a part, a multiple of the width; the last part may have fewer
     width: int  # number of elements of a row in a step, a power of two
     warps: int  # number of warps of a program
 
@@ -94,11 +98,22 @@ class Slabs:
 # --- Softmax ------------------------------------------------------------------------------------------
 
 
-def plan_softmax(vocab: int) -> Steps:
+def plan_softmax(rows: int, vocab: int) -> Steps:
     """Returns how the rows of an operation of the softmax family lie over programs."""
-    width, warp_elements = min(WIDEST_STEP, power_of_two(vocab, 1)), LANES * THREAD_ELEMENTS
-    # a program has at least one warp and at least one row
-    return Steps(max(1, warp_elements // width), width, max(1, width // warp_elements))
+    parts = 1
+    if rows <= FEW_ROWS and vocab > WIDEST_STEP:  # in parts, so that their programs fill the GPU
+        parts = min(-(-vocab // MIN_PART), LAUNCHED_PROGRAMS // rows)
+    width = min(WIDEST_STEP, power_of_two(-(-vocab // parts), 1))
+    warp_elements = LANES * THREAD_ELEMENTS  # a program has at least one warp and at least one row
+    return Steps(
+        max(1, warp_elements // width), *_cut(vocab, parts, width), width, max(1, width // warp_elements)
+    )
+
+
+def _cut(vocab: int, parts: int, step: int) -> tuple[int, int]:
+    """Returns how many parts a row is cut into, at most `parts`, and the length of a part, a multiple of `step`."""
+    length = -(-vocab // (parts * step)) * step
+    return -(-vocab // length), length
 
 
 # --- Top-k --------------------------------------------------------------------------------------------
@@ -108,7 +123,9 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     """Returns how the rows of top-k lie over programs. k is from 1 to MAX_K."""
     slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
     vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
-    max_slabs = SORTED_CANDIDATES // slots // vec
+    # Winning groups are read again, so their size has a limit.
+    max_slabs = min(MAX_GROUP_ELEMENTS, SORTED_CANDIDATES // slots) // vec
+
     # Few rows are cut into parts, so that their programs fill the GPU.
     parts = max(1, min(vocab // MIN_PART, LAUNCHED_PROGRAMS // rows, SORTED_CANDIDATES // slots))
     groups = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
@@ -118,8 +135,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
     # At most four warps, or at most eight if a program has many groups to sort.
     warps = max(1, min(4, slab // 256), min(8, groups * min(vec, 4) // 256))
-    length = -(-vocab // (parts * slab)) * slab
-    return Slabs(-(-vocab // length), length, slots, groups, vec, warps)
+    return Slabs(*_cut(vocab, parts, slab), slots, groups, vec, warps)
 
 
 def merge_fan_in(lists: int, slots: int) -> int:
