@@ -32,7 +32,7 @@ def assert_all(check, plans):
 
 
 def triton_topk_plans():
-    """Returns (V, dtype, k, plan): few cases with every program, sort and merge that `plan_topk` can choose.
+    """Returns (V, dtype, k, plan): few cases with every program, level, sort and merge that `plan_topk` can choose.
 
     Each sort has its own layout, and Triton may miscompile some layouts: 3.6 does so with 2048 groups of one.
     """
@@ -47,10 +47,8 @@ def triton_topk_plans():
 
     def has(plan, fan):
         """Returns the programs, sorts and merges that a plan compiles."""
-        found = {
-            (plan.slots, plan.groups, plan.vec, plan.warps),
-            (plan.slots, plan.warps, plan.slabs * plan.vec),
-        }
+        found = {(plan.slots, plan.groups, plan.vec, plan.warps), plan.levels}
+        found |= {("sort", plan.slots, plan.warps, slabs * plan.vec, size) for slabs, size in plan.levels}
         return found | ({("merge", plan.slots, fan)} if fan > 1 else set())
 
     chosen, missing = [], set().union(*(has(*case[3:]) for case in every.values()))

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pallas_softmax._src.gpu import layout
 from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton.plan import Slabs
 from tests.support.calls import DTYPES, FREE, lengths
 
 # (rows, V): (rows per program, parts, steps of a part)
@@ -24,13 +26,13 @@ PLANS = {
 TOPK_PLANS = {
     (4000, 1, 1, "float32"): 0,
     (4000, 25000, 5, "float32"): 0,
-    (4000, 25000, 256, "float32"): 1,
-    (4000, 50257, 64, "float32"): 1,
-    (4000, 128256, 64, "float32"): 1,
-    (4000, 128256, 256, "float32"): 2,
+    (4000, 25000, 256, "float32"): 0,
+    (4000, 50257, 64, "float32"): 0,
+    (4000, 128256, 64, "float32"): 0,
+    (4000, 128256, 256, "float32"): 1,
     (1, 128256, 5, "float32"): 1,
     (1, 128256, 64, "bfloat16"): 1,
-    (1, 3_000_000, 256, "float32"): 3,
+    (1, 3_000_000, 256, "float32"): 2,
 }
 
 
@@ -44,7 +46,7 @@ def merges(plan):
     while parts > 1:
         counts.append(parts)
         fan_in = triton_plan.merge_fan_in(parts, plan.slots)
-        assert fan_in >= 2 and power_of_two(fan_in) and fan_in * plan.slots <= 2048
+        assert fan_in >= 2 and power_of_two(fan_in) and fan_in * plan.slots <= 4096
         assert power_of_two(triton_plan.merge_warps(fan_in, plan.slots))
         parts = -(-parts // fan_in)
     return counts
@@ -99,5 +101,30 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
     assert all(map(power_of_two, (plan.slots, plan.groups, plan.vec, plan.warps)))
     assert plan.slots <= plan.groups and plan.warps <= 32
     assert plan.groups * plan.vec <= 64 * 32 * plan.warps
-    assert plan.slots * plan.slabs * plan.vec <= 2048
+    assert_levels(plan)
     merges(plan)
+
+
+def assert_levels(plan):
+    """Asserts that levels lead from whole groups to single elements; each level reads the previous level's winners."""
+    slabs_of_part = plan.length // (plan.groups * plan.vec)
+    elements = plan.vec * layout.power_of_two(slabs_of_part, 1)
+    for slabs, chosen in plan.levels:
+        assert slabs * plan.vec == elements  # all elements of a winning group
+        assert plan.slots * elements <= 8192
+        assert chosen < elements and elements % chosen == 0
+        assert chosen == 1 or chosen % plan.vec == 0  # whole slabs, which _members requires
+        assert plan.slots <= plan.slots * elements // chosen
+        elements = chosen
+    assert elements == 1
+
+
+@FREE
+@given(st.integers(1, 32), st.integers(0, 8), st.integers(0, 11), st.integers(0, 3))
+def test_levels_of_any_plan(slabs, slots, groups, vec):
+    plan = Slabs(1, slabs << groups << vec, 2 << min(slots, groups), 1 << groups, 1 << vec, 1)
+    elements = layout.power_of_two(slabs, 1) << vec
+    for _, chosen in plan.levels:
+        assert chosen < elements and elements % chosen == 0 and (chosen == 1 or chosen % plan.vec == 0)
+        elements = chosen
+    assert elements == 1 and len(plan.levels) <= 4

@@ -61,7 +61,7 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
         results = [values, indices, jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)]
         return launch(kernel, inputs, results, (rows, parts), warps, PARTS=parts, **constants, **of_kernel)
 
-    of_plan = {"LENGTH": plan.length, "GROUPS": plan.groups, "VEC": plan.vec, "SLABS": plan.slabs}
+    of_plan = {"LENGTH": plan.length, "GROUPS": plan.groups, "VEC": plan.vec, "LEVELS": plan.levels}
     of_row = {"V": vocab, "MASK": mask_constants["MASK"], **of_plan}
     found = run(topk_kernel, (x, mask_array, temperatures), plan.parts, plan.warps, **of_row)
     lists = plan.parts

@@ -6,7 +6,8 @@ low half is the complement of its index in the row. Candidates never tie: the la
 A program cuts its part of a row into groups, as drawn in _src/triton/plan.py. Groups are ranked by their best element,
 and the k best elements lie in the k best groups: for an element of any other group, each of the k groups holds a
 better one. So one pass keeps the best candidate of each group, and the normalizer. Then the k best groups are read
-again, and all of their elements are sorted. No branch and no loop depends on the values.
+again, cut into smaller groups, and the k best of these are kept. This repeats until a group is one element. No branch
+and no loop depends on the values.
 
 `topk_kernel` does this in one launch, with a program for each part. If a row has several parts, `merge_kernel` merges
 their candidates and normalizers, in one or more launches.
@@ -59,17 +60,43 @@ def _index(candidate):
 
 
 @triton.jit
-def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr):
+def _members(
+    best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr
+):
     """Returns the columns of the groups that contain the candidates `best`, as a one-dimensional array.
 
     A group has VEC columns in each of SLABS slabs. A slab is WIDTH columns wide, and the part starts at column `start`.
     For a _NOTHING in `best`, the columns start at `stop`, which is outside the part.
+
+    The next step cuts these groups into smaller groups of SIZE columns and ranks them. The columns are ordered by: slab
+    in a smaller group, smaller group, candidate, element of a slab.
+
+    This order works around a bug: Triton 3.6 miscompiles a reduction if its layout leaves a bit of the warp's number
+    unused below a used one. In this order, no reduction over a smaller group does. With arrays of several dimensions
+    the bug might still occur.
     """
-    first = tl.where(best == _NOTHING, stop, start + (_index(best) - start) % WIDTH // VEC * VEC)
-    slab = tl.arange(0, SLABS) * WIDTH
-    col = first[None, :, None] + slab[:, None, None] + tl.arange(0, VEC)[None, None, :]
+    offset = _index(best) - start
+    first = offset // (WIDTH * SLABS) * (WIDTH * SLABS) + offset % WIDTH // VEC * VEC
+    first = tl.where(best == _NOTHING, stop, start + first)
+    at = tl.arange(0, SLABS)
+    GROUPS: tl.constexpr = SLABS * VEC // SIZE if SIZE > VEC else SLABS
+    slab = at % GROUPS * (SLABS // GROUPS) + at // GROUPS
+    col = first[None, :, None] + (slab * WIDTH)[:, None, None] + tl.arange(0, VEC)[None, None, :]
     col = tl.reshape(col, [col.numel])
     return tl.max_contiguous(tl.multiple_of(col, VEC), VEC)
+
+
+@triton.jit
+def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr):
+    """Returns the best candidates of the SLOTS best groups, best first.
+
+    A group has SIZE candidates. The candidates are in the order of `_members`.
+    """
+    if SIZE >= VEC:
+        candidates = tl.max(tl.reshape(candidates, [candidates.numel // VEC, VEC]), 1)
+        slabs: tl.constexpr = SIZE // VEC
+        candidates = tl.max(tl.reshape(candidates, [slabs, candidates.numel // slabs]), 0)
+    return tl.topk(candidates, SLOTS)
 
 
 # --- Normalizers and results --------------------------------------------------------------------------
@@ -155,7 +182,7 @@ def topk_kernel(
     SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
-    SLABS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -183,12 +210,11 @@ def topk_kernel(
     d = tl.where(m == float("inf"), float("nan"), d)
     m, d = _combine_lanes(m, d, first, scale, again)
 
-    of_groups = tl.reshape(_candidate(best, best_col, lane < stop), [GROUPS, VEC])
-    best = tl.topk(tl.max(of_groups, 1), SLOTS)
-    if SLABS * VEC > 1:
-        col = _members(best, start, stop, WIDTH, VEC, SLABS)
+    best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
+    for level in tl.static_range(len(LEVELS)):
+        col = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0], LEVELS[level][1])
         _, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        best = tl.topk(_candidate(key, col, col < stop), SLOTS)
+        best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
         best, m, d, first, scale, again, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE,

@@ -58,13 +58,16 @@ FEW_ROWS = 64
 LAUNCHED_PROGRAMS = 256
 MIN_PART = 4_096  # elements
 
-# Registers limit the candidates, of 8 bytes each, that a program sorts at once: those of winning groups, which are read
-# again, or those of lists, which are merged.
-SORTED_CANDIDATES = 2_048
-MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise SORTED_CANDIDATES is the limit
+MAX_PART_CANDIDATES = 2_048  # candidates of all parts of a row, for one program to merge
+MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise MAX_CANDIDATES is the limit
+
+# Registers limit the candidates, of 8 bytes each, that a program sorts at once.
+MAX_CANDIDATES = 8_192  # in winning groups that are read again
+MERGED_CANDIDATES = 4_096  # in lists that are merged
 SLAB_ELEMENTS = 4_096  # elements of the widest slab; each has a candidate and a pair (m, d)
 MAX_GROUPS = 1_024
 MIN_GROUPS = 128  # groups of a part, however short
+LEVEL_RATIO = 8  # number of smaller groups that a level cuts a group into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +93,20 @@ class Slabs:
     warps: int  # number of warps of a program
 
     @property
-    def slabs(self) -> int:
-        """Number of slabs of a part, rounded up to a power of two: a winning group is read again in all of them."""
-        return power_of_two(-(-self.length // (self.groups * self.vec)), 1)
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """A pair (slabs, size) for each level that narrows winning groups down to winning elements.
+
+        A level reads each winning group again, all its `slabs` x `vec` elements. It cuts the group into smaller groups
+        of `size` elements and chooses the best of them. The groups of the last level are single elements.
+        """
+        size = power_of_two(-(-self.length // (self.groups * self.vec)), 1) * self.vec
+        levels = []
+        while size > 1:
+            slabs = size // self.vec
+            # The kernel's order requires that smaller groups are whole slabs of a group, or single elements.
+            size = 1 if size <= LEVEL_RATIO else max(self.vec, size // LEVEL_RATIO)
+            levels.append((slabs, size))
+        return tuple(levels)
 
 
 # --- Softmax ------------------------------------------------------------------------------------------
@@ -124,10 +138,10 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     slots = power_of_two(k, 2)  # tl.topk makes lists of a power of two, at least two
     vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
     # Winning groups are read again, so their size has a limit.
-    max_slabs = min(MAX_GROUP_ELEMENTS, SORTED_CANDIDATES // slots) // vec
+    max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
     # Few rows are cut into parts, so that their programs fill the GPU.
-    parts = max(1, min(vocab // MIN_PART, LAUNCHED_PROGRAMS // rows, SORTED_CANDIDATES // slots))
+    parts = max(1, min(vocab // MIN_PART, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
     groups = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
     while groups > max(MIN_GROUPS, slots) and groups * vec * parts > vocab:  # some groups would be empty
         groups //= 2
@@ -140,7 +154,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
 
 def merge_fan_in(lists: int, slots: int) -> int:
     """Returns how many of a row's `lists` lists of `slots` candidates a program merges into one: a power of two."""
-    return min(max(2, SORTED_CANDIDATES // slots), power_of_two(lists, 1))
+    return min(max(2, MERGED_CANDIDATES // slots), power_of_two(lists, 1))
 
 
 def merge_warps(fan_in: int, slots: int) -> int:
