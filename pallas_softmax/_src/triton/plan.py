@@ -58,7 +58,13 @@ FEW_ROWS = 64
 LAUNCHED_PROGRAMS = 256
 MIN_PART = 4_096  # elements
 
+# Memory bounds top-k of up to FEW_WINNERS. The sorting of candidates bounds top-k of more winners, so these plans have
+# more and smaller groups.
+FEW_WINNERS, SOME_WINNERS = 16, 64
+MIN_SLABS_PART = 4_096  # elements, for few winners: (1, 128256) with k = 5 takes 7.5 µs in float32
+MIN_SLABS_PART_SORTED = 16_384  # elements, for more winners, since each part sorts its own
 MAX_PART_CANDIDATES = 2_048  # candidates of all parts of a row, for one program to merge
+FEW_WINNERS_SLABS = 25  # slabs of a part, for few winners; with more slabs, twice the groups are faster
 MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise MAX_CANDIDATES is the limit
 
 # Registers limit the candidates, of 8 bytes each, that a program sorts at once.
@@ -141,15 +147,37 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
     # Few rows are cut into parts, so that their programs fill the GPU.
-    parts = max(1, min(vocab // MIN_PART, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
-    groups = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
-    while groups > max(MIN_GROUPS, slots) and groups * vec * parts > vocab:  # some groups would be empty
-        groups //= 2
+    least = MIN_SLABS_PART if k <= FEW_WINNERS else MIN_SLABS_PART_SORTED
+    parts = max(1, min(vocab // least, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
+    groups = _groups(k, slots, vec, max_slabs, -(-vocab // parts), in_parts=parts > 1)
     slab = groups * vec
     parts = max(parts, -(-vocab // (slab * max_slabs)))  # a group holds at most max_slabs slabs
     # At most four warps, or at most eight if a program has many groups to sort.
     warps = max(1, min(4, slab // 256), min(8, groups * min(vec, 4) // 256))
     return Slabs(*_cut(vocab, parts, slab), slots, groups, vec, warps)
+
+
+def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:
+    """Returns the number of groups of a part of `part` elements.
+
+    With more groups, it takes longer to find the best groups. With fewer groups, the best groups have more elements to
+    read again.
+    """
+    widest = min(MAX_GROUPS, SLAB_ELEMENTS // vec)
+    if k <= FEW_WINNERS:  # few groups are read again, so they may be larger and fewer
+        groups, slabs = 128, FEW_WINNERS_SLABS
+    else:
+        groups, slabs = 512 if k <= SOME_WINNERS else 1_024, max_slabs
+    if vec < 4:  # loads are narrow: a program has more of them at once
+        groups *= 4
+    if in_parts:  # there are few programs: each keeps more loads in flight
+        groups *= 2
+    groups = min(widest, groups)
+    while groups < widest and groups * vec * slabs < part:  # long parts: groups would have too many elements
+        groups *= 2
+    while groups > max(MIN_GROUPS, slots) and groups * vec > part:  # short parts: some groups would be empty
+        groups //= 2
+    return groups
 
 
 def merge_fan_in(lists: int, slots: int) -> int:
