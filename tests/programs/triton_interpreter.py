@@ -26,7 +26,7 @@ from pallas_softmax._src import sort_keys
 from pallas_softmax._src.triton import language
 from pallas_softmax._src.triton import plan as triton_plan
 from pallas_softmax._src.triton.launch import launch, launch_p
-from pallas_softmax._src.triton.plan import Slabs, Steps
+from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, oracle, triton_kernels
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.gpu import assert_top_k
@@ -184,14 +184,14 @@ def check(op, x, names, where=None, plan=None):
 # plan_softmax. Long rows: one step or several, with and without a short one; three or five parts, the last one short.
 PLANS = [
     (1, F32, FEW, None),
-    (3, BF16, FEW, Steps(4, 1, 4, 4, 1)),
-    (128, F16, ALL, Steps(8, 1, 128, 128, 1)),
+    (3, BF16, FEW, Block(4, 4, 1)),
+    (128, F16, ALL, Block(8, 128, 1)),
     (1000, F32, ALL, None),
-    (1000, BF16, ALL, Steps(4, 1, 1024, 1024, 4)),
-    (1003, F32, ALL, Steps(1, 1, 1024, 128, 4)),
-    (1024, BF16, FEW, Steps(1, 1, 1024, 64, 4)),
-    (1003, F32, FEW[::2], Steps(1, 3, 384, 128, 4)),
-    (2003, F16, ["normal", "everything", "neg_inf_last"], Steps(1, 5, 448, 64, 4)),
+    (1000, BF16, ALL, Block(4, 1024, 4)),
+    (1003, F32, ALL, Long(1, 1024, 2, 128, 4)),
+    (1024, BF16, FEW, Long(1, 1024, 4, 64, 4)),
+    (1003, F32, FEW[::2], Long(3, 384, 1, 128, 4)),
+    (2003, F16, ["normal", "everything", "neg_inf_last"], Long(5, 448, 1, 64, 4)),
     (40000, BF16, FEW[:1], None),
 ]
 
@@ -203,23 +203,22 @@ def test_rows(op, v, dtype, names, plan):
 
 
 def test_plans_are_of_every_kind():
-    chosen = [plan or triton_plan.plan_softmax(len(names), v) for v, _, names, plan in PLANS]
-    assert {(plan.length > plan.width, plan.parts > 1) for plan in chosen} == set(
-        itertools.product((False, True), repeat=2)
+    chosen = [plan or triton_plan.plan_softmax("softmax", len(names), v, d) for v, d, names, plan in PLANS]
+    assert {type(plan) for plan in chosen} == {Block, Long}
+    assert any(
+        isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS)
     )
-    assert any(len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS))
+    assert {plan.parts > 1 for plan in chosen if isinstance(plan, Long)} == {True, False}
 
 
 # The mask of a part starts with the part in every operation; a backward reads two arrays in addition to the mask.
-MASKED = [
-    (100, Steps(4, 1, 128, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)
-]
+MASKED = [(100, Block(4, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)]
 MASKED += [
-    (503, Steps(1, 1, 512, 64, 4), *case)
+    (503, Long(1, 512, 2, 64, 4), *case)
     for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
 ]
 OF_PARTS = [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
-MASKED += [(503, Steps(1, 3, 192, 64, 4), *case) for case in OF_PARTS]
+MASKED += [(503, Long(3, 192, 1, 64, 4), *case) for case in OF_PARTS]
 
 
 @pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)

@@ -10,8 +10,8 @@ from pallas_softmax._src.triton.plan import plan_softmax, plan_topk
 
 def softmax_rows(op, arrays, where, axes, plan=None):
     """Returns the kernel's result for arrays of the same shape; of logsumexp, the result, m and d."""
-    folded, *_ = fold(arrays, where, axes)
-    plan = plan or plan_softmax(*folded[-1].shape)
+    folded, mask, _ = fold(arrays, where, axes)
+    plan = plan or plan_softmax(op, *folded[-1].shape, folded[-1].dtype, mask is not None)
     results = jax.tree.leaves(softmax_kernels.softmax_rows(op, plan, tuple(arrays), where, axes=axes))
     return results if op == "logsumexp" else results[0]
 

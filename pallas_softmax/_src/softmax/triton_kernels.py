@@ -1,16 +1,17 @@
-"""The Triton kernel for softmax, log_softmax, logsumexp and their backwards.
+"""Triton kernels for softmax, log_softmax, logsumexp and their backwards.
 
-OP is the name of the operation. The kernel takes two arrays (ROWS, V). A backward gets `a` = y and `b` = dy. A forward
+OP is the name of the operation. A kernel takes two arrays (ROWS, V). A backward gets `a` = y and `b` = dy. A forward
 gets x as both, and reads only `a`.
 
-The kernel reduces each row to a normalizer (m, d). Each output element is computed from the input elements at its place
-and the normalizer. A backward only sums its rows: d is the sum and m is 0, so that ⊕ adds. A program reads its rows, or
-its part of a row, once to reduce them, and again to write:
+A kernel reduces each row to a normalizer (m, d). Each output element is computed from the input elements at its place
+and the normalizer. A backward only sums its rows: d is the sum and m is 0, so that ⊕ adds. There are two kernels:
 
-    one part per row    reduce -> write, in one launch. The compiler keeps a row of a single step in registers
-    several parts       launch 1: reduce -> write the part's (m, d);  launch 2: merge -> write
+    rows_kernel   a program holds whole short rows in registers: load -> reduce -> write
+    long_kernel   a program walks over a part of a row, and reads it again to write:
+                  one part per row    reduce -> write, in one launch
+                  several parts       launch 1: reduce -> write the part's (m, d);  launch 2: merge -> write
 
-_src/triton/plan.py draws the plan and explains its constants.
+_src/triton/plan.py draws the plans and explains their constants.
 """
 
 import triton
@@ -39,19 +40,21 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    m: tl.constexpr = 0.0 if OP == "softmax_grad" or OP == "log_softmax_grad" else float("-inf")
-    return tl.full([N], m, tl.float32), tl.zeros([N], tl.float32)
+    if OP == "softmax_grad" or OP == "log_softmax_grad":
+        return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
+    else:
+        return tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32)
 
 
 @triton.jit
-def _absorb(m, d, term, OP: tl.constexpr):
-    """Adds the terms of each row to its normalizer (m, d): ⊕ with one rescaling of d."""
+def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
+    """Reduces the terms along AXIS and adds them to the normalizers (m, d): ⊕ with one rescaling of d."""
     if OP == "softmax_grad" or OP == "log_softmax_grad":
-        return m, d + tl.sum(term, 1)
+        return m, d + tl.sum(term, AXIS)
     else:
-        largest = larger(m, tl.reduce(term, 1, larger))
+        largest = larger(m, tl.reduce(term, AXIS, larger))
         s = shift(largest)
-        return largest, d * exp(m - s) + tl.sum(exp(term - s[:, None]), 1)
+        return largest, d * exp(m - s) + tl.sum(exp(term - tl.expand_dims(s, AXIS)), AXIS)
 
 
 @triton.jit
@@ -84,7 +87,80 @@ def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
 
 
 @triton.jit
-def softmax_kernel(
+def _store_logsumexp(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
+    """Stores logsumexp, m and d of rows into the three lines of out (3, ROWS)."""
+    lse = tl.where(m == float("inf"), m, m + log_sum(d))  # with a logit of +inf, d is NaN
+    tl.store(out_ptr + row, lse, mask=inside)
+    tl.store(out_ptr + ROWS + row, m, mask=inside)
+    tl.store(out_ptr + 2 * ROWS + row, d, mask=inside)
+
+
+@triton.jit
+def rows_kernel(
+    # inputs
+    a_ptr,  # (ROWS, V)
+    b_ptr,  # (ROWS, V)
+    mask_ptr,  # bool, with the strides of MASK
+    # outputs
+    out_ptr,  # (ROWS, V), or float32 (3, ROWS) for logsumexp
+    # constants of the call
+    ROWS: tl.constexpr,
+    V: tl.constexpr,
+    OP: tl.constexpr,
+    WHERE: tl.constexpr,
+    MASK: tl.constexpr,
+    # constants of the plan, a Block
+    PROGRAM_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Computes PROGRAM_ROWS whole rows per program, each in WIDTH elements of registers. The grid covers all ROWS."""
+    row = tl.program_id(0) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
+    col = tl.arange(0, WIDTH)[None, :]
+    inside = (row < ROWS)[:, None] & (col < V)
+    base = row.to(tl.int64)[:, None] * V
+    mask_base = mask_start(row.to(tl.int64), V, WHERE, MASK)[:, None]
+    a, b, keep, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
+    if OP == "softmax":
+        # The exponentials replace the logits in registers, so that they are computed only once.
+        e = exp(term - shift(tl.reduce(term, 1, larger))[:, None])
+        y = e * tl.div_rn(1.0, tl.sum(e, 1))[:, None]
+        if WHERE is not None:
+            y = tl.where(keep, y, 0.0)
+        tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        m, d = _empty(PROGRAM_ROWS, OP)
+        m, d = _absorb(m, d, term, OP, 1)
+        if OP == "logsumexp":
+            _store_logsumexp(out_ptr, row, row < ROWS, m, d, ROWS)
+        else:
+            c0, c1 = _row_constants(m, d, OP)
+            y = _value(a, b, keep, c0[:, None], c1[:, None], OP, WHERE)
+            tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write(
+    a_ptr,
+    b_ptr,
+    mask_ptr,
+    out_ptr,
+    base,
+    mask_base,
+    col,
+    inside,
+    c0,
+    c1,
+    OP: tl.constexpr,
+    WHERE: tl.constexpr,
+):
+    """Loads elements a second time, and stores their outputs."""
+    a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
+    y = _value(a, b, keep, c0, c1, OP, WHERE)
+    tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def long_kernel(
     # inputs
     a_ptr,  # (ROWS, V)
     b_ptr,  # (ROWS, V)
@@ -101,58 +177,66 @@ def softmax_kernel(
     # constants of the launch
     REDUCE: tl.constexpr,
     WRITE: tl.constexpr,
-    # constants of the plan, `Steps`
-    PROGRAM_ROWS: tl.constexpr,
+    # constants of the plan, a Long
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,  # PARTS rounded up to a power of two
     LENGTH: tl.constexpr,
+    VECTOR: tl.constexpr,  # number of elements in 16 bytes
+    DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes PROGRAM_ROWS rows, or a part of LENGTH elements of a row, in steps of WIDTH elements of each row.
+    """Computes a part of LENGTH elements of a row in steps of DEPTH x WIDTH. The grid is (ROWS, PARTS).
 
-    REDUCE and WRITE   a row is a single part: reads it to reduce it, then again to write the outputs
+    REDUCE and WRITE   the row is a single part: reads it to reduce it, then again to write the outputs
     REDUCE             writes the normalizer of the part
     WRITE              merges the normalizers of the row's parts (in each program), then writes the outputs
-
-    The grid is (ROWS / PROGRAM_ROWS, rounded up, PARTS).
     """
-    row = tl.program_id(0).to(tl.int64) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
-    exists, part = row < ROWS, tl.program_id(1)
-    start = 0 if PARTS == 1 else part * LENGTH
-    stop = V if PARTS == 1 else min(V, start + LENGTH)
-    base = (row * V)[:, None]
-    mask_base = mask_start(row, V, WHERE, MASK)[:, None]
-    step = tl.arange(0, WIDTH)[None, :]
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = part * LENGTH
+    length = min(LENGTH, V - start)
+
+    # plan.py draws head, middle and tail. The edge has the head in its first `head` places, and the tail after them.
+    # Columns count from the start of the middle.
+    head = 0
+    if V % VECTOR:
+        head = min(length, ((VECTOR - (row * V + start) % VECTOR) % VECTOR).to(tl.int32))
+    middle = tl.multiple_of((length - head) // VECTOR * VECTOR, VECTOR)
+    base = tl.multiple_of(row * V + start + head, VECTOR)
+    mask_base = mask_start(row, V, WHERE, MASK)
+    if WHERE == "row":
+        mask_base += start + head
+    tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = tl.arange(0, 2 * VECTOR)
+    edge = tl.where(place < head, -1 - place, middle + place - head)
+    at_edge = place < length - middle
 
     if REDUCE:
-        m, d = _empty(PROGRAM_ROWS, OP)
-        for at in range(start, stop, WIDTH):
-            col = at + step
-            inside = exists[:, None] & (col < stop)
-            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
-            m, d = _absorb(m, d, term, OP)
+        m, d = _empty(WIDTH, OP)
+        for at in range(0, middle, DEPTH * WIDTH):
+            col = at + tile
+            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, col < middle, OP, WHERE)
+            m, d = _absorb(m, d, term, OP, 0)
+        m, d = tl.reduce((m, d), 0, combine)
+        if V % VECTOR:
+            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, edge, at_edge, OP, WHERE)
+            m, d = _absorb(m, d, term, OP, 0)
     else:
-        slot = tl.arange(0, SLOTS)[None, :]
-        at = row[:, None] * PARTS + slot
-        m = tl.load(normalizers_ptr + at, mask=slot < PARTS, other=float("-inf"))
-        d = tl.load(normalizers_ptr + ROWS * PARTS + at, mask=slot < PARTS, other=0.0)
-        m, d = tl.reduce((m, d), 1, combine)
+        slot = tl.arange(0, SLOTS)
+        m = tl.load(normalizers_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
+        d = tl.load(normalizers_ptr + (ROWS + row) * PARTS + slot, mask=slot < PARTS, other=0.0)
+        m, d = tl.reduce((m, d), 0, combine)
 
     if not WRITE:
         tl.store(out_ptr + row * PARTS + part, m)
         tl.store(out_ptr + (ROWS + row) * PARTS + part, d)
     elif OP == "logsumexp":
-        lse = tl.where(m == float("inf"), m, m + log_sum(d))  # with a logit of +inf, d is NaN
-        tl.store(out_ptr + row, lse, mask=exists)
-        tl.store(out_ptr + ROWS + row, m, mask=exists)
-        tl.store(out_ptr + 2 * ROWS + row, d, mask=exists)
+        _store_logsumexp(out_ptr, row, row < ROWS, m, d, ROWS)
     else:
         c0, c1 = _row_constants(m, d, OP)
-        last = (stop - 1 - start) // WIDTH * WIDTH
-        for at in range(0, last + 1, WIDTH):
+        steps = tl.cdiv(middle, DEPTH * WIDTH)
+        for step in range(0, steps):
             # In reverse order, since the L2 cache still holds what was read last.
-            col = start + last - at + step
-            inside = exists[:, None] & (col < stop)
-            a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
-            y = _value(a, b, keep, c0[:, None], c1[:, None], OP, WHERE)
-            tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+            col = (steps - 1 - step) * (DEPTH * WIDTH) + tile
+            _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, col, col < middle, c0, c1, OP, WHERE)
+        if V % VECTOR:
+            _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, edge, at_edge, c0, c1, OP, WHERE)

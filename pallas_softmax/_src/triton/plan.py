@@ -1,21 +1,32 @@
 """Plans of Triton kernels: how the rows of a call lie over programs. Pure functions of shape, dtype and k.
 
 A program is a thread block of CUDA: `warps` warps of 32 threads, which hold arrays in their registers. All
-programs of a launch do the same work on different rows, or on different parts of rows. There are two plans.
+programs of a launch do the same work on different rows, or on different parts of rows. There are three plans.
 
-`Steps` is for softmax. A program takes `rows` rows, or a part of `length` elements of one row, in steps of `width`
-elements of each row. It keeps a normalizer (m, d) for each row, and adds each step to it. To write the result it reads
-its rows once more.
+`Block` is for short rows of softmax: a program reads `rows` whole rows at once, each padded to `width` elements.
 
-    short rows    program 0   row 0  | x x x x x x x x x . . . . . . . |   x: an element, one of V
-                              row 1  | x x x x x x x x x . . . . . . . |   .: padding, which is neither read nor written
-                  program 1   row 2  | x x x x x x x x x . . . . . . . |
-                              row 3  | x x x x x x x x x . . . . . . . |
-                                     |<----------- width ------------->|
+    program 0   row 0  | x x x x x x x x x . . . . . . . |   x: an element, one of V
+                row 1  | x x x x x x x x x . . . . . . . |   .: padding, which is neither read nor written
+    program 1   row 2  | x x x x x x x x x . . . . . . . |
+                row 3  | x x x x x x x x x . . . . . . . |
+                       |<----------- width ------------->|
 
-    long rows     row    |<-------------------------------- V -------------------------------->|
-                         |<----- length ----->|<----- length ----->|<----- length ----->| last |    a program each
-                         | width | width |    | width | width |    | width | width |    | width |   steps
+`Long` is for longer rows of softmax. A row is cut into `parts` of `length` elements; the last part may be shorter. A
+program walks over its part in steps of depth x width elements. It keeps a running normalizer (m, d) for each of the
+`width` columns, adds each step to them, and merges them by ⊕ at the end. To write the result it reads the part once
+more.
+
+    row    |<-------------------------------- V -------------------------------->|
+           |<----- length ----->|<----- length ----->|<----- length ----->| last |    `parts` parts, a program each
+
+    part   |h|  step  |  step  |  step  |  step  |  step  |  step  |  step  |t|
+           |h|<------ middle: vectors of 16 bytes, which are aligned ------>|t|
+
+    step   | 0 1 2 ... width - 1 |    `depth` lines, one behind the other in memory
+           | 0 1 2 ... width - 1 |
+
+The head `h` and the tail `t` together are the edge. There is an edge only if V is not a multiple of the vector: rows
+then start anywhere. The edge is shorter than two vectors, and is read element by element.
 
 `Slabs` is for top-k. A row is cut into parts as above, and a part into slabs of groups x vec elements. A group is a
 column of the slabs: the same `vec` neighbours in each of them.
@@ -43,20 +54,28 @@ MAX_PARTS = 65_535  # parts of a row: the largest second dimension of a CUDA gri
 MAX_INDEX = 2**31 - 2**20  # rows, or elements of a row; indices must fit an int32 with padding
 
 # --- Measured constants of the plans ------------------------------------------------------------------
-# We chose the constants of top-k by measurements on one H100; benchmarks/results/triton_topk has the resulting speeds.
-# Constants that mention registers rest on reports of ptxas: for compute capability 8.0, 8.9 and 9.0 no plan makes a
-# kernel spill registers (tests/triton/test_compiled.py).
+# We chose these constants by measurements on one H100. benchmarks/results/triton (softmax) and
+# benchmarks/results/triton_topk have the resulting speeds. Constants that mention registers also rest on reports of
+# ptxas: for compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers (tests/triton/test_compiled.py).
 
-# Elements of a thread in a step, and of the widest step, which 32 warps take. Shorter rows are a single step. With 16
-# elements of a thread, steps of rows that are not aligned to 16 bytes spill registers for compute capability 9.0.
-THREAD_ELEMENTS = 8
-WIDEST_STEP = 8_192
+# Elements of a thread in a Block. Rows of up to 16,384 elements then reach at least 93% of a copy's bandwidth.
+BLOCK_THREAD_ELEMENTS = 32
+
+# The longest rows, in elements, that are planned as a Block. Registers limit them: each of a program's 1,024 threads
+# has 64 registers, and 32,768 elements take half of them. The compiler drops padding only in whole vectors of all
+# threads: 4,096 elements, or 8,192 in 16-bit dtypes. So a limit below 32,768 is a multiple of these numbers.
+MAX_BLOCK_EXPONENTIALS = 32_768  # logsumexp, and softmax, where exponentials replace the logits
+MAX_BLOCK_32_BITS = 28_672  # others: at 32,768 log_softmax spills 28 bytes per thread, softmax_grad 52
+MAX_BLOCK_16_BITS = 24_576  # others: at 32,768 log_softmax spills 36 bytes per thread, softmax_grad 40
+MAX_BLOCK_MASKED = 16_384  # with a mask: softmax_grad spills 52 bytes per thread already at 20,480
 
 # With at most FEW_ROWS rows, one program per row would leave most of the GPU idle, so rows are cut into parts. A launch
-# then has about LAUNCHED_PROGRAMS programs, two for each of the H100's 132 multiprocessors.
+# then has about LAUNCHED_PROGRAMS programs, two for each of the H100's 132 multiprocessors. 64 rows of 128,256 elements
+# then reach 69% of a copy's bandwidth in float32, the same as 1,024 whole rows.
 FEW_ROWS = 64
 LAUNCHED_PROGRAMS = 256
-MIN_PART = 4_096  # elements
+MIN_LONG_PART = 4_096  # elements
+DEEP_PART = 16_384  # elements of a part; in longer parts, steps of four lines are faster
 
 # Memory bounds top-k of up to FEW_WINNERS. The sorting of candidates bounds top-k of more winners, so these plans have
 # more and smaller groups.
@@ -77,13 +96,22 @@ LEVEL_RATIO = 8  # number of smaller groups that a level cuts a group into
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
-    """A program walks over some rows, or over a part of a row, in steps."""
+class Block:
+    """A program holds whole rows in registers."""
 
-    rows: int  # number of rows of a program, a power of two; 1 if a row has several steps or parts
+    rows: int  # number of rows of a program, a power of two
+    width: int  # number of elements that each row is padded to, a power of two
+    warps: int  # number of warps of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Long:
+    """A program walks over a part of a row in steps."""
+
     parts: int  # number of parts of a row, which is the number of its programs
-    length: int  # number of elements of a part, a multiple of the width; the last part may have fewer
-    width: int  # number of elements of a row in a step, a power of two
+    length: int  # number of elements of a part, a multiple of depth x width; the last part may have fewer
+    depth: int  # number of lines of a step, a power of two
+    width: int  # number of elements of a line, a power of two; each keeps a normalizer of its own
     warps: int  # number of warps of a program
 
 
@@ -118,16 +146,39 @@ class Slabs:
 # --- Softmax ------------------------------------------------------------------------------------------
 
 
-def plan_softmax(rows: int, vocab: int) -> Steps:
-    """Returns how the rows of an operation of the softmax family lie over programs."""
-    parts = 1
-    if rows <= FEW_ROWS and vocab > WIDEST_STEP:  # in parts, so that their programs fill the GPU
-        parts = min(-(-vocab // MIN_PART), LAUNCHED_PROGRAMS // rows)
-    width = min(WIDEST_STEP, power_of_two(-(-vocab // parts), 1))
-    warp_elements = LANES * THREAD_ELEMENTS  # a program has at least one warp and at least one row
-    return Steps(
-        max(1, warp_elements // width), *_cut(vocab, parts, width), width, max(1, width // warp_elements)
-    )
+def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
+    """Returns how the rows of the softmax operation named `op` lie over programs."""
+    is_gradient = op.endswith("_grad")
+    is_16_bit = jnp.dtype(dtype).itemsize == 2
+
+    if masked:
+        longest = MAX_BLOCK_MASKED
+    elif op in ("softmax", "logsumexp"):
+        longest = MAX_BLOCK_EXPONENTIALS
+    else:
+        longest = MAX_BLOCK_16_BITS if is_16_bit else MAX_BLOCK_32_BITS
+    if vocab <= longest:  # a program has at least one warp and at least one row
+        width, warp_elements = power_of_two(vocab, 1), LANES * BLOCK_THREAD_ELEMENTS
+        return Block(max(1, warp_elements // width), width, max(1, width // warp_elements))
+
+    # Few rows are cut into parts, so that their programs fill the GPU.
+    parts = 1 if rows > FEW_ROWS else min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
+    # Their programs are small, unless parts are long enough to fill the registers of larger programs.
+    if parts > 1 and vocab > parts * DEEP_PART and not masked:
+        return _long(vocab, parts, depth=4, width=4_096, warps=16)
+    if parts > 1:
+        return _long(vocab, parts, depth=1, width=4_096, warps=8)
+
+    # Many rows: a step has as many elements as the registers hold.
+    if masked:  # the mask and its addresses take the registers that deeper steps need
+        return _long(vocab, 1, depth=1, width=4_096, warps=16)
+    if is_16_bit and not is_gradient:  # one array, loaded eight elements at a time
+        return _long(vocab, 1, depth=4, width=4_096, warps=16)
+    return _long(vocab, 1, depth=2, width=8_192, warps=32)
+
+
+def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
+    return Long(*_cut(vocab, parts, depth * width), depth, width, warps)
 
 
 def _cut(vocab: int, parts: int, step: int) -> tuple[int, int]:
