@@ -159,7 +159,7 @@ def test_bound(groups, k, kind):
     words(memory, 0, groups, "int32")[:] = keys
     candidates, counts = 4 * groups, SMEM - 512
     p = WindowProgram(Window(4 * groups, 4, 1, 1), "float32", k)
-    p.set(p.operand("bound", "s32"), candidates_ptx.find_bound(p, k))
+    p.set(p.operand("bound", "s32"), candidates_ptx.find_bound(p, k)[0])
     machine = ptx.run(p, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
@@ -208,8 +208,9 @@ COLLECTED = [
 ]
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize(("window", "dtype", "best"), first(2, COLLECTED), ids=str)
-def test_collect(window, dtype, best):
+def test_collect(window, dtype, best, everywhere):
     """The elements that reach a bound are listed, from the groups that reach it. A compact window lists positions."""
     k, low = 128, window.head // 2
     x = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
@@ -217,7 +218,7 @@ def test_collect(window, dtype, best):
     keys = oracle.order_key(x)
     bound = np.sort(keys)[-best]
     code = WindowProgram(window, dtype, k)
-    candidates_ptx.collect(code, code.operand("bound", "s32"))
+    candidates_ptx.collect(code, code.operand("bound", "s32"), all_groups=everywhere)
     ptx.run(code, memory, **operands, bound=int(bound))
     reach = np.flatnonzero(keys >= bound)
     (n,) = words(memory, operands["counts"], 1)

@@ -18,13 +18,9 @@ example with four groups of 8 elements:
     candidates    | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
-
-from pallas_softmax._src import sort_keys
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.layout import Window, log2
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
@@ -32,10 +28,10 @@ from pallas_softmax._src.gpu.ptx.narrow import Histogram, KeyRange, find_rank
 from pallas_softmax._src.gpu.ptx.ranking import (
     CANDIDATE_BYTES,
     LOADED_AT_ONCE,
+    LOWEST_KEY,
     POSITION_BYTES,
     CandidateList,
     candidate_of,
-    clear,
 )
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.topk.plan import listed_items
@@ -66,11 +62,6 @@ class WindowProgram(CtaProgram):
         first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block_size)
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
 
-    def histogram(self) -> Histogram:
-        """Returns a histogram in the list of candidates, which must be empty, and is empty after each round."""
-        scratch = self.counts + SCRATCH_BYTE
-        return Histogram(self, self.candidates, 4, scratch, scratch + ACCESS_BYTES)
-
     def hit(self, at: Value) -> Value:
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
@@ -84,13 +75,13 @@ class WindowProgram(CtaProgram):
         return address
 
 
-def find_bound(p: WindowProgram, rank: int) -> Value:
-    """Returns a key that at least `rank` group_keys reach.
+def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
+    """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
     The histogram uses the list of candidates, which must be empty, and leaves it empty.
     """
     p.barrier()  # all threads have written their group_keys
-    own, histogram = p.at(p.group_keys, p.thread, 4), p.histogram()
+    own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
 
     # Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
@@ -99,8 +90,9 @@ def find_bound(p: WindowProgram, rank: int) -> Value:
     largest = p.reduce("max", keys)
     least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
     least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
-    lows, highs = p.of_warps(least_and_largest, histogram.sums, lane=0)
+    lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
     left = KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+    highest, histogram = p.var(left.high), Histogram(p, p.candidates, 4, scratch, scratch + ACCESS_BYTES)
 
     def count(bucket_of):
         for key in keys:
@@ -109,7 +101,7 @@ def find_bound(p: WindowProgram, rank: int) -> Value:
     # A sixteenth more than `rank` may reach the bound, within the same multiple of 128.
     enough = min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
     find_rank(histogram, left, rank, enough, count)
-    return left.least()
+    return left.least(), highest
 
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
@@ -118,10 +110,10 @@ _ALL_ONES = 2**32 - 1
 _FEW_CANDIDATES = 256
 
 
-def collect(p: WindowProgram, bound: Value) -> None:
+def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
     """Appends the elements that reach the bound to the list. A thread handles 32 at once, from one or several groups:
 
-    n = list the groups that reach the bound
+    n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
     for turn = 0, 128 * groups at once, ... below n:
         mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
         entry = reserve as many entries as mask has bits
@@ -131,14 +123,14 @@ def collect(p: WindowProgram, bound: Value) -> None:
     short for the groups. Then all threads leave at once, and the number is the capacity + 1.
     """
     with p.block() as finish:
-        n = _list_hits(p, bound, finish)
+        n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
         finish((p.thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
         turn = p.var(p.thread)
         with p.repeat() as again:
-            mask = _mask_turn(p, bound, turn, n)
+            mask = _mask_turn(p, bound, turn, n, listed=not all_groups)
             count = p.count_ones(mask)
             entry = p.take_from(p.counts, count, when=count.differs(0))
-            _append(p, mask, turn, entry)
+            _append(p, mask, turn, entry, listed=not all_groups)
             p.increase(turn, _BITS // p.window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
@@ -174,10 +166,10 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
     return n
 
 
-def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value) -> Value:
-    """Returns a mask of the elements in listed groups turn, turn + 128, ... that are in the part and reach the bound.
+def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed: bool) -> Value:
+    """Returns a mask of the elements in groups turn, turn + 128, ... that are in the part and reach the bound.
 
-    Raw bits are compared instead of keys:
+    These numbers count the listed groups if `listed`, else all groups. Raw bits are compared instead of keys:
 
       * If the bound is not negative, this gives the same result. As integers, the bits of negative elements are < 0.
       * If the bound is negative, all bits except the signs are inverted first. This turns negative elements into their
@@ -188,7 +180,12 @@ def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value) -> Value:
     for i in range(_BITS // window.group_size):
         number = turn + i * WARPGROUP
         has = number < n
-        groups.append(p.load_hit(number, has, default=0))
+        if listed:
+            groups.append(p.load_hit(number, has, default=0))
+        else:
+            key = p.load(p.at(p.group_keys, number, 4), "s32", when=has, default=LOWEST_KEY)
+            has = has & (key >= bound)
+            groups.append(p.select(has, number, 0))
         have.append(has)
     firsts = [p.first_position(group) for group in groups]
     vectors = [_group_words(p, first) for first in firsts]
@@ -235,7 +232,7 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
 
 
-def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value) -> None:
+def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
     """Appends the elements with bits in `mask`, two or four at once. Clears `mask` and advances `entry`."""
     window = p.window
     with p.loop() as leave:
@@ -247,7 +244,7 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value) -> None:
             bits.append(p.lowest_bit(mask))
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> log2(window.group_size), WARPGROUP, turn)
-            groups.append(p.load_hit(group, chosen[-1]))
+            groups.append(p.load_hit(group, chosen[-1]) if listed else group)
         elements, positions = [], []
         for choose, bit, group in zip(chosen, bits, groups):
             in_group = bit & (window.group_size - 1)
@@ -272,89 +269,44 @@ def _store_entry(
         p.store(p.at(p.candidates, entry, CANDIDATE_BYTES), candidate, when=when)
 
 
-# --- If the bound fails
+def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
+    """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
 
-
-def collect_exactly(p: WindowProgram, failed: Value) -> None:
-    """Replaces the list by exactly k candidates: the k best, ties by the lowest index.
-
-    ties_before = 0
-    for each block, until the list has k elements:
-        number = ties_before + ties of lower threads
-        for each element of the thread's vector:
-            if it exceeds the last winner, or ties with it and number < the ties that win:  append it
-            number += 1 if it ties
-        ties_before += ties in the block
+    base = first
+    for each block, while base < k:
+        before = base + ties of lower lanes of this warp + ties of lower warps
+        for each tie in the thread's vector:
+            if before < k: write it to entry `before`
+            before += 1
+        base += ties in the block
     """
-    # Positions outside the part get the lowest key. If it wins, those before the part have negative numbers.
-    outside = p.var(p.element.all_ones, f"u{8 * p.element.itemsize}")
-    for first, end in ((p.thread, p.low.bits("u32")), (p.thread + p.high.bits("u32"), p.window.size)):
-        with p.each(first, end, WARPGROUP) as position:
-            p.store(p.address(position), outside)
-    clear(p, p.candidates, p.list_bytes, p.counts)
-    last, above = _find_last(p, failed)
-    ties, lowest = p.k - above, sort_keys.lowest_key(p.element.dtype)
-    ties_before = p.var(p.select(last.equals(lowest), 0 - p.low, 0).bits("u32"))
-    with p.block() as finish, _each_block(p) as (keys, first):
-        tied = [key.equals(last) for key in keys]
-        own, exceeds = p.var(0, "u32"), p.reduce("max", keys) > last
-        for is_tied in tied:
-            p.increase(own, 1, when=is_tied)
-        before, upto = p.scan(own)
-        lower, in_block = p.lower_warps(upto, p.counts + SCRATCH_BYTE)
-        number = p.var(ties_before + lower + before)
-        p.increase(ties_before, in_block)
-        listed = p.load(p.counts, "u32")
-        p.barrier()  # the next block uses the scratch again
-        finish(listed >= p.k)
-        with p.when(exceeds | (own.differs(0) & (number.bits("s32") < ties.bits("s32")))):
-            for j, (key, is_tied) in enumerate(zip(keys, tied)):
-                wins = (key > last) | (is_tied & (number < ties))
-                entry = p.take_from(p.counts, 1, when=wins)
-                _store_entry(p, entry, key, first + j, wins)
-                p.increase(number, 1, when=is_tied)
-    p.barrier()
-
-
-def _find_last(p: WindowProgram, failed: Value) -> tuple[Value, Value]:
-    """Returns the key of the k-th best element, and how many elements exceed it.
-
-    It is searched near the bound that failed, because most failures are ties at the bound, or NaNs. If fewer than k
-    elements are as good, it is searched near the lowest key, which masked elements have. At last, everywhere above.
-    """
-    nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
-    likely, histogram = p.max(p.min(failed, nan), lowest + 1), p.histogram()
-    low, high = p.var(likely - 1), p.var(likely + 1)
+    window, k = p.window, p.k
+    base, parity = p.var(first), p.var(0, "u32")
+    lower_lanes, scratch = p.special("lanemask_lt"), p.counts + SCRATCH_BYTE
+    position = (p.thread * window.vec).bits("s32")
+    address, block = p.at(p.x, p.thread, ACCESS_BYTES), p.var(0, "u32")
     with p.loop() as leave:
-        found = KeyRange(p, high, low)
-
-        def count(bucket_of):
-            with _each_block(p, found.least()) as (keys, _):
-                for key in keys:
-                    bucket, in_range = bucket_of(p.min(key, high))  # elements above `high` count as `high`
-                    histogram.count(bucket, when=in_range)
-
-        above, reach = find_rank(histogram, found, p.k, 0, count)
-        are_few = reach.equals(0)
-        leave(~are_few & ((found.high < high) | high.equals(~lowest)))
-        p.set(low, lowest, when=are_few)
-        p.set(high, p.select(are_few, lowest + 1, ~lowest, "s32"))
-    return found.high, above
-
-
-@contextlib.contextmanager
-def _each_block(p: WindowProgram, least: Value | None = None) -> Iterator[tuple[list[Value], Value]]:
-    """Opens a GPU loop over blocks: yields the thread's keys and the position of the first.
-
-    A thread skips blocks of its groups that have no key from `least` on.
-    """
-    window = p.window
-    with p.each(0, window.blocks) as block, p.block() as skip:
-        if least is not None:
-            group = p.multiply_add(block >> log2(window.group_blocks), WARPGROUP, p.thread)
-            skip(p.load(p.at(p.group_keys, group, 4), "s32") < least)
-        first = p.multiply_add(block, window.block_size, p.thread * window.vec)
-        yield p.element.keys(p.element.vector(p, p.address(first))), first
+        leave((block >= window.blocks) | (base >= k))
+        in_warp, before, tied = p.var(0, "s32"), p.var(0, "s32"), []
+        for j, key in enumerate(p.element.keys(p.element.vector(p, address))):
+            at = position + j
+            tied.append(key.equals(tie) & (at >= p.low) & (at < p.high))
+            ballot = p.ballot(tied[-1])
+            p.increase(in_warp, p.count_ones(ballot))
+            p.increase(before, p.count_ones(ballot & lower_lanes))
+        # Two parts of the scratch alternate, so that one barrier for each block suffices.
+        lower, all_ = p.lower_warps(in_warp, p.at(scratch, parity, 4 * WARPS))
+        p.increase(before, base + lower.bits("s32"))
+        p.increase(base, all_.bits("s32"))
+        for j, is_tied in enumerate(tied):
+            with p.when(is_tied & (before < k)):
+                _store_entry(p, before, tie, position + j)
+            p.increase(before, 1, when=is_tied)
+        p.increase(address, p.block_bytes)
+        p.increase(position, window.block_size)
+        p.increase(block, 1)
+        p.update(parity, "xor", 1)
+    p.barrier()
 
 
 def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:

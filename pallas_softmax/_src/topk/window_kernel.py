@@ -13,7 +13,8 @@ of 4. A group has elements of one thread only; here the groups are drawn side by
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. The candidate count reveals failure. There are two kinds of failure:
+Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
+another bound. There are two kinds of failure:
 
   * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
     concentrated in a few groups.
@@ -21,8 +22,15 @@ Random logits have few more than k candidates. The candidate count reveals failu
     element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
-Then histograms of all elements find the k-th best key. The candidates are the elements above it, fewer than k, and its
-ties with the lowest indices, to make k.
+The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
+holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
+
+    key     low                 middle                high
+             |--------------------|--------------------|         at least k elements reach low,
+             >= k elements        how many?            < k       fewer than k reach high + 1
+
+If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
+candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 
 If rows have several parts, `merge_kernel.py` merges winners and normalizers. `layout.Window` has a drawing of windows,
 blocks, steps and groups, and `gpu/ptx/ranking.py` of the list of candidates.
@@ -41,7 +49,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Window, aligned_view
@@ -51,11 +59,12 @@ from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.ranking import CandidateList
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import Normalizer, Scale
 from pallas_softmax._src.softmax import states_ptx
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel
-from pallas_softmax._src.topk.candidates_ptx import WindowProgram
+from pallas_softmax._src.topk.candidates_ptx import SCRATCH_BYTE, WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax._src.topk.plan import (
     REDUCTION_BYTES,
@@ -253,16 +262,14 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     the last array of `ordering_words`.
     """
     p = WindowProgram(window, dtype, k)
+    lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
-    if window.groups >= bound_at:
-        bound = candidates_ptx.find_bound(p, bound_at)
-    else:
-        bound = p.var(sort_keys.lowest_key(dtype), "s32")
+    all_keys = p.var(lowest, "s32"), p.var(~lowest, "s32")
+    bound, highest = candidates_ptx.find_bound(p, bound_at) if window.groups >= bound_at else all_keys
     candidates_ptx.collect(p, bound)
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
-        candidates_ptx.collect_exactly(p, bound)
-        p.set(n, k)
+        _find_exactly(p, bound, highest, n)
     if window.compact:  # the list replaces the row
         words, bucket_words, _ = ordering_words(k)
         buckets = p.x + 4 * words
@@ -277,3 +284,79 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         candidates_ptx.expand_positions(p, listed)
     listed.rank()
     return p
+
+
+def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
+    """Collects again with an exact bound, and sets `n`."""
+    bound, reach, exceed = _exact_bound(p, failed, highest)
+    all_fit = p.var(reach <= p.capacity)
+    ranking.clear(p, p.candidates, p.list_bytes, p.counts)
+    with p.when(all_fit | (exceed > 0)):
+        candidates_ptx.collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
+    with p.when(~all_fit):
+        candidates_ptx.collect_ties(p, bound, exceed)
+    p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
+
+
+def _exact_bound(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
+    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
+
+    Most failures are ties at the bound that failed, so it is tried first. If fewer than k elements reach it, there are
+    NaNs, or masked elements, which have the lowest key. If at least k exceed it, bisection finds a higher bound.
+    """
+    nan, lowest = sort_keys.key_of_number(np.nan, p.element.dtype), sort_keys.lowest_key(p.element.dtype)
+    bound, high, turn = p.var(failed), p.var(highest), p.var(0, "u32")
+    with p.loop() as leave:
+        reach, exceed = _count(p, bound, turn)
+        p.increase(turn, 1)
+        leave(reach >= p.k)
+        p.set(high, bound - 1)
+        p.set(bound, p.select(bound > nan, nan, lowest, "s32"))
+    with p.loop() as leave:
+        leave((reach <= p.capacity) | (exceed < p.k))
+        gap = (high - bound).bits("u32")  # it may exceed 2^31
+        middle = bound + ((gap >> 1) + (gap & 1)).bits("s32")
+        reach_middle, exceed_middle = _count(p, middle, turn)
+        enough = reach_middle >= p.k
+        for register, found in ((bound, middle), (reach, reach_middle), (exceed, exceed_middle)):
+            p.set(register, found, when=enough)
+        p.set(high, middle - 1, when=~enough)
+        p.increase(turn, 1)
+    return bound, reach, exceed
+
+
+def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
+    """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
+
+    Skips a group if its largest key is below the bound.
+    """
+    window, element = p.window, p.element
+    reach, exceed = p.var(0, "s32"), p.var(0, "s32")
+    address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
+    blocks_left = p.var(window.blocks, "u32")
+    with p.repeat() as next_group:
+        largest = p.load(group, "s32")
+        blocks = p.min(blocks_left, window.group_blocks)
+        p.update(blocks_left, "sub", blocks)
+        with p.block() as counted:
+            with p.when(largest < bound):
+                p.set(address, p.at(address, blocks, p.block_bytes))
+                counted()
+            with p.repeat() as next_block:
+                for key in element.keys(element.vector(p, address)):
+                    p.increase(reach, 1, when=key >= bound)
+                    p.increase(exceed, 1, when=key > bound)
+                p.increase(address, p.block_bytes)
+                p.update(blocks, "sub", 1)
+                next_block(blocks.differs(0))
+        p.increase(group, 4 * WARPGROUP)
+        next_group(blocks_left.differs(0))
+    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
+    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
+    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
+    # Positions outside the part hold -inf, and are counted as well.
+    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
+    outside_reach = p.select(bound <= neg_inf, around, 0)
+    outside_exceed = p.select(bound < neg_inf, around, 0)
+    return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed
