@@ -4,6 +4,9 @@ import contextlib
 import csv
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,16 @@ from absl.flags import FLAGS
 
 from benchmarks.support import driver, plot, timing
 from benchmarks.support.cases import Case
+from tests.support.children import ROOT
+
+
+def output_of(*command, **environment):
+    """Runs a module in a process of its own, on the CPU. Returns what it prints."""
+    of_cpu = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command, env = [sys.executable, "-m", *command], os.environ | of_cpu | environment
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def case_of(**changed) -> Case:

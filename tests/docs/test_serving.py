@@ -163,23 +163,8 @@ def test_beam_search(v, beams, ends, alpha):
 
 
 @pytest.mark.slow
-def test_speculative_texts_at_temperature_0_are_greedy():
-    target, small = jax.random.normal(jax.random.key(2), (2, V, V))
-    small = target + 0.2 * small
-    run = jax.jit(page()["speculate"], static_argnums=(4, 5))
-    texts, accepted, failed = run(target, small, np.arange(8), np.arange(8), 6, 3, {"temperature": 0.0})
-    assert 0 < np.asarray(accepted).sum() and not failed.any()
-    for row, text in enumerate(np.asarray(texts)):
-        length, last = int(accepted[row].sum()) + 6, row
-        np.testing.assert_array_equal(text[length:], -1)
-        for token in text[:length]:
-            assert token == target[last].argmax()
-            last = token
-
-
-@pytest.mark.slow
 def test_a_failed_row_of_speculative_decoding_stops():
-    """A NaN in the target's logits stops the rows that reach it. The others go on."""
+    """A NaN in the target's logits stops the rows that reach it. The others go on. The page tests what is drawn."""
     target = jnp.eye(V).at[5].set(jnp.nan) * 50
     target = jnp.roll(target, 1, -1)  # each token is followed by the next one
     run = jax.jit(page()["speculate"], static_argnums=(4, 5))
