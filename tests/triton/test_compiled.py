@@ -171,7 +171,7 @@ COMPILED = FILLED | {
     "rows of all warps, mask per row": (("log_softmax", ROWS, 8000, "bfloat16", (ROWS, 1)), ["softmax"]),
     "long rows, masked": (("softmax", ROWS, 50257, "float32", (ROWS, 50257)), ["softmax"]),
     "5, masked": ((5, ROWS, 12000, "bfloat16", (ROWS, 12000)), ["topk"]),
-    "1 of odd rows in very many parts": ((1, 2, 999_999_999), ["topk", "merge", "merge"]),
+    "3 of odd rows in very many parts": ((3, 2, 999_999_999), ["topk", "merge", "merge"]),
     "32 of odd rows in parts": ((32, 1, 128255, "bfloat16"), ["topk", "merge"]),
     "256 of parts": ((256, 1, 32768), ["topk", "merge"]),
 }
