@@ -216,9 +216,8 @@ def log_of_sum(d):
     return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
 
 
-def add_logits(normalizer: Normalizer, blocks: Iterable[jax.Array]) -> Normalizer:
+def add_logits(normalizer: Normalizer, blocks: Sequence[jax.Array]) -> Normalizer:
     """Adds the logits `blocks` to the normalizers of the lanes of a kernel: ⊕ with one rescaling of d."""
-    blocks = list(blocks)
     m = functools.reduce(jnp.maximum, blocks, normalizer.m)
     s = shift(m)
     (kept,) = _sums_from(normalizer, s)

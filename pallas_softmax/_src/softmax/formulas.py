@@ -29,8 +29,7 @@ class Reduction(NamedTuple):
     neutral: float  # an element that leaves every state unchanged
     fields: tuple[str, ...]  # the leaves of a state, as `states_ptx` calls them
     scale: Any = None  # the `Scale` of a temperature
-    # (state, state) -> the merged state, if a second launch writes elements; this is the reduction's operator
-    combine: Callable[[Any, Any], Any] | None = None
+    combine: Any = None  # (state, state) -> the merged state; None if no second launch writes elements
 
 
 ONLINE = Reduction(

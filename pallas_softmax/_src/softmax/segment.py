@@ -328,7 +328,6 @@ class Segment:
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
-        assert reduction.combine is not None
 
         def load(first: int, gmem, empty):
             return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
