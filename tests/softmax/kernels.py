@@ -78,6 +78,7 @@ COLUMN_TILES = [
     (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
     (Tile(1, 128, 1, 1), 1, BF16, FEW),
     (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+    (Tile(21, 128, 1, 3), 21, F32, ALL),
 ]
 # (strips, dtype, rows). Steps that end with the array, and beyond it; a single step; strips that end with the columns.
 # With turns: slots for one strip, for more than one, and for all, where the last cluster takes fewer strips.

@@ -113,7 +113,11 @@ PLANS = [
     ("softmax", (1, 14000, 8000), BF16, Strips(14000, 32, 4, 16, 224, 4)),
     ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
     ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
-    ("softmax", (8, 21, 262143), F32, Tile(21, 128, 1, 1)),
+    # With lines of odd length, a thread takes several lines if registers suffice and all multiprocessors work.
+    ("softmax", (8, 21, 262143), F32, Tile(21, 128, 1, 3)),
+    ("softmax_grad", (8, 21, 262143), F32, Tile(21, 128, 1, 2)),
+    ("softmax", (8, 21, 9001), F32, Tile(21, 128, 1, 2)),
+    ("softmax", (8, 32, 262143), F32, Tile(32, 128, 1, 2)),
     ("softmax", (8, 21, 262142), F32, Tile(21, 128, 2, 1)),
     ("softmax", (64, 128, 4095), F32, Tile(128, 32, 1, 1)),
 ]
@@ -126,8 +130,9 @@ def test_plan(op, shape, dtype, want):
 
 
 CTAS = [
-    ((8, 21, 262143), F32, 4),
-    ((8, 7, 500001), BF16, 12),
+    ((8, 21, 262143), F32, 2),
+    ((8, 21, 262143), BF16, 4),
+    ((8, 7, 500001), F32, 4),
     ((8, 21, 262142), F32, 0),
 ]
 
@@ -222,6 +227,7 @@ ON_A_GPU = [
     (Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN),
     (Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN),
     (Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN),
+    (Tile(24, 128, 1, 3), 21, F32, EVEN * 13),
 ]
 
 

@@ -52,7 +52,7 @@ PLANS = {
     ("logsumexp", 4000, 25000, "bfloat16"): (2, 1),
     ("logsumexp", 4000, 50257, "bfloat16"): (2, 1),
     ("logsumexp", 64, 128256, "bfloat16"): (4, 1),
-    ("logsumexp", 4096, 262144, "bfloat16"): (8, 1),
+    ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
     ("token_stats", 4000, 25000, "bfloat16"): (1, 1),
     ("token_stats", 500, 25000, "bfloat16"): (2, 1),
     ("token_stats", 4000, 50257, "bfloat16"): (2, 1),

@@ -35,6 +35,7 @@ HALF_BACKWARD_PART_ELEMENTS = 16_500  # (1024, 151936) takes 172 us in 16 CTAs, 
 # softmax of (1024, 50257) takes 102 us in 4 CTAs and 103 us in 8, of (1, 50257) 4.7 us and 3.4 us (H200).
 UNALIGNED_PART_BYTES, UNALIGNED_READ_PART_BYTES = 26_000, 52_000
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 CTAs: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
+MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 CTAs: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 
 # The most elements of a segment. Few rows have a CTA for each segment, and only longer rows are worth 8 or 16 of them:
@@ -54,8 +55,10 @@ READ_PART_ELEMENTS = 17_000
 # 16-bit rows that are only read. (4000, 25000) takes 69 us in 2 CTAs, 71 us in one. (1024, 128256) takes 88 us in 4
 # CTAs, 104 us in 8.
 HALF_READ_ROW_ELEMENTS = 17_000  # in one CTA
-HALF_READ_PART_ELEMENTS = 33_000  # in several CTAs
-HALF_STATS_ROW_ELEMENTS = 26_000  # of token_stats, many rows, in one CTA
+HALF_READ_PART_ELEMENTS = 32_100  # in several CTAs
+# 16-bit rows of token_stats. (4096, 128256) takes 1.02 of the time of logsumexp in 4 CTAs, 1.12 in 8.
+HALF_STATS_ROW_ELEMENTS = 26_000  # in one CTA
+HALF_STATS_PART_ELEMENTS = 33_000  # in several CTAs
 
 # --- Two launches -------------------------------------------------------------------------------------
 
@@ -76,6 +79,11 @@ STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of
 #     backward of (2000, 516096), steps read twice   4.61 ms     4.48 ms
 LONG_STEP_BLOCKS = 8
 LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
+
+# The same for 16-bit rows with a mask. (1024, 50257) bfloat16 takes 91.6 us, which is 93%; with steps of 4 blocks or 1
+# block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
+# blocks it needs 104.
+HALF_MASKED_STEP_BLOCKS = 2
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
 # Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
@@ -252,9 +260,10 @@ class _Problem:
         A step has up to `most` blocks, but three steps become two longer ones. Two full steps and a rest are slow: the
         softmax of (1024, 151936) bfloat16 takes 177 us with 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
+        most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
-        long = cluster and not self.located and (self.only_read or longest)
-        most = LONG_STEP_BLOCKS if long else STEP_BLOCKS
+        if cluster and not self.located and (self.only_read or longest):
+            most = LONG_STEP_BLOCKS
         one_step = Parts(self.vocab, self.vec, 1, count, cluster, per_cta=per_cta)
         blocks = one_step.walk.steps
         steps = -(-blocks // most)
@@ -339,14 +348,18 @@ def _part_elements(problem: _Problem, count: int) -> int:
         most = UNALIGNED_READ_PART_BYTES if problem.only_read else UNALIGNED_PART_BYTES
         return most // problem.itemsize
     if problem.only_read and half:
-        if count > 1:
-            return HALF_READ_PART_ELEMENTS
-        return HALF_STATS_ROW_ELEMENTS if problem.located and many else HALF_READ_ROW_ELEMENTS
+        if problem.located and count > 1:
+            return HALF_STATS_PART_ELEMENTS
+        if problem.located and many:
+            return HALF_STATS_ROW_ELEMENTS
+        return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if half:
         return HALF_PART_ELEMENTS if problem.arrays == 1 else HALF_BACKWARD_PART_ELEMENTS
     if many:
         return MANY_ROWS_PART_ELEMENTS // problem.arrays  # to merge as little as possible
-    return READ_PART_ELEMENTS if problem.only_read else PART_ELEMENTS  # so that the last CTAs are short
+    if problem.only_read:
+        return READ_PART_ELEMENTS
+    return MASKED_PART_ELEMENTS if problem.masked else PART_ELEMENTS  # so that the last CTAs are short
 
 
 def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
