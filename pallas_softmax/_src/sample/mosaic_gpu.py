@@ -76,7 +76,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, WinnerSearch, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, WinnerSearch, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, PartProgram
 from pallas_softmax._src.sample.rows import Cutoff
 
@@ -210,7 +210,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
         if stride is None:
             _write_cutoff(p, kept)
         else:
-            _draw(p, kept, Noise(p, stride))
+            _draw(p, kept, stride)
     return p
 
 
@@ -225,11 +225,11 @@ def _write_cutoff(p: PartProgram, kept: Kept) -> None:
         write(key=key, index=index, top=p.top, log_total=log(p, kept.total), log_mass=log_mass)
 
 
-def _draw(p: PartProgram, kept: Kept, noise: Noise) -> None:
+def _draw(p: PartProgram, kept: Kept, stride: int) -> None:
     if p.plan.value_buckets:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
-    index, x = WinnerSearch(p, noise, kept, last_tie).run()
+    index, x = WinnerSearch(p, stride, kept, last_tie).run()
     with p.writes(0) as write:
         log_prob = log_prob_of(p, x, p.top, kept.total)
         write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))

@@ -49,45 +49,23 @@ _SUM_ERROR, _EXPONENT_ERROR, _NOISE_RANGE = 2.0**-21, 2.0**-20, 32.0
 _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 
 
-class Noise:
-    """The noise of a row: the element with index i has counter start + i * stride, modulo 2^64."""
-
-    def __init__(self, p: ClusterProgram, stride: int):
-        key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        self.p, self.stride = p, stride
-        self.schedule, self.start = key_schedule(p, key0, key1), p.join(low, high)
-
-    def count_from(self, origin: Value) -> None:
-        """Counts elements from the index `origin`, which may be negative."""
-        p = self.p
-        # The product takes the origin as unsigned. If it is negative, the sum is 2^32 * stride too large.
-        start = p.multiply_add_wide(origin.bits("u32"), self.stride, self.start)
-        excess = p.select(origin < 0, self.stride, 0, "u32")
-        self.start = start - p.join(p.var(0, "u32"), excess)
-
-    def keyed(self, numbers: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Returns both halves of the counters of elements, with the first keys added."""
-        p, (key0, key1) = self.p, self.schedule[0]
-        counters = [p.multiply_add_wide(i.bits("u32"), self.stride, self.start) for i in numbers]
-        return [(high + key0, low + key1) for low, high in map(p.split, counters)]
-
-
 class Race:
-    """The race: the thresholds of the warp, and the best sum of the thread, with its index and its element."""
+    """The race: the thresholds of the warp, and the best sum of the thread, with its index and its element.
+
+    The noise of the element with index i has the counter first_counter + i * stride, modulo 2^64.
+    """
 
     def __init__(
         self,
         p: ClusterProgram,
-        noise: Noise,
+        stride: int,
         least: Value | float = LEAST_FINITE,
         is_kept: Callable[[Value, Value], Value] | None = None,
-        origin: Value | int = 0,
     ):
-        """Entries below `least` do not take part, nor those where is_kept(element, number) is false.
-
-        The number of an entry is its index less the origin.
-        """
-        self.p, self.noise, self.least, self.is_kept, self.origin = p, noise, least, is_kept, origin
+        """Entries below `least` do not take part, nor those where is_kept(element, index) is false."""
+        key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
+        self.p, self.stride, self.least, self.is_kept = p, stride, least, is_kept
+        self.schedule, self.first_counter = key_schedule(p, key0, key1), p.join(low, high)
         self.temperature = p.max(p.temperature, TINY)
         self.threshold, self.minus_threshold, self.low = (p.fresh("f32") for _ in range(3))
         self.best, self.index, self.x = p.fresh("f32"), p.fresh("s32"), p.fresh("f32")
@@ -106,10 +84,12 @@ class Race:
         with self.p.when(best > self.threshold):
             self.set_threshold(best)
 
-    def enter(self, elements: Sequence[Value], numbers: Sequence[Value], more: Value) -> None:
+    def enter(self, elements: Sequence[Value], indices: Sequence[Value], more: Value) -> None:
         """Adds noise to entries of each lane. `more` says whether further ones will follow."""
-        p, noise = self.p, self.noise
-        words = words_at(p, noise.schedule, noise.keyed(numbers))
+        p, (key0, key1) = self.p, self.schedule[0]
+        counters = [p.multiply_add_wide(i.bits("u32"), self.stride, self.first_counter) for i in indices]
+        keyed = [(high + key0, low + key1) for low, high in map(p.split, counters)]
+        words = words_at(p, self.schedule, keyed)
         ones_plus_u = [one_plus_uniform(p, word) for word in words]
         # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
         # threshold), that is, if 1 + u is at least `needed`.
@@ -117,9 +97,9 @@ class Race:
         needed = [two - p.exp2(p.multiply_add(x, p.octaves_per_unit, self.minus_threshold)) for x in elements]
         reach = [~(one_plus_u < least) for one_plus_u, least in zip(ones_plus_u, needed)]
         with p.when(p.any(functools.reduce(operator.or_, reach))):
-            for one_plus_u, x, number, reaches in zip(ones_plus_u, elements, numbers, reach):
+            for one_plus_u, x, index, reaches in zip(ones_plus_u, elements, indices, reach):
                 with p.when(reaches):
-                    self._compare(one_plus_u, x, number)
+                    self._compare(one_plus_u, x, index)
             with p.when(more):
                 (best,) = p.over_warp(["max"], [self.best])
                 with p.when(best > self.threshold):
@@ -148,14 +128,13 @@ class Race:
         low = low - (p.absolute(low) * _SUM_ERROR + _SUBNORMAL_ERROR)
         p.set(self.low, p.max(low, self.least))
 
-    def _compare(self, one_plus_u: Value, x: Value, number: Value) -> None:
+    def _compare(self, one_plus_u: Value, x: Value, index: Value) -> None:
         p = self.p
         z = p.divide_exactly(x, self.temperature) + gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
-        index = number if isinstance(self.origin, int) else number + self.origin
         wins = (z > self.best) | (z.equals(self.best) & (index < self.index))
         wins = wins & (p.absolute(x) < INF)
         if self.is_kept is not None:
-            wins = wins & self.is_kept(x, number)
+            wins = wins & self.is_kept(x, index)
         for register, value in ((self.best, z), (self.index, index), (self.x, x)):
             p.set(register, value, when=wins)
 
@@ -184,11 +163,10 @@ class WinnerSearch:
     `last_tie` is the position of the last kept entry with `kept.last_key`.
     """
 
-    def __init__(self, p: PartProgram, noise: Noise, kept: Kept, last_tie: Value):
+    def __init__(self, p: PartProgram, stride: int, kept: Kept, last_tie: Value):
         self.p, self.kept, self.last_tie = p, kept, last_tie
         least = p.select(kept.keeps_all(), LEAST_FINITE, p.from_key(kept.last_key))
-        noise.count_from(p.origin)
-        self.race = Race(p, noise, least, self._is_kept, p.origin)
+        self.race = Race(p, stride, least, self._is_kept)
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
@@ -210,8 +188,8 @@ class WinnerSearch:
             p.set(slot, slot ^ 16)  # other CTAs may still read the last results
         return index, x
 
-    def _is_kept(self, x: Value, position: Value) -> Value:
-        key = self.p.key(x)
+    def _is_kept(self, x: Value, index: Value) -> Value:
+        key, position = self.p.key(x), index - self.p.origin
         return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
     def _sweep(self) -> None:
@@ -286,7 +264,7 @@ class WinnerSearch:
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
         elements = [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions]
-        self.race.enter(elements, positions, more)
+        self.race.enter(elements, [position + p.origin for position in positions], more)
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))

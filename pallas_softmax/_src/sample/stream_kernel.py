@@ -46,7 +46,7 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
 from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Noise, Race, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, LEAST_FINITE, ClusterProgram, row_operands
 
 _NAN = float("nan")
@@ -98,7 +98,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
-    race = Race(p, Noise(p, stride))
+    race = Race(p, stride)
     index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
         _take_steps(p, race)
