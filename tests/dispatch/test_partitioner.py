@@ -174,6 +174,7 @@ OTHERS = [
     {"a": 1},
     {1},
     np.float32(1),
+    np.float64(1),
     np.int32(1),
     jnp.float32,
     np.ones(2),
