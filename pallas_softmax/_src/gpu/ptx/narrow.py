@@ -148,10 +148,11 @@ def find_rank(
     """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
 
     count(bucket_of) counts the items, see `narrow`; none is above the first range. Lower ones may count in the last
-    bucket of the range or after it. There are at least `rank` items.
+    bucket of the range or after it.
 
     Returns how many items are above the range, and how many reach it: too many if lower ones are counted, until the
-    range is a single key; and 2^32 - 1 if it was one from the start.
+    range is a single key; and 2^32 - 1 if it was one from the start. If the items are fewer than `rank`, the second
+    number is 0, and the range of no use.
     """
     p = histogram.p
     rank, above, reach = p.var(rank, "u32"), p.var(0, "u32"), p.var(2**32 - 1, "u32")
@@ -159,9 +160,10 @@ def find_rank(
     def one_round(bucket_of):
         count(bucket_of)
         p.barrier()
-        bucket, rest, inside, _ = histogram.pick(rank - above)
+        left = rank - above
+        bucket, rest, inside, total = histogram.pick(left)
         p.set(above, rank - rest)
-        p.set(reach, above + inside)
+        p.set(reach, p.select(total < left, 0, above + inside))
         return bucket
 
     narrow(p, keys, histogram.each * p.warps * LANES, one_round, stop=lambda: reach <= enough)
