@@ -234,14 +234,17 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int)
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
     columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
-    if factor is not None and tokens.several:
+    if factor is None:
+        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
+        rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+        return dz.at[rows, columns].set(at_labels, mode="drop"), None
+    if tokens.several:
         # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
         apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
         dz, apart, factor = vary_together(dz, apart, factor)
         dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
         factor = jnp.where(apart, 1, factor)
-    if factor is not None:
-        at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)
+    at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)
     return chunks.set_in_place(dz, columns, at_labels), factor
 
 
