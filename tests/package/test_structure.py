@@ -144,8 +144,7 @@ def test_few_frames_lead_to_a_kernel(name, monkeypatch):
     monkeypatch.setattr(plgpu, "kernel", kernel)
     x = jnp.ones((64, 50_258), jnp.bfloat16)  # a shape of no other test: JAX caches a trace
     with pytest.raises(_Launched) as error, jax.disable_jit(False):
-        # a named kernel is traced with the call, others when a program is lowered for CUDA
-        WITH_KERNELS[name](x[:, :256] if name == "route" else x, implementation="mosaic_gpu")
+        WITH_KERNELS[name](x[:, :256] if name == "route" else x)
     files = [str(entry.path) for entry in error.traceback if str(ROOT) in str(entry.path)]
     assert 5 < len(files) <= MOST_FRAMES, files
     entered = [file for file, before in zip(files, ["", *files]) if file != before]

@@ -27,7 +27,7 @@ from pallas_softmax._src.dispatch import text
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.dispatch.operation import Call, Choice
-from pallas_softmax._src.dispatch.platform import compiled, context_of, settings
+from pallas_softmax._src.dispatch.platform import compiled
 from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
 
 TARGET = "pallas_softmax_divided"
@@ -64,6 +64,14 @@ def register(division: Division) -> Division:
     return division
 
 
+# The settings of JAX that change what a function computes, and their contexts.
+_SETTINGS: dict[str, Callable] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+}
+
+
 class _Divided(NamedTuple):
     """The description of a call, as tracing knows it."""
 
@@ -74,7 +82,7 @@ class _Divided(NamedTuple):
     arrays: Any  # the tree of arguments; array i is replaced by the number i
     results: Any  # the tree of results, likewise
     result_types: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
-    settings: tuple[Any, ...]  # of `platform.settings`
+    settings: tuple[Any, ...]  # the values of `_SETTINGS`
     gpu: tuple[str, str, int | None] | None  # kind, platform and cores of the abstract device
 
 
@@ -96,7 +104,7 @@ def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: 
         tree.unflatten(range(len(leaves))),
         result_tree.unflatten(range(len(result_leaves))),
         tuple((a.shape, a.dtype) for a in result_leaves),
-        settings(),
+        tuple(getattr(jax.config, name) for name in _SETTINGS),
         None if device is None else (device.device_kind, device.platform, device.num_cores),
     )
     dimensions = division.dimensions(choice, arrays, keywords, results)
@@ -182,13 +190,20 @@ def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
 
 
-def _context_of(divided: _Divided) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _context_of(divided: _Divided):
     """Restores the settings of JAX and the abstract device that the call was traced with."""
     device = None
     if divided.gpu is not None:
         kind, platform, cores = divided.gpu
         device = AbstractDevice(device_kind=kind, platform=platform, num_cores=cores)
-    return context_of(divided.settings, AbstractMesh((), (), abstract_device=device))
+    with contextlib.ExitStack() as contexts:
+        for setting, value in zip(_SETTINGS.values(), divided.settings):
+            contexts.enter_context(setting(value))
+        mesh = AbstractMesh((), (), abstract_device=device)
+        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        contexts.enter_context(jax_internals.stage_constants())
+        yield
 
 
 jax_internals.register_partitioner(TARGET, _partition)

@@ -1,6 +1,5 @@
 """Runs a call on one device. The platform that the computation is lowered for decides the implementation."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh
 
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.dispatch.refusal import refuse_unless_cuda
-from pallas_softmax._src.jax_internals import stage_constants
 
 
 def compiled(function: Callable, *static: str) -> Callable:
@@ -43,67 +40,28 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     if on_cuda == choice.elsewhere:
         return implementation("xla")(*arrays)
 
-    leaves, tree = jax.tree.flatten(arrays)
-    jaxpr, shapes = jax.make_jaxpr(implementation(choice.elsewhere or on_cuda), return_shape=True)(*arrays)
-    cuda = elsewhere = jaxpr_as_fun(jaxpr)
-    if choice.elsewhere is not None:
-        # Kernels take long to trace, so they are traced when a program is lowered for CUDA. Plain JAX tells the types.
-        run = in_this_context(implementation(on_cuda))
-        cuda = lambda *leaves: jax.tree.leaves(run(*tree.unflatten(leaves)))  # noqa: E731
+    cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
+    elsewhere = choice.elsewhere and jax.make_jaxpr(implementation(choice.elsewhere))(*arrays)
     results = _by_platform_p.bind(
-        *leaves, types=tuple(jaxpr.out_avals), cuda=cuda, elsewhere=elsewhere, refusal=choice.refusal
+        *jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere, refusal=choice.refusal
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-# The settings of JAX that change what a function computes, and their contexts.
-_SETTINGS: dict[str, Callable] = {
-    "jax_enable_x64": jax.enable_x64,
-    "jax_default_matmul_precision": jax.default_matmul_precision,
-    "jax_threefry_partitionable": jax.threefry_partitionable,
-}
-
-
-def settings() -> tuple[Any, ...]:
-    return tuple(getattr(jax.config, name) for name in _SETTINGS)
-
-
-@contextlib.contextmanager
-def context_of(settings: tuple[Any, ...], mesh: AbstractMesh):
-    """Restores the `settings` of JAX and the abstract mesh that a call was traced with."""
-    with contextlib.ExitStack() as contexts:
-        for setting, value in zip(_SETTINGS.values(), settings):
-            contexts.enter_context(setting(value))
-        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        contexts.enter_context(stage_constants())
-        yield
-
-
-def in_this_context(function: Callable) -> Callable:
-    """Returns the function, which JAX may trace later, as if it traced the function now."""
-    context = settings(), jax.sharding.get_abstract_mesh()
-
-    def run(*arrays):
-        with context_of(*context):
-            return function(*arrays)
-
-    return run
 
 
 # Like `lax.platform_dependent`, except that a module for several platforms lowers each branch for its own platforms
 # only. So such a module can contain a kernel, which lowers for CUDA only.
 _by_platform_p = Primitive("pallas_softmax_by_platform")
 _by_platform_p.multiple_results = True
-_by_platform_p.def_impl(compiled(_by_platform_p.bind, "types", "cuda", "elsewhere", "refusal"))
-_by_platform_p.def_abstract_eval(lambda *_, types, **__: list(types))
+_by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere", "refusal"))
+_by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere, refusal: cuda.out_avals)
 
 
 @functools.partial(mlir.register_lowering, _by_platform_p, platform="cuda")
-def _lower_for_cuda(ctx, *leaves, types, cuda, elsewhere, refusal):
-    return mlir.lower_fun(cuda, multiple_results=True)(ctx, *leaves)
+def _lower_for_cuda(ctx, *leaves, cuda, elsewhere, refusal):
+    return mlir.lower_fun(jaxpr_as_fun(cuda), multiple_results=True)(ctx, *leaves)
 
 
 @functools.partial(mlir.register_lowering, _by_platform_p)
-def _lower_elsewhere(ctx, *leaves, types, cuda, elsewhere, refusal):
-    refuse_unless_cuda(ctx, refusal)  # only with a refusal, `elsewhere` is the kernel
-    return mlir.lower_fun(elsewhere, multiple_results=True)(ctx, *leaves)
+def _lower_elsewhere(ctx, *leaves, cuda, elsewhere, refusal):
+    refuse_unless_cuda(ctx, refusal)  # only with a refusal, `elsewhere` is None
+    return mlir.lower_fun(jaxpr_as_fun(elsewhere), multiple_results=True)(ctx, *leaves)
