@@ -168,8 +168,8 @@ def _on_whole_atoms(
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
-    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k.
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows repeat
+    the last one, with weight 0. In rows of equal logits instead, every column could win a draw, which takes longer.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)
@@ -188,7 +188,7 @@ def _on_whole_atoms(
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
 
     w = whole_w(w, deep)
-    tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
+    x, tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), (x, tokens))
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
     teacher_w = columns.teacher_w
     columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
