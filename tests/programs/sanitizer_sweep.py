@@ -255,8 +255,8 @@ def projection():
         close(sums.normalizer.m.max(0)[:n], m)
         close(sums.label_logit.sum(0)[:n], (z * of_label).sum(1))
         close(e.astype("float32"), e_of_row * slope)
-        for a in (dz, dz_of_entropy):
-            close(a.astype("float32"), (e_of_row / d[:, None] - of_label) * slope)
+        for a in (dz, dz_of_entropy):  # XLA puts the gradients at the labels
+            close(a.astype("float32"), e_of_row / d[:, None] * slope)
         close(with_t.normalizer.m.max(0)[:n], m)
     print("swept projection", PROJECTIONS)
 
