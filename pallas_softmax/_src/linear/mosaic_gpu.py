@@ -60,8 +60,9 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
-    sums, z = row_sums(x, w, bias, tokens, head=head, stored=jnp.float32)
-    return z, _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
+    whole_x = jnp.pad(x, ((0, -len(x) % ATOM_ROWS), (0, 0)))
+    sums, z = row_sums(whole_x, w, bias, tokens, head=head, stored=jnp.float32)
+    return z[: len(x)], _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
 
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
@@ -168,11 +169,12 @@ def _on_whole_atoms(
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
-    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows repeat
-    the last one, with weight 0. In rows of equal logits instead, every column could win a draw, which takes longer.
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
+    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k. New rows would slow down
+    a draw, in which `logits` pads x instead.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
-    rows = rounded_up(n, ATOM_ROWS)
+    rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     wide = max(wide, FEWEST_COLUMNS)
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
@@ -188,7 +190,7 @@ def _on_whole_atoms(
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
 
     w = whole_w(w, deep)
-    x, tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), (x, tokens))
+    tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
     teacher_w = columns.teacher_w
     columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
