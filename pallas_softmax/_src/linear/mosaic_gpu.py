@@ -170,8 +170,8 @@ def _on_whole_atoms(
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
     Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k. New rows would slow down
-    a draw, in which `logits` pads x instead.
+    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k. A draw has no new rows,
+    since they would take time: `logits` pads x.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
