@@ -112,9 +112,6 @@ def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
     `temperature` has one element, or one for each row (..., 1), or is None.
     """
     (x,), mask, unfold = fold([logits], where, (logits.ndim - 1,))
-    if temperature is not None:
-        one_for_all = temperature.size == 1
-        temperature = (temperature if one_for_all else fold_numbers(temperature, logits.shape[:-1])).reshape(
-            -1
-        )
-    return x, mask, temperature, unfold
+    if temperature is not None and temperature.size > 1:
+        temperature = fold_numbers(temperature, logits.shape[:-1])
+    return x, mask, None if temperature is None else temperature.reshape(-1), unfold

@@ -101,12 +101,8 @@ class Segment:
     def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before, *, smem_start=0, freed=None):
         self.job, self.refs, self.place = job, refs, place
         self.walk, self.slots, self.again = job.parts.walk, job.parts.slots, job.parts.again
-        self.steps_before: Any = (
-            steps_before  # number of steps that the CTA takes before the first one of these
-        )
-        self.smem_start: Any = (
-            smem_start  # the place of the body in shared memory, if each step has its own slot
-        )
+        self.steps_before: Any = steps_before  # how many steps the CTA takes before these
+        self.smem_start: Any = smem_start  # where the body is in shared memory, if each step has its own slot
         # Called as soon as the slot of step i may be filled again.
         self.freed: Callable[[Any], None] = freed or (lambda i: None)
         self.body_start = job.parts.body_start(place.row, place.start)
