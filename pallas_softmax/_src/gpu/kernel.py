@@ -25,8 +25,7 @@ def gpu_kernel(
     warpgroups: int | None = None,  # numbered along the axis "warpgroup"; None: one, and no such axis
     approximate: bool = True,  # whether exp and log use the fast instructions; see `softmax.plan.approximate`
     reduction_bytes: int = 2048,  # of shared memory for reductions over the warps of a CTA
-    operations: tuple[int, int]
-    | None = None,  # and exponentials: their numbers, for XLA; None: 4 and 2 per element
+    operations: tuple[int, int] | None = None,  # flops and exponentials, for XLA; None: 4 and 2 per element
 ) -> Callable[..., Any]:
     """Returns a function that launches a kernel on its inputs.
 
@@ -74,7 +73,7 @@ def cta_number(axis: str, size: int) -> Any:
 
 
 class PartPlace(NamedTuple):
-    """The part of a row that this CTA works on, and its place in an `aligned_view`. In softmax, it is a segment.
+    """A part of a row that this CTA works on, and its place in an `aligned_view`. In softmax, a part is a segment.
 
     In this example 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
     view_row is 1 and first is vocab + start:
@@ -89,7 +88,7 @@ class PartPlace(NamedTuple):
     start: Any  # first element of the part, counted from the start of the row
     owned: Any  # number of elements of the part
     view_row: Any  # number of the row of the view that holds the part; None if the view is one-dimensional
-    first: Any  # first element of the part, counted from the start of that row of the view
+    first: Any  # first element of the part, counted from the start of that row, or of a one-dimensional view
 
     def in_view(self, gmem):
         return gmem if self.view_row is None else gmem.at[self.view_row]

@@ -13,7 +13,7 @@ Rows are taken in chunks (`chunks.py`):
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-With a teacher, the first two take 2 and 4 products, because its logits are another one (`divergence.py`).
+With a teacher, the first two take 2 and 4 products: the teacher's logits are another product (`divergence.py`).
 
 In bfloat16 on a GPU, one chunk may hold all rows, so that dw is written once: see `gradient_rows`.
 """
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
 
     x: jax.Array
     tokens: Tokens  # with labels as columns of this device
-    weights: jax.Array  # (n,) or (n, K); divided by the scale once it is known
+    weights: jax.Array  # (n,), (n, K) or (n, 3), see `projection_grad`; divided by the scale once it is known
     known: Statistics | None  # of whole rows; None if the gradient computes them
 
 

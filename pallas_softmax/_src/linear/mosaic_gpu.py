@@ -1,7 +1,8 @@
 """Implementation `mosaic_gpu` of a projection and its softmax: `ChunkFunctions` by kernels, for 16-bit floats.
 
     statistics   one product; its epilogue reduces
-    dlogits      one product; its epilogue writes the gradients, or in bfloat16 without label smoothing does both
+    dlogits      one product; its epilogue writes the gradients. If the statistics are not known, `statistics` comes
+                 first; in bfloat16 without label smoothing, the epilogue reduces too, so that one product is enough
     logits       one product; its epilogue reduces, and writes the logits in float32
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
@@ -80,6 +81,7 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
+        assert not layer.head.entropy  # a gradient with an entropy knows its statistics
         reference, sums, e = _exponentials(layer, x, tokens)
         found = layer.merged(_merged_tiles(sums, reference, tokens, layer.vocab), x)
         coefficients = layer.coefficients(found, weights, tokens)
@@ -96,7 +98,6 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
 
     The reference is the same on all devices that the columns are spread over.
     """
-
     w, bias, head, largest = layer.w, layer.columns.bias, layer.head, layer.largest
 
     def exponentials(reference) -> Any:
@@ -170,13 +171,13 @@ def _on_whole_atoms(
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
     Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    x = 0 and weight 0. Their other numbers are from the last row, because 0 is no valid top_k. A draw has no new rows,
-    since they would take time: `logits` pads x.
+    x = 0 and weight 0, and the other numbers of the last row. A draw has no new rows, since they would take time:
+    `logits` pads x.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
-    wide = max(wide, FEWEST_COLUMNS)
+    wide = max(wide, FEWEST_COLUMNS)  # only in tests: `plan` refuses so few columns
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):

@@ -28,7 +28,7 @@ class ChunkFunctions(NamedTuple):
         of whole rows: `known`, or computed if that is None. The gradient is factor (rows,) times dz, or dz if factor is
         None.
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
-        and -inf from column V on.
+        and -inf from column V on. With `head.undivided`, z is before the temperature divides it.
       bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and `dlogits` store for each logit.
       are_plain: whether the functions are plain JAX, for any platform. Others are for a GPU.
     """
@@ -52,7 +52,7 @@ class Projection:
     w: jax.Array  # (D, V), or (V, D) for head.transpose_w; inside `mesh_axes`, a device's columns
     columns: Columns  # the same columns as w
     head: Head
-    workspace_bytes: int  # the bound on the logits that are stored at a time; see `chunk_rows`
+    workspace_bytes: int  # the most bytes of logits that are stored at a time; see `chunk_rows`
     with_dw: bool = True
     mesh_axes: tuple[str, ...] = ()  # the columns are spread over them, in the order of `lax.axis_index`
     partial_dw: bool = False  # whether dw and dbias are parts of sums over devices: they stay in float32

@@ -5,9 +5,9 @@ another element needs noise of at least threshold - x / temperature. Noise is at
 
     threshold   the best sum that the warp knows; with filters, a guess at first. The CTAs send each other better ones
     low         elements below this x cannot reach the threshold, so they need no noise
-    needed      even above `low`, most noise is too small. Noise is at most -log(1 - u), a bound that needs
-                no logarithm: see `Race.enter`. A thread computes the two logarithms and the division only if this bound
-                reaches the threshold
+    needed      even above `low`, most noise is too small. Noise is at most -log(1 - u). One exp2 tells whether this
+                bound reaches the threshold (`Race.enter`). Only then does a thread compute the two logarithms and the
+                division
 
 The winner does not depend on the thresholds: ties go to the lowest index. With filters, `WinnerSearch` runs the race
 over a row in shared memory. Each warp lists the elements that take part:
@@ -39,7 +39,7 @@ from pallas_softmax._src.sample.filter_ptx import Kept
 from pallas_softmax._src.sample.plan import NOISE_AT_ONCE, SCRATCH, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, LEAST_FINITE, TINY, ClusterProgram, PartProgram
 
-# Operands: the key, and the words of the counter of the row's first element.
+# Operands: the random key, and the words of the counter of the row's first element.
 NOISE_OPERANDS = "key0", "key1", "counter_high", "counter_low"
 _SIGN = 0x80000000
 _LN2 = math.log(2)

@@ -6,7 +6,7 @@
     ties      if more than k elements are within the limit: counts of ties in each vector find the vector with the last
               tie that wins
     list      each thread has a bit for each of its elements. A prefix sum over the threads says where its winners go
-    write     the list, as after a stream
+    write     the list, as after a stream: the winners of thread 0, then of thread 1, and so on
 
 A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
 of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no
@@ -69,7 +69,7 @@ class HeldRowProgram(SelectProgram):
     def search(self, words: list[Value]) -> None:
         """Sets the limit and the number of ties, so that k elements win. The row has more than k elements."""
         k, halves, pair = self.plan.k, self.element.halves, self.pair
-        # The range of some elements decides on the first buckets.
+        # The best element, and the worst of every fourth word, give the first range.
         best = self.reduce("min", [word.bits(pair) for word in words]).bits("u32")
         worst = self.reduce("max", [word.bits(pair) for word in words[::4]]).bits("u32")
         if halves:

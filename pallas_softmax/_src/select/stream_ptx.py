@@ -1,4 +1,4 @@
-"""Inline PTX that selects the k best elements of a row, without putting them in order, in one read of the row.
+"""Inline PTX that selects the k best elements of a row in one read of the row, and may put them in order.
 
     sample     of m sampled elements, about k * m / n are winners. So a sampled element of a somewhat greater rank
                (1 is the largest) bounds the winners from below, and few more than k of all n elements reach it
@@ -6,7 +6,7 @@
                is at first just below the bound
     compact    if the list is full: keep its k best, and raise the floor to the least of them
     gather     the other CTAs of the cluster append their lists to the list of CTA 0, and end. CTA 0 compacts if needed
-    write      CTA 0 writes the k best of the list, in the order of the indices
+    write      CTA 0 writes the k best of the list, as they are listed, or in the order of top-k (`plan.sorted`)
 
     row        3 1 8 2 | 9 7 0 6 | 7 5 7 4      k = 3, blocks of 4, the floor is 5, room for 4 entries
     list       8         8 9 7 6                full
@@ -15,9 +15,9 @@
 
 Every CTA samples the whole row, so that all have the same bound. A row that fits in the list needs no sample.
 
-If many sampled elements equal the bound, the floor is the bound itself. Then a few of its ties may be missing from the
-list. A second sweep over the whole row adds them. If the list still has fewer than k entries, the sample misled, and
-the row is streamed again with the lowest floor. CTA 0 does both alone.
+If many sampled elements equal the bound, the floor is the bound itself. Then none of its ties are listed. If fewer than
+k entries result, a second sweep over the whole row adds ties. If the list still has fewer than k entries, the sample
+misled, and the row is streamed again with the lowest floor. CTA 0 does both alone.
 
 Elements with the lowest key, a NaN with all bits set, are never listed. Masked elements, and elements outside of the
 row, get this key. If the final list has fewer than k entries, the lowest indices that it lacks fill the results. The

@@ -7,7 +7,8 @@ of each adjacent column. Neighbouring threads hold neighbouring elements of a li
     long columns    a cluster takes a strip of adjacent columns. Each CTA holds some of the lines in shared memory:
                     load -> reduce -> merge with the other CTAs -> write
 
-Neither kernel has a mask or a temperature. `columns_plan` chooses between the two.
+Columns have no mask and no temperature. `columns_plan` chooses between the two. The rows of a tile, and `step_rows`,
+are lines.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch)
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
 
     `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
-    soon as its step is written. If the result is one number per column, the slot is free once its step is reduced.
+    soon as its step is written. If the results are numbers per column, the slot is free once its step is reduced.
     """
     cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
@@ -53,7 +54,7 @@ def _compute_strip(cta: "_StripsOfCta", turn) -> None:
         total = cta.combine_over_cluster(total)  # exchanges reductions; now the total is of whole columns
     constants = [tiles.broadcast(constant, plan.block_tile, 1) for constant in cta.formula.constants(total)]
     if cta.formula.value is None:
-        cta.write_constants(first, constants)  # for example logsumexp: one number per column
+        cta.write_constants(first, constants)  # for example logsumexp: numbers per column
     else:
         cta.write(first, constants)  # for example softmax: the elements, from shared memory
     if plan.count > 1:  # a CTA must not exit, or change `sent_smem`, before its peers have merged

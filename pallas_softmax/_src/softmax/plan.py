@@ -159,7 +159,7 @@ class Parts:
     teams: int | None = None
     # If rows are taken in turns, the number of steps that shared memory holds. Slots that the segment does not
     # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
-    # `StagedRow`. None if each row has its own CTAs.
+    # `segment.Segment`. None if each row has its own CTAs.
     slots: int | None = None
     # Number of segments of a CTA; one with a mask, with edges, with turns, and in two launches.
     per_cta: int = 1

@@ -6,7 +6,7 @@
                      launch 2, which reads again       load -> merge the reductions of the row -> write
 
 The CTAs of a cluster exchange reductions through shared memory. With `Parts.slots`, a team (a CTA or a cluster) takes
-several rows in turns. If the result is one number per row, plain JAX merges the reductions in place of launch 2.
+several rows in turns. If the results are numbers per row, plain JAX merges the reductions in place of launch 2.
 
 `segment.py` has the stages of long rows. A CTA has 128 threads, and `gpu.layout.Walk` draws which elements each thread
 holds.
@@ -65,12 +65,12 @@ def _for_each(count: int, do: Callable[[Any], None]) -> None:
 
 
 def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segment]) -> None:
-    """Reduces the segments segment_of(number) while they are loaded, merges all of the row, and writes the results."""
+    """Reduces the segments segment_of(number) while they are loaded, and merges and writes the row."""
     each = functools.partial(_for_each, job.parts.per_cta)
     each(lambda number: segment_of(number).reduce(number))  # step by step; waits until each has arrived
     formula = segment_of(0).formula
     total = merged_row(job, refs, formula.reduction)
-    if not job.parts.cluster:  # for a second launch
+    if not job.parts.cluster:  # for a second launch, or for plain JAX
         segment = segment_of(0)
         total = segment.located(_recounted(job, refs, segment_of, total)) if formula.locates else total
         segment.write_reduction(total)
@@ -81,7 +81,7 @@ def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segmen
     elif formula.locates:
         _write_located(job, refs, segment_of, total)
     else:
-        segment_of(0).write_constants(total)  # for example logsumexp: one number per row
+        segment_of(0).write_constants(total)  # for example logsumexp: numbers per row
     wait_for_peers(job, refs)  # a CTA must not exit, or write other records, before its peers have merged
 
 
@@ -97,7 +97,7 @@ def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], t
 
 
 def _recounted(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total):
-    """Returns `total`, with `before` counted again if the steps may be wrong."""
+    """Returns `total`. If its `before` may be wrong (`label_rank.is_inexact`), it is counted again."""
     if not segment_of(0).formula.counts:
         return total
 
@@ -189,7 +189,8 @@ def launch(
     that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
     "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
 
-    Returns one array of all elements, of the last array's dtype; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
+    Returns one array of all elements, of the last array's dtype, (rows, vocab) by a `Tile`, or in the shape of
+    `aligned_view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
     """
     if isinstance(plan, Tile):
         return tile_kernel.launch(

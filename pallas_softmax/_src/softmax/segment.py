@@ -5,7 +5,10 @@
     load      copy_in (the body, a step at a time), load_edges
     reduce    reduce: each thread reduces its own elements of the segment, and each warp writes its state to a record
     merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
-    write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch)
+    write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch, or for
+              plain JAX)
+
+A `Reduction` is the operator. The reduction of a segment or a row is its value, which `states_ptx` calls a state.
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ from pallas_softmax._src.softmax.plan import EDGE, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The arguments of `rows_kernel.launch`."""
+    """The arguments of `rows_kernel.launch` for long rows; `parts` is its plan."""
 
     formula: Formula
     arrays: list[jax.Array]
@@ -126,7 +129,7 @@ class Segment:
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def copy_in(self, i) -> None:
-        """Starts the copies of step i, an int or traced, one from each array. The slot's barriers complete then."""
+        """Starts the copies of step i, one from each array. The slot's barriers complete when they have arrived."""
         walk, start = self.walk, self.place.first + self.body_start
 
         def copy(size: int, x_gmem, x_smem, arrived) -> None:
@@ -251,10 +254,11 @@ class Segment:
         return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
 
     def _absorb_step(self, i, size: int, state):
-        """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
+        """Adds step i of the body. `state` has the reduction of each lane, and the masks loaded for the next steps."""
         lanes, (mask_blocks, *next_masks) = state
         formula, ahead = self.formula, self.job.parts.mask_steps_ahead
         all_loaded = ahead == self.walk.steps
+        # If all masks are loaded, the same one again keeps the length of the carry.
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         self.wait(i)
         xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
@@ -293,10 +297,10 @@ class Segment:
         walk, (x_smem,) = self.walk, self.refs.x_smem
         thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
         terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
-        held = walk.padded_length // walk.block_size
-        count = min(walk.step_blocks, held)
+        held_blocks = walk.padded_length // walk.block_size
+        count = min(walk.step_blocks, held_blocks)
         step = total.at.astype(jnp.int32) - self.first_step
-        first = jnp.minimum(step * walk.step_blocks, held - count)
+        first = jnp.minimum(step * walk.step_blocks, held_blocks - count)
         for block in range(count):
             at = (first + block) * walk.block_size
             x = blocks.load(x_smem.at[pl.ds(self.smem_start + at, walk.block_size)], walk.vec)
@@ -337,7 +341,7 @@ class Segment:
     # --- Results
 
     def write_reduction(self, total) -> None:
-        """Writes the reduction of the segment, for a second launch."""
+        """Writes the reduction of the segment, for a second launch or for plain JAX."""
         for gmem, leaf in zip(self.refs.out_gmem, jax.tree.leaves(total), strict=True):
             gmem[self.place.row, self.place.index] = leaf
 

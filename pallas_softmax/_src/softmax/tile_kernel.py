@@ -33,7 +33,7 @@ def compute_tile(
     reserved: Any = None,
 ) -> None:
     """The kernel: computes a formula on the rows or columns of one tile. Nothing uses `reserved`; see `Tile`."""
-    axis = 1 if x_gmem[0].ndim == 2 else 0
+    axis = 1 if x_gmem[0].ndim == 2 else 0  # of the tile; the softmax runs along it
     view, row, column = _place(tile, x_gmem[0].shape)
     broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1 - axis)  # a number per row, or column
     fill = formula.reduction.neutral
@@ -71,7 +71,7 @@ def compute_tile(
 
 
 def _place(tile: Tile, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Returns a view of the arrays with two dimensions, and the row and column where the tile of this CTA starts."""
+    """Returns a function that views an array with two dimensions; and the row and column where the tile starts."""
     number = lax.axis_index("tile")
     if len(shape) == 2:
         return lambda gmem: gmem, number * tile.rows, 0
