@@ -145,7 +145,8 @@ def test_kernel(masking, shape, in_order):
     rows = rows_of(v, k, jnp.dtype(dtype))
     x = np.stack([rows[name] for name in ("normal", "special", "rounded", "constant")])
     mask = np.random.default_rng(1).random((4, v)) < 0.5
-    mask = mask[:, :1] if masking == "mask of rows" else mask[:1] if "mask" in masking else None
+    masks = {"mask and lengths": mask, "one mask": mask[:1], "mask of rows": mask[:, :1]}
+    mask = masks.get(masking)
     lengths = {"lengths": [0, k - 1, v, v + 3], "mask and lengths": [9, v, k, -1]}.get(masking)
     got = select.select_rows(x, k, plan_selection(4, v, k, dtype, HOPPER), mask, lengths, sorted=in_order)
     assert_rows(got, x, k, mask, lengths, sorted=in_order)
