@@ -101,11 +101,8 @@ def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k,
     layer, dtype = Projection(xla.FUNCTIONS, w, columns, **static), widen(x).dtype
 
     def winners(x, tokens: Tokens) -> tuple:
-        arrays = (
-            xla.logits(x, w, columns.bias, Tokens(None), head=layer.head),
-            None,
-            tokens.temperature[:, None],
-        )
+        z = xla.logits(x, w, columns.bias, Tokens(None), head=layer.head)
+        arrays = z, None, tokens.temperature[:, None]
         return tuple(mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, layer.mesh_axes)[0])
 
     def nothing(x, _) -> tuple:

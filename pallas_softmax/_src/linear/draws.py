@@ -33,9 +33,8 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
 
     def drawn(x, tokens: Tokens) -> tuple:
-        z, normalizer = functions.logits(
-            x, w, columns.bias, layer.with_own_labels(tokens, x), head=layer.head
-        )
+        own = layer.with_own_labels(tokens, x)
+        z, normalizer = functions.logits(x, w, columns.bias, own, head=layer.head)
         indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
         # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
         label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
@@ -51,9 +50,10 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     def nothing(x, _) -> tuple:
         return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
 
-    arrays = (
-        2 if functions.are_plain and tokens.temperature is not None else 1
-    )  # plain JAX also stores z / temperature
+    also_divided = (
+        functions.are_plain and tokens.temperature is not None
+    )  # plain JAX stores z / temperature too
+    arrays = 2 if also_divided else 1
     results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
     return tuple(map(tokens.zero_if_left_out, results))
 

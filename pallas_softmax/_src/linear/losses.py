@@ -328,13 +328,11 @@ def times_softcap_slope(dz, z, tokens: Tokens, head: Head):
 def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
     """Returns the gradient in the raw logit at each label. Equal labels share it."""
     if tokens.several:
-        coefficients = coefficients._replace(
-            label_term=_sums_of_equal(tokens.labels, coefficients.label_term)
-        )
+        terms = _sums_of_equal(tokens.labels, coefficients.label_term)
+        coefficients = coefficients._replace(label_term=terms)
     of_row = jax.tree.map(lambda a: like_labels(a, label_logit), coefficients)
-    z = jnp.minimum(
-        label_logit, of_row.m
-    )  # it is 0 for a label that is no column, and exp(0 - m) may be infinite
+    # The logit is 0 for a label that is no column, and exp(0 - m) may be infinite.
+    z = jnp.minimum(label_logit, of_row.m)
     gradient = of_row.of_exponential(z) - of_row.label_term
     gradient = gradient if of_row.constant is None else gradient - of_row.constant
     gradient = times_softcap_slope(gradient, z, tokens, head)
